@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.memory import memory_available, memory_limit
-from services.preflight.model import ModelFacts
+from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem
 from services.settings.automatic import visible_gpus
 from services.settings.sections import Settings
@@ -74,14 +74,14 @@ def host_memory_problems(settings: Settings, model: ModelFacts) -> Iterator[Prob
             yield Problem(text)
 
 
-def check_host_memory(settings: Settings, model: ModelFacts, hosts: int) -> None:
+def check_host_memory(settings: Settings, hosts: int) -> None:
     """Check that this host has enough free memory for its ranks, before they start.
 
     Raises:
         SettingsError: it has not; names settings that would fit.
     """
     if settings.trainer.backend == "megatron":
-        given = host_workload_of(settings, model, hosts=hosts)
+        given = host_workload_of(settings, read_model(settings), hosts=hosts)
         if text := host_refusal(given, memory_available(), "has free"):
             raise SettingsError(text)
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +17,13 @@ from services.trainer.gpu_turn import TrainerGpuTurn
 from services.trainer.shared_engine import SharedEngine
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.early_export import Tensors
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand, is_distributed
 from trainer.data.step_plan import StepPlan
 from trainer.storage.host_state import HostCopies
 from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.bucket_writer import in_dtype
+from trainer.weights.early_export import Tensors
 from trainer.weights.parts.sender import PartSender
 from trainer.weights.registry import make_part_sender, make_sender
 from trainer.weights.shared import SharedSender
@@ -133,8 +132,10 @@ class ModelRunner:
             return await self.run(self._train, command)
         loop, version = asyncio.get_running_loop(), command.step + 1
 
+        def say(draft: WeightDraft) -> None:
+            loop.call_soon_threadsafe(announce, draft)
+
         def begin(tensors: Tensors) -> None:
-            say = partial(loop.call_soon_threadsafe, announce)
             self._ahead = self._publisher.submit(self._publish_ahead, epoch, version, tensors, say)
 
         return await self.run(self._train, command, begin)
@@ -206,7 +207,7 @@ class ModelRunner:
         return self.sender.publish(epoch, version, named, base_model=self.rank.backend.architecture)
 
     def _publish_ahead(
-        self, epoch: str, version: int, tensors: Tensors, announce: Callable[[WeightDraft], object]
+        self, epoch: str, version: int, tensors: Tensors, announce: Callable[[WeightDraft], None]
     ) -> WeightManifest:
         assert not isinstance(self.sender, PartSender)  # one rank alone exports ahead
         if isinstance(self.sender, StreamingSender) and (draft := self.sender.provisional(epoch, version)):

@@ -18,7 +18,6 @@ from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.observability.steps import StepLog
 from services.preflight.memory import check_host_memory
-from services.preflight.model import read_model
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.main import service_main
 from services.runtime.process import Process
@@ -132,7 +131,7 @@ def main() -> None:
         try:
             settings = load_settings()
             place = find_place(settings.cluster, settings.parallel.world_size, os.environ)
-            check_host_memory(settings, read_model(settings), place.hosts)
+            check_host_memory(settings, place.hosts)
             if place.hosts > 1:
                 configure_logging(os.environ.get("TETHER_INSTANCE", Role.TRAINER))
                 sys.exit(run_on_hosts(settings, place))

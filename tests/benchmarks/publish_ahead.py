@@ -1,4 +1,4 @@
-"""What it gains to publish a version while the optimizer in host memory makes it.
+"""Measures what it gains to publish a version while the optimizer in host memory makes it.
 
     python -m tests.benchmarks.publish_ahead [--transport shm] [--rounds 5] [--threads 1] [--model DIR]
 
@@ -8,17 +8,18 @@ of each way, and what of them the publication waited. Ways alternate. On a GPU w
 """
 
 import argparse
-import asyncio
 import json
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from protocol.codec import encode_payload
-from services.trainer.model_runner import ModelRunner
 from tests.benchmarks.trainer.run import FULL, make_model
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
@@ -27,10 +28,13 @@ from trainer.backends.rank_commands import TrainCommand
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, WeightConfig
 from trainer.registry import make_backend
 from trainer.roles.models import RankModels
+from trainer.weights.base import WeightSender
+from trainer.weights.bucket_writer import in_dtype
+from trainer.weights.early_export import Tensors
 from trainer.weights.registry import make_sender
 
 TOKENS = 64
-"""Of each of two samples."""
+"""Tokens of each of two samples."""
 
 
 def main() -> None:
@@ -44,43 +48,59 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         if options.model is None:
             make_model(FULL, Path(directory))
-        asyncio.run(_measure(options, options.model or Path(directory), Path(directory)))
+        _measure(options, options.model or Path(directory), Path(directory))
 
 
-async def _measure(options: argparse.Namespace, model_dir: Path, directory: Path) -> None:
+def _measure(options: argparse.Namespace, model_dir: Path, directory: Path) -> None:
     algorithm, on_gpu = make_algorithm(AlgorithmConfig()), torch.cuda.is_available()
-    thread = ThreadPoolExecutor(1)
-
-    def load() -> LeaderRank:
-        backend = make_backend(
-            model_dir,
-            parallel=ParallelConfig(),
-            optimizer=OptimizerConfig(cpu_offload=True),
-            trainer=TrainerConfig(dtype="bfloat16" if on_gpu else "float32", threads=options.threads),
-            algorithm=algorithm,
-        )
-        return LeaderRank(RankModels(backend), algorithm)
-
-    leader = await asyncio.get_running_loop().run_in_executor(thread, load)
+    backend = make_backend(
+        model_dir,
+        parallel=ParallelConfig(),
+        optimizer=OptimizerConfig(cpu_offload=True),
+        trainer=TrainerConfig(dtype="bfloat16" if on_gpu else "float32", threads=options.threads),
+        algorithm=algorithm,
+    )
+    leader = LeaderRank(RankModels(backend), algorithm)
     sender = make_sender(WeightConfig(transport=options.transport), run="bench", run_dir=directory)
-    runner = ModelRunner(leader, sender, thread, engine_dtype="bfloat16")
     totals: dict[str, list[float]] = {"after": [], "during": []}
     waits: dict[str, list[float]] = {"after": [], "during": []}
-    for version in range(2 * options.rounds + 2):
-        way = ("after", "during")[version % 2]
-        announce = (lambda draft: None) if way == "during" else None
-        began = time.perf_counter()
-        await runner.train(_command(version), epoch="bench", announce=announce)
-        trained = time.perf_counter()
-        await runner.publish("bench", version + 1)
-        if version > 1:  # the first of each makes state and buffers
-            totals[way].append(time.perf_counter() - began)
-            waits[way].append(time.perf_counter() - trained)
-        sender.retire(frozenset({version + 1}))
-    await runner.close()
+    with ThreadPoolExecutor(1) as thread:
+        for version in range(2 * options.rounds + 2):
+            way = ("after", "during")[version % 2]
+            publish = partial(_publish, sender, version + 1)
+            ahead = _Ahead(thread, publish)
+            began = time.perf_counter()
+            leader.train(_command(version), ahead.begin if way == "during" else None)
+            trained = time.perf_counter()
+            if ahead.publication is None:
+                publish(leader.export())
+            else:
+                ahead.publication.result()
+            if version > 1:  # the first of each makes state and buffers
+                totals[way].append(time.perf_counter() - began)
+                waits[way].append(time.perf_counter() - trained)
+            sender.retire(frozenset({version + 1}))
+    sender.close()
+    backend.close()
     facts = {f"{way}_s": min(times) for way, times in totals.items()}
     facts |= {f"publish_{way}_s": min(times) for way, times in waits.items()}
     print(json.dumps({"transport": options.transport, "threads": options.threads, **facts}), flush=True)
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Begins a publication in a thread."""
+
+    thread: ThreadPoolExecutor
+    publish: Callable[[Tensors], None]
+    publication: Future[None] | None = None
+
+    def begin(self, tensors: Tensors) -> None:
+        self.publication = self.thread.submit(self.publish, tensors)
+
+
+def _publish(sender: WeightSender, version: int, tensors: Tensors) -> None:
+    sender.publish("bench", version, in_dtype(tensors, "bfloat16"))
 
 
 def _command(step: int) -> TrainCommand:

@@ -109,10 +109,14 @@ async def test_every_transport_brings_every_version(tmp_path: Path, transport: s
     assert [event["version"] for event in of(run, "applied")][:3] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("rank", [0, 4])
-async def test_versions_are_received_while_they_are_made(tmp_path: Path, rank: int) -> None:
+HOST_OPTIMIZER = ("trainer.backend=megatron", "optimizer.cpu_offload=true")
+
+
+@pytest.mark.parametrize("overrides", [("lora.rank=0",), ("lora.rank=4",), HOST_OPTIMIZER])
+async def test_versions_are_received_while_they_are_made(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """With the optimizer in host memory that is within the step, whose parts add up all the same."""
     settings = small(
-        tmp_path, "weights.transport=nccl", "bound.max_staleness=0", "run.steps=1000", f"lora.rank={rank}"
+        tmp_path, "weights.transport=nccl", "bound.max_staleness=0", "run.steps=1000", *overrides
     )
     async with asyncio.timeout(400), running(settings) as live:
 
@@ -126,7 +130,11 @@ async def test_versions_are_received_while_they_are_made(tmp_path: Path, rank: i
         while counted() < 2 or (await live.ledger.head()).version < 3:  # noqa: ASYNC110 (metrics tell nobody)
             await asyncio.sleep(0.01)
     assert verify(tmp_path / "audit.jsonl").violations == []
-    assert all(step["logprob_error_max"] < 1e-4 for step in read_steps(tmp_path / "metrics.jsonl"))
+    for step in read_steps(tmp_path / "metrics.jsonl"):
+        assert step["logprob_error_max"] < 1e-4
+        parts = [step[f"{name}_s"] for name in ("wait", "train", "publish", "checkpoint", "other")]
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(step["step_s"], abs=1e-6)
 
 
 async def test_adapters_alone_are_trained_published_and_served(tmp_path: Path) -> None:

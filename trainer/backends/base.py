@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import SettingsError
 from protocol.messages import Mismatch, WeightPiece
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
-from trainer.backends.early_export import EarlyExport, Tensors
+from trainer.weights.early_export import EarlyExport, Tensors
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch
@@ -165,12 +165,13 @@ class Backend(ABC):
         These are the model's tensors under their Hugging Face names, or A and B of its adapters under PEFT's.
         """
 
-    def export_ahead(self, begin: Callable[[Tensors], None] | None) -> EarlyExport:
-        """Prepare the next `train_step` to export its version while the optimizer makes it, if it can.
+    def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:
+        """Prepare to export the version of the next step while its last update is made, if that can be.
 
         Args:
-            begin: see `EarlyExport`; called once at most, and not if the step is skipped. None: no such
+            begin: see `EarlyExport`; called once at most, and not if an update is skipped. None: no such
                 export.
+            updates: of the step, calls of `train_step`.
 
         Returns:
             What the step has to be made within.

@@ -9,7 +9,6 @@ import torch
 from protocol.messages import WeightDraft, WeightManifest
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.early_export import Tensors
 from trainer.backends.follow import offload_and_wait
 from trainer.backends.rank_commands import (
     DraftCommand,
@@ -33,6 +32,7 @@ from trainer.data.step_plan import StepPlan
 from trainer.lora import as_published
 from trainer.roles.models import RankModels
 from trainer.storage.host_state import HostCopies
+from trainer.weights.early_export import Tensors
 from trainer.weights.parts.publish import draft_parts, publish_parts
 from trainer.weights.parts.sender import PartSender
 
@@ -71,8 +71,7 @@ class LeaderRank:
             begin: may be called with the tensors of the new version, as `Backend.export_ahead` says; None: it
                 is exported after the step.
         """
-        with self.backend.export_ahead(begin).step():
-            return run_step_on_all_ranks(self._models, self._algorithm, command)
+        return run_step_on_all_ranks(self._models, self._algorithm, command, begin)
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to publish, adapters scaled. Must be exhausted before the next call."""

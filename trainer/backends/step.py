@@ -1,6 +1,7 @@
 """Makes a step on all ranks, from rank 0."""
 
 import dataclasses
+from collections.abc import Callable
 
 from protocol.codec import decode_payload
 from protocol.errors import ProtocolError
@@ -13,12 +14,22 @@ from trainer.data.step_plan import StepPlan, plan_step
 from trainer.roles.merged_updates import merged_updates
 from trainer.roles.models import RankModels
 from trainer.roles.step import run_step
+from trainer.weights.early_export import Tensors
 
 
 def run_step_on_all_ranks(
-    models: RankModels, algorithm: Algorithm, command: TrainCommand
+    models: RankModels,
+    algorithm: Algorithm,
+    command: TrainCommand,
+    begin: Callable[[Tensors], None] | None = None,
 ) -> tuple[StepPlan, StepStats]:
     """Make a step from rank 0: plan it, send every replica its part, then step on all ranks.
+
+    Args:
+        models: rank 0's part of them.
+        algorithm: the recipe.
+        command: that of the step.
+        begin: see `Backend.export_ahead`.
 
     Raises:
         ProtocolError, BoundViolation: as `plan_command`; no rank has done anything then.
@@ -32,7 +43,8 @@ def run_step_on_all_ranks(
         send_part(plan.part(piece), ranks)
     own = plan.part(pieces[0])
     send_part(own, [rank for rank in backend.replicas[0] if rank != 0])
-    stats = merged_updates(algorithm.config, run_step(models, own, follow), follow)
+    with backend.export_ahead(begin, len(follow.updates)).step():
+        stats = merged_updates(algorithm.config, run_step(models, own, follow), follow)
     return plan, dataclasses.replace(stats, imbalance=imbalance)
 
 

@@ -5,7 +5,6 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 # isort: split
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, Publication, StepStats
-from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
@@ -53,6 +51,7 @@ from trainer.megatron.optimizer import Optimizer, is_distributed, wrap_model
 from trainer.megatron.reshard import export_plan, plan_of, stage_rules
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.storage.host_state import HostCopies, HostState
+from trainer.weights.early_export import EarlyExport, Tensors
 
 
 class MegatronBackend(Backend):
@@ -222,9 +221,9 @@ class MegatronBackend(Backend):
         for name, tensor in self._exporter.gathered(self._plan):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
 
-    def export_ahead(self, begin: Callable[[Tensors], None] | None) -> EarlyExport:
-        asked = None if self._places.ranks > 1 or self.lora.rank else begin
-        self._optimizer.early = EarlyExport(asked, partial(self._exporter.when_final, self._published))
+    def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:
+        begin = None if self.lora.rank else begin  # adapters are small
+        self._optimizer.early = self._exporter.ahead(self._published, begin, updates)
         return self._optimizer.early
 
     @property

@@ -1,6 +1,7 @@
 """Turns the steps of a loop into trained tokens a second, and compares loops."""
 
 import itertools
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,14 @@ class Step:
 
 
 def steps_of(reports: Sequence[Mapping[str, Any]]) -> list[Step]:
-    """Return the steps of a run of ours, from its metrics.jsonl."""
+    """Return the steps of a run: of ours from its metrics.jsonl, of TRL's from what it printed."""
     return [Step(report["time"], report["trained_tokens"]) for report in reports]
+
+
+def printed_steps(output: str, begin: str) -> list[dict[str, Any]]:
+    """Return the steps that are in a program's output, each on a line that begins so."""
+    lines = (line.removeprefix(begin) for line in output.splitlines() if line.startswith(begin))
+    return [json.loads(line) for line in lines]
 
 
 def speed(steps: Sequence[Step], *, first: int = FIRST, last: int = LAST) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """`make bench-gpu`, third part: the whole loop of ours beside TRL's GRPOTrainer, on the same job and GPU.
 
     python -m tests.benchmarks.gpu_loop.run --out runs/bench-loop-gpu.json [--ways tether,trl]
-    [--steps 16] [--size 0.5b] [--trl NAME=JSON] [--tiny]
+    [--steps 14] [--size 0.5b] [--trl NAME=JSON] [--tiny]
 
 Each way runs in processes of its own, one after the other. One that fails is reported, its files are kept
-beside the JSON, and the others continue. What the JSON has of ways that are not run now is kept. Exit code 1
-if one failed.
+beside the JSON, and the others continue; one that is ended by the limit counts with the steps that it made.
+What the JSON has of ways that are not run now is kept. Exit code 1 if one failed.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from typing import Any
 
 from services.observability.steps import read_steps
 from tests.benchmarks.gpu_loop.job import CONFIG, TINY, JobFiles, make_files
-from tests.benchmarks.gpu_loop.results import Step, means_of, ratios_of, speed, steps_of
+from tests.benchmarks.gpu_loop.results import LAST, means_of, printed_steps, ratios_of, speed, steps_of
+from tests.benchmarks.gpu_loop.trl_loop import STEP
 from tests.benchmarks.versions import ROOT, output_of, versions_of
 
 DEFAULTS = {
@@ -44,6 +45,8 @@ THEIRS = {
     "trl-uncorrected": ("vllm_importance_sampling_correction=false",),
 }
 """TRL as it is, and without its correction for vLLM's other log-probabilities, which costs a pass."""
+END_S = 60.0
+"""Seconds in which a way that is ended by the limit has to exit by itself."""
 ENOUGH = 3000
 """Characters of a failed way's output that are printed."""
 
@@ -70,7 +73,7 @@ def main() -> int:
         try:
             facts["ways"][way] = _measure(way, options, files, directory)
             shutil.rmtree(directory)
-        except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             facts["failed"][way] = str(error)
         facts["ratios"] = ratios_of(facts["ways"])
         out.write_text(json.dumps(facts, indent=1) + "\n")
@@ -83,14 +86,14 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--ways", default="tether,trl", help=f"of {', '.join([*OURS, *THEIRS])}")
     parser.add_argument(
-        "--steps", type=int, default=16, help="of ours; the first 4 and the last 2 are not counted"
+        "--steps", type=int, default=14, help="of ours; the first 4 and the last 2 are not counted"
     )
-    parser.add_argument("--trl-steps", type=int, default=9, help="of TRL's; likewise")
+    parser.add_argument("--trl-steps", type=int, default=10, help="of TRL's; likewise")
     parser.add_argument("--size", default="0.5b", help="of the model")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "bench-loop-files")
     parser.add_argument("--set", action="append", default=[], help="of the job, for both: section.key=value")
     parser.add_argument("--trl", action="append", default=[], help="of GRPOConfig: name=JSON")
-    parser.add_argument("--limit-s", type=float, default=420.0, help="for one way")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="for one way, its start included")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     options = parser.parse_args()
     if unknown := set(options.ways.split(",")) - {*OURS, *THEIRS}:
@@ -113,9 +116,11 @@ def _tether(way: str, options: argparse.Namespace, files: JobFiles, directory: P
     overrides = files.overrides((f"run.steps={options.steps}", *machine, *options.set))
     run_dir = directory / "run"
     command = [sys.executable, "-m", "services.cli", "up", str(CONFIG), "--run-dir", str(run_dir)]
-    _run([*command, *(word for text in overrides for word in ("--set", text))], options.limit_s)
+    command += [word for text in overrides for word in ("--set", text)]
+    _, ended = _run(command, options.limit_s)
     reports = read_steps(run_dir / "metrics.jsonl")
-    return {**speed(steps_of(reports)), **means_of(reports), "overrides": [*machine, *options.set]}
+    measured = speed(steps_of(reports), last=LAST if ended else 0)
+    return {**measured, **means_of(reports), "ended": ended, "overrides": [*machine, *options.set]}
 
 
 def _trl(way: str, options: argparse.Namespace, files: JobFiles, directory: Path) -> dict[str, Any]:
@@ -125,18 +130,18 @@ def _trl(way: str, options: argparse.Namespace, files: JobFiles, directory: Path
     command += ["--model", str(files.model), "--prompts", str(files.prompts)]
     command += [word for text in settings for word in ("--set", text)]
     command += [word for text in given for word in ("--option", text)]
-    output = _run(command + (["--no-vllm"] if options.tiny else []), options.limit_s)
-    found: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
-    peak = found["memory_peak_gb"]
-    return {**speed([Step(**step) for step in found["steps"]]), "memory_peak_gb": peak, "options": given}
+    output, ended = _run(command + (["--no-vllm"] if options.tiny else []), options.limit_s)
+    steps = printed_steps(output, STEP)
+    measured = speed(steps_of(steps), last=0)  # nothing runs beside its steps
+    peaks = [step["memory_peak_gb"] for step in steps if "memory_peak_gb" in step]
+    return {**measured, "memory_peak_gb": max(peaks, default=None), "ended": ended, "options": given}
 
 
-def _run(command: list[str], limit_s: float) -> str:
-    """Run a command to its end and return what it printed.
+def _run(command: list[str], limit_s: float) -> tuple[str, bool]:
+    """Run a command, to its end or to the limit; returns what it printed, and whether it came to its end.
 
     Raises:
         RuntimeError: with the end of its output, if it failed.
-        subprocess.TimeoutExpired: it took longer than the limit; it was ended.
     """
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
@@ -145,14 +150,22 @@ def _run(command: list[str], limit_s: float) -> str:
             try:
                 output, _ = process.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
-                process.terminate()  # `tether up` ends its services
-                process.communicate()
-                raise
+                return _ended(process), False
         errors.seek(0)
         if process.returncode:
             said = (output + errors.read())[-ENOUGH:]
             raise RuntimeError(f"ended with {process.returncode}: {said}")
-    return output
+    return output, True
+
+
+def _ended(process: "subprocess.Popen[str]") -> str:
+    """End a process, and return what it printed; `tether up` ends its services when it is asked to."""
+    process.terminate()
+    try:
+        return process.communicate(timeout=END_S)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,14 @@
 
 import pytest
 
-from tests.benchmarks.gpu_loop.results import Step, means_of, ratios_of, speed, steps_of
+from tests.benchmarks.gpu_loop.results import (
+    Step,
+    means_of,
+    printed_steps,
+    ratios_of,
+    speed,
+    steps_of,
+)
 
 
 def test_speed_counts_the_steps_in_the_middle() -> None:
@@ -33,3 +40,10 @@ def test_ratios_are_of_ours_over_theirs() -> None:
     speeds = {"tether": 30.0, "tether-turns": 20.0, "trl": 10.0}
     ways = {name: {"trained_tokens_per_s": value} for name, value in speeds.items()}
     assert ratios_of(ways) == {"tether_over_trl": 3.0, "tether-turns_over_trl": 2.0}
+
+
+def test_printed_steps_are_found_between_other_lines() -> None:
+    steps = ('{"time": 1.5, "trained_tokens": 8.0}', '{"time": 2.5, "trained_tokens": 4}')
+    output = "loading\n" + "".join(f'step {step}\n{{"loss": 0}}\n' for step in steps)
+    assert steps_of(printed_steps(output, "step ")) == [Step(1.5, 8.0), Step(2.5, 4)]
+    assert printed_steps("", "step ") == []

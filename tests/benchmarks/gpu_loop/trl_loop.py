@@ -1,4 +1,4 @@
-"""Runs the job with TRL's GRPOTrainer, vLLM in its process, and prints its steps as a line of JSON.
+"""Runs the job with TRL's GRPOTrainer, vLLM in its process, and prints each step as a line of JSON.
 
     python -m tests.benchmarks.gpu_loop.trl_loop --model DIR --prompts FILE [--set section.key=value]
     [--option name=value]
@@ -16,6 +16,8 @@ from typing import Any
 from tests.benchmarks.gpu_loop.job import JobFiles, read_prompts
 from tests.benchmarks.gpu_loop.word_reward import score
 
+STEP = "step "
+"""Begins the lines with steps."""
 TOGETHER = 16
 """Samples of a forward pass on a GPU: the most of a power of two that fits beside the engine on 80 GB."""
 ONE_PROCESS = {
@@ -31,7 +33,7 @@ ONE_PROCESS = {
 
 
 def main() -> None:
-    """Train, then print."""
+    """Train; print as steps are made."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
@@ -42,7 +44,7 @@ def main() -> None:
     options = parser.parse_args()
     for name, value in ONE_PROCESS.items():
         os.environ.setdefault(name, value)
-    print(json.dumps(_train(options)), flush=True)
+    _train(options)
 
 
 def _arguments(options: argparse.Namespace, job: Any) -> dict[str, Any]:
@@ -81,43 +83,45 @@ def _arguments(options: argparse.Namespace, job: Any) -> dict[str, Any]:
     return found | {name: json.loads(text) for name, _, text in (o.partition("=") for o in options.option)}
 
 
-def _train(options: argparse.Namespace) -> dict[str, Any]:
+def _train(options: argparse.Namespace) -> None:
     import torch
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.times: list[float] = []
+    job = JobFiles(options.model, options.prompts).settings(tuple(options.set))
+    samples = job.bound.groups_per_step * job.sampling.samples_per_prompt
+
+    class Printer(TrainerCallback):
+        """Prints a step when its length is logged, with the time of its end."""
+
+        time = 0.0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.times.append(time.time())
+            self.time = time.time()
 
-    job = JobFiles(options.model, options.prompts).settings(tuple(options.set))
-    samples = job.bound.groups_per_step * job.sampling.samples_per_prompt
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any
+        ) -> None:
+            if logs and "step_time" in logs:
+                step = {"time": self.time, "trained_tokens": samples * logs["completions/mean_length"]}
+                if torch.cuda.is_available():
+                    step["memory_peak_gb"] = torch.cuda.max_memory_allocated() / 2**30
+                print(STEP + json.dumps(step), flush=True)
+
     prompts = InMemoryTable.from_pydict({"prompt": read_prompts(options.prompts)})
-    clock = Clock()
     trainer = GRPOTrainer(
         model=str(options.model),
         reward_funcs=_score_all,
         args=GRPOConfig(**_arguments(options, job)),
         train_dataset=Dataset(prompts, fingerprint="words"),
         processing_class=PreTrainedTokenizerFast.from_pretrained(options.model),
-        callbacks=[clock],
+        callbacks=[Printer()],
     )
     trainer.train()
-    lengths = [row["completions/mean_length"] for row in trainer.state.log_history if "step_time" in row]
-    return {
-        "steps": [
-            {"time": at, "trained_tokens": samples * length}
-            for at, length in zip(clock.times, lengths, strict=True)
-        ],
-        "memory_peak_gb": torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None,
-    }
 
 
 def _score_all(completions: list[str], **given: Any) -> list[float]:

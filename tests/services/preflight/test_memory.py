@@ -1,5 +1,6 @@
 """Tests what is said of the trainer's memory before a start."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,20 +73,29 @@ def test_the_host_is_described_where_masters_are_on_it() -> None:
     assert f"expected of the host: {expected}; this one has {memory_limit() / GIB:.1f} GiB, " in line
 
 
-def test_what_no_host_has_is_refused_before_a_start_and_at_the_start() -> None:
-    model = replace(FACTS, config=HUGE)
-    (problem,) = host_memory_problems(settings(), model)
+def of_model(directory: Path, config: dict[str, Any], *overrides: str) -> Settings:
+    """Settings of a run with the model of a configuration."""
+    (directory / "config.json").write_text(json.dumps(config))
+    return settings(f'model.path="{directory}"', *overrides)
+
+
+def test_what_no_host_has_is_refused_before_a_start_and_at_the_start(tmp_path: Path) -> None:
+    (problem,) = host_memory_problems(settings(), replace(FACTS, config=HUGE))
     assert f"and this host has {memory_limit() / GIB:.1f} GiB; no setting" in str(problem)
     with pytest.raises(SettingsError, match="of its memory, and this host has free "):
-        check_host_memory(settings(), model, 1)
-    for unknown in (settings("trainer.backend=reference"), settings("trainer.backend=scripted")):
-        assert not list(host_memory_problems(unknown, model))
-        check_host_memory(unknown, model, 1)
+        check_host_memory(of_model(tmp_path, HUGE), 1)
 
 
-def test_what_a_host_has_is_no_problem() -> None:
+@pytest.mark.parametrize("backend", ["reference", "scripted"])
+def test_other_backends_are_not_checked(backend: str) -> None:
+    given = settings(f"trainer.backend={backend}")
+    assert not list(host_memory_problems(given, replace(FACTS, config=HUGE)))
+    check_host_memory(given, 1)  # without a model
+
+
+def test_what_a_host_has_is_no_problem(tmp_path: Path) -> None:
     assert not list(host_memory_problems(settings(), FACTS))
-    check_host_memory(settings(), FACTS, 1)
+    check_host_memory(of_model(tmp_path, QWEN), 1)
 
 
 def test_hosts_of_a_cluster_check_themselves() -> None:

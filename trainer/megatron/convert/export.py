@@ -1,17 +1,18 @@
 """Exports a model's tensors by their Hugging Face names: gathered on rank 0, or piece by piece on each."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from protocol.messages import WeightPiece
 from trainer.backends.base import Publication
-from trainer.backends.early_export import EarlyExport
 from trainer.megatron.convert.pieces import published_pieces
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 from trainer.megatron.reshard import Piece, TensorPlan, stretch
+from trainer.weights.early_export import EarlyExport, Tensors
 
 
 class Exporter:
@@ -57,11 +58,17 @@ class Exporter:
             else:
                 self._send(plan)
 
+    def ahead(
+        self, plans: Sequence[TensorPlan], begin: Callable[[Tensors], None] | None, updates: int
+    ) -> EarlyExport:
+        """Return an export of these tensors while they are made; none where ranks have to gather them."""
+        alone = self._layout.ranks == 1
+        return EarlyExport(begin if alone else None, partial(self._when_final, plans), updates)
+
     @torch.no_grad()
-    def when_final(
+    def _when_final(
         self, plans: Iterable[TensorPlan], early: EarlyExport
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a model on one rank, each once its parameter is final."""
         for plan in plans:
             early.await_final(self._held(plan.parameter))
             yield plan.name, self._receive(plan)

@@ -35,7 +35,8 @@ def statistics(
 
 
 statistics_in_place = statistics
-"""The same: the kernel reads the logits once, and the sum that is not needed costs nothing beside that."""
+"""Function of `softmax_torch`; the kernel reads the logits once, and the sum that is not needed costs nothing
+beside that."""
 
 
 def to_slopes(

@@ -96,16 +96,13 @@ def host_refusal(given: HostWorkload, room: int, setting: str) -> str:
 def host_alternatives(given: HostWorkload, room: int) -> Iterator[tuple[str, HostWorkload]]:
     """Yield settings that fit, the cheapest first."""
     work = given.work
-    spread = dataclasses.replace(work.parallel, use_distributed_optimizer=True)
-    changes = {
-        "parallel.use_distributed_optimizer = true": {"parallel": spread},
-        "optimizer.cpu_offload = false": {
-            "optimizer": dataclasses.replace(work.optimizer, cpu_offload=False)
-        },
-    }
+    parallel = dataclasses.replace(work.parallel, use_distributed_optimizer=True)
+    changes = {"parallel.use_distributed_optimizer = true": dataclasses.replace(work, parallel=parallel)}
+    if given.on_gpu:
+        changes["optimizer.cpu_offload = false"] = work.changed(cpu_offload=False)
     for name, change in changes.items():
-        changed = dataclasses.replace(given, work=dataclasses.replace(work, **change))
-        if changed != given and _fits(changed, room) and (given.on_gpu or "parallel" in change):
+        changed = dataclasses.replace(given, work=change)
+        if changed != given and _fits(changed, room):
             yield name, changed
     for hosts in range(given.hosts + 1, work.layout.ranks + 1):
         changed = dataclasses.replace(given, hosts=hosts)

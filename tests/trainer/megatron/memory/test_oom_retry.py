@@ -126,7 +126,7 @@ def test_a_gpu_that_runs_out_of_memory_repeats_the_step_with_the_smaller_budget(
     """The limit is torch's own, between the memory of the whole batch in one pass and that of half of it."""
     model = make_files(tmp_path, "small").model
     batch = batch_of(LongTail(16, prompt=512, mean=512, longest=1024), ALGORITHM, vocabulary=WORDS)
-    total = len(batch.tokens)
+    total = len(batch.tokens) - batch.totals.samples  # the last token of a sample is no input
     whole, _, most = _step_on_gpu(model, batch, dtype, total)
     assert whole.warnings == ()
     plain, expected, least = _step_on_gpu(model, batch, dtype, total // 2)
@@ -143,9 +143,10 @@ def test_a_gpu_that_runs_out_of_memory_repeats_the_step_with_the_smaller_budget(
     assert repeated.micro_batches == plain.micro_batches > whole.micro_batches == 1
     assert repeated.loss == pytest.approx(plain.loss, rel=1e-3, abs=1e-6)
     assert repeated.grad_norm == pytest.approx(plain.grad_norm, rel=1e-3)
+    rtol = 1e-4 if dtype == "float32" else 2**-7  # of a weight: a bit in half precision
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[name], tensor, rtol=2**-7, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+            found[name], tensor, rtol=rtol, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 

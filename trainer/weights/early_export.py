@@ -17,26 +17,28 @@ Tensors = Iterator["tuple[str, torch.Tensor]"]
 
 
 class EarlyExport:
-    """The parameters of one step that have their new values. One thread makes the step, another one exports.
+    """The parameters of a step that have their last values. One thread makes the step, another one exports.
 
-    A step that is skipped, or fails before it changes a parameter, has begun no export. One that fails later
-    ends the export with an error, so nothing of it is published.
+    A step of which an update is skipped, or that fails before the last one, has begun no export. One that
+    fails later ends the export with an error, so nothing of it is published.
     """
 
     def __init__(
         self,
         begin: Callable[[Tensors], None] | None = None,
         export: Callable[[EarlyExport], Tensors] | None = None,
+        updates: int = 1,
     ) -> None:
         """Prepare for one step.
 
         Args:
-            begin: called in the thread of the step, once the step will be made, with what yields each tensor
-                of the new version when it is final; to be consumed in another thread. None: nothing is
+            begin: called in the thread of the step, once its last update will be made, with what yields each
+                tensor of the new version when it is final; to be consumed in another thread. None: nothing is
                 exported early.
             export: returns these tensors; waits for each by `await_final`.
+            updates: of the step, each of which may be skipped.
         """
-        self._begin, self._export = begin, export
+        self._begin, self._export, self._left = begin, export, updates
         self._changed = threading.Condition()
         self._final: dict[int, torch.cuda.Event | None] = {}
         """Parameters that are final, by identity; on a GPU after the event."""
@@ -53,23 +55,26 @@ class EarlyExport:
         self._end(failed=False)
 
     def begin(self) -> None:
-        """Say that the step will be made: nothing can skip it any more.
+        """Say that an update will be made: nothing can skip it any more.
 
         Raises:
-            RuntimeError: an export was begun before, of parameters that this step would change.
+            RuntimeError: an export was begun before, of parameters that this update would change.
         """
         if self._begin is None or self._export is None:
             return
         if self._begun:
-            raise RuntimeError("a second step would change parameters that are being published")
-        self._begun = True
-        self._begin(self._export(self))
+            raise RuntimeError("another update would change parameters that are being published")
+        self._left -= 1
+        if not self._left:
+            self._begun = True
+            self._begin(self._export(self))
 
     def add(self, parameters: Iterable[torch.Tensor], event: torch.cuda.Event | None) -> None:
-        """Say that parameters are final; those on a GPU after the event."""
-        with self._changed:
-            self._final |= {id(parameter): event for parameter in parameters}
-            self._changed.notify_all()
+        """Say that an update has made parameters; those on a GPU are there after the event."""
+        if self._begun:
+            with self._changed:
+                self._final |= {id(parameter): event for parameter in parameters}
+                self._changed.notify_all()
 
     def await_final(self, parameter: torch.Tensor) -> None:
         """Wait until a parameter is final, for work on the current stream.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from protocol.errors import WeightError
-from trainer.backends.early_export import EarlyExport, Tensors
+from trainer.weights.early_export import EarlyExport, Tensors
 
 FIRST, SECOND, FROZEN = (torch.full((2,), float(number)) for number in range(3))
 
@@ -15,8 +15,8 @@ FIRST, SECOND, FROZEN = (torch.full((2,), float(number)) for number in range(3))
 class Consumer:
     """Exports three tensors in a thread, as a publisher does."""
 
-    def __init__(self) -> None:
-        self.early = EarlyExport(self._begin, self._export)
+    def __init__(self, updates: int = 1) -> None:
+        self.early = EarlyExport(self._begin, self._export, updates)
         self.found: list[str] = []
         self.problem = ""
         self.has_one = threading.Event()
@@ -83,7 +83,28 @@ def test_a_step_that_is_skipped_begins_nothing() -> None:
     assert not consumer.begun
 
 
-def test_a_second_step_of_the_same_version_is_refused() -> None:
+def test_parameters_are_final_in_the_last_update_alone() -> None:
+    consumer = Consumer(updates=2)
+    with consumer.early.step():
+        consumer.early.begin()
+        consumer.early.add([FIRST, SECOND], None)
+        assert not consumer.begun
+        consumer.early.begin()
+        consumer.early.add([FIRST], None)
+        assert consumer.has_one.wait(60)
+        assert consumer.found == ["first"]
+    consumer.join()
+    assert consumer.found == ["first", "second", "frozen"]
+
+
+def test_an_update_that_is_skipped_leaves_the_export_to_the_end() -> None:
+    consumer = Consumer(updates=2)
+    with consumer.early.step():
+        consumer.early.begin()
+    assert not consumer.begun
+
+
+def test_an_update_after_the_last_one_is_refused() -> None:
     consumer = Consumer()
 
     def twice() -> None:
