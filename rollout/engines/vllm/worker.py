@@ -5,7 +5,7 @@ runs between two steps, in the thread that runs the model, on all ranks at the s
 of its own and is requested over a socket of each rank, so that staging and steps do not wait for each other.
 
 Importing this module in a worker ties the worker's life to the process that started the engine, and on a CPU
-keeps vLLM from repacking linear layers. Both must happen before the model is loaded, so this must be the
+keeps vLLM from repacking weights. Both must happen before the model is loaded, so this must be the
 first of our modules that vLLM imports.
 """
 
@@ -25,6 +25,7 @@ from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import Call, RankRpcServer, socket_path
 from rollout.engines.multi_process.token_versions import TokenVersions
 from rollout.engines.vllm.lora import trace_adapter
+from rollout.engines.vllm.plain_layers import keep_weights_plain
 from rollout.engines.vllm.scheduled_requests import ScheduledRequests
 from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import record, trace
@@ -234,17 +235,6 @@ def _end_after(owner: int, engine: int) -> None:
     os._exit(1)
 
 
-def _keep_linears_plain() -> None:
-    """Keep vLLM on a CPU from repacking the weights of linear layers: they could not be updated in place."""
-    from vllm.model_executor.layers import utils
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    if hasattr(utils, "dispatch_cpu_unquantized_gemm"):
-        utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
 _ENGINE = os.getppid()
 if exit_with_parent(lambda owner: _end_after(owner, _ENGINE)) and not torch.cuda.is_available():
-    _keep_linears_plain()
+    keep_weights_plain()

@@ -1,0 +1,81 @@
+"""Keeps vLLM on a CPU from repacking weights for its kernels: they could not be updated in place.
+
+Linear layers and experts are computed by torch instead, from the weights as the loader wrote them. What
+another release of vLLM repacks nevertheless is found at start (`rollout/staging/loaded_weights.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+"""What vLLM calls the activation of a gate -> it."""
+
+
+def keep_weights_plain() -> None:
+    """Replace vLLM's functions that repack, and those that compute with what is repacked."""
+    from vllm.model_executor.layers import utils
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = F.linear
+
+    if hasattr(utils, "dispatch_cpu_unquantized_gemm"):
+        utils.dispatch_cpu_unquantized_gemm = dispatch
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:  # an older release
+        return
+    CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
+    CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
+    CPUUnquantizedExperts.apply = _apply
+
+
+def _apply(
+    experts: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    *unused: Any,
+    apply_router_weight_on_input: bool = False,
+    **also_unused: Any,
+) -> None:
+    """Take the place of the experts' method that computes a layer."""
+    weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+    output.copy_(mixture(hidden_states, w1, w2, weights, topk_ids, ACTIVATIONS[activation.value]))
+
+
+def mixture(
+    rows: torch.Tensor,
+    gates_and_ups: torch.Tensor,
+    downs: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return what experts make of rows, [N, H], one expert after the other.
+
+    Args:
+        rows: [N, H].
+        gates_and_ups: [E, 2 I, H].
+        downs: [E, H, I].
+        weights: float [N, K]: of each row's experts.
+        chosen: int [N, K]: each row's experts.
+        activation: of the gate.
+    """
+    output = torch.zeros_like(rows)
+    for expert in chosen.unique().tolist():
+        row, place = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(rows[row], gates_and_ups[expert]).chunk(2, dim=-1)
+        made = F.linear(activation(gate) * up, downs[expert])
+        output.index_add_(0, row, (made * weights[row, place, None]).to(output.dtype))
+    return output

@@ -1,0 +1,53 @@
+"""Tests what takes the place of vLLM's experts on a CPU: alone, and (slow) in an engine that is updated."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.registry import make_engine
+from rollout.engines.vllm.plain_layers import ACTIVATIONS, mixture
+from tests.contracts.engine_models import follows, tiny_experts, weights, write_shm
+
+PROMPT = (5, 17, 200, 33)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_mixture_is_the_weighted_sum_of_each_rows_experts(activation: str) -> None:
+    rows, both, downs = torch.randn(7, 6), torch.randn(4, 10, 6), torch.randn(4, 6, 5)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2)
+    found = mixture(rows, both, downs, weights, chosen, ACTIVATIONS[activation])
+    for row in range(7):
+        wanted = torch.zeros(6)
+        for expert, weight in zip(chosen[row], weights[row], strict=True):
+            gate, up = both[expert, :5] @ rows[row], both[expert, 5:] @ rows[row]
+            wanted += weight * (downs[expert] @ (ACTIVATIONS[activation](gate) * up))
+        torch.testing.assert_close(found[row], wanted)
+    assert torch.equal(ACTIVATIONS["gelu"](rows), F.gelu(rows))
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_experts_are_updated_in_place(tmp_path: Path, ranks: int) -> None:
+    """On a GPU vLLM's own kernels compute, from weights that they do not repack."""
+    models = [tiny_experts(seed) for seed in (1, 2)]
+    models[0].save_pretrained(tmp_path / "model")
+    config = EngineConfig(name="vllm", max_model_len=64, tensor_parallel_size=ranks, memory_fraction=0.1)
+    engine = make_engine(config, tmp_path / "model", "engine.0")
+    try:
+        await engine.start()
+        for version, model in enumerate(models):
+            if version:
+                manifest = write_shm(tmp_path / "v1", weights(model), version)
+                await engine.stage(manifest)
+                await engine.commit(manifest)
+                assert ranks > 1 or await engine.live_digest() == manifest.digest
+            request = Request(f"{version}/0", PROMPT, Sampling(max_tokens=24, temperature=0))
+            found = await engine.generate(request)
+            assert follows([(24, model)], PROMPT, found.tokens, recompute=True, margin=1e-3)
+    finally:
+        await engine.close()
