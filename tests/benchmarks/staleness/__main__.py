@@ -2,10 +2,9 @@
 
     python -m tests.benchmarks.staleness --out runs/staleness --jobs 8 [--tasks max3,sort3] [--seeds 5]
 
-Makes a run for each task, correction, bound and seed that is not complete in OUT; then writes
-staleness.json, staleness.md, staleness.png and curves-TASK.png there from all that are. Started again it
-continues where it was stopped; --only-report makes no run, --small rehearses it. Exit code 1: a run failed, or
-is still missing.
+Makes a run for each task, correction, bound and seed that is not complete in OUT; then writes staleness.json,
+staleness.md, staleness.png and curves-TASK.png there from all that are. Started again it continues where it
+was stopped; --only-report makes no run, --small rehearses it. Exit code 1: a run failed, or is missing.
 """
 
 import argparse

@@ -91,7 +91,7 @@ def draw_summary(summaries: Mapping[Key, Summary], path: Path) -> None:
             axes.set_ylabel(f"{task}: {title}")
             axes.set_xlabel("bound E")
             axes.grid(alpha=0.3)
-        row[0].legend(frameon=False, fontsize=8)
+        row[2].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)

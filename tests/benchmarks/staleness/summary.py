@@ -37,7 +37,7 @@ class Summary:
     """Samples up to the threshold, for each seed."""
     seconds_to: list[float | None]
     seconds: Mean
-    """Of all steps."""
+    """Seconds of all steps."""
     lag: Mean
     late_lag: Mean
     """Mean lag of the second half of a run."""
