@@ -57,6 +57,7 @@ def draw_curves(
             axes.grid(alpha=0.3)
         for axes in row[:2]:
             axes.axhline(TASKS[task].threshold, color="grey", lw=0.7, ls=":")
+            axes.set_ylim(max(0, axes.get_ylim()[0]), min(1, axes.get_ylim()[1]))
     for axes, label in zip(
         grid[-1], ("samples trained", "seconds", "lag, second half of the run"), strict=True
     ):
