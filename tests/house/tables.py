@@ -50,6 +50,7 @@ SCENARIO_FOLDERS = {
     "tests/security": "attempts to break what docs/security.md defends",
     "tests/simulation": "runs in virtual time",
     "tests/soak": "what a long run costs",
+    "tests/trainer/recomputed": "steps are recomputed by a naive loop, in every backend and layout",
 }
 """Folders of tests whose files are named after scenarios."""
 
