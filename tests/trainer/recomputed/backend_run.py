@@ -1,7 +1,6 @@
 """Makes the steps of a case with a training backend, on every rank."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,11 @@ from tests.trainer.groups import whole
 from tests.trainer.measured import flat
 from tests.trainer.recomputed.cases import FIRST, TEMPERATURE, WITHOUT_TOKENS, Case, records
 from trainer.backends.base import Backend
+from trainer.backends.rank_commands import StepCommand
 from trainer.data.packing import balance
 from trainer.data.step_plan import plan_step
+from trainer.roles.models import RankModels
+from trainer.roles.step import run_step
 
 NOT_OF_THE_RECIPE = ("micro_batches", "padding_share", "imbalance")
 """Statistics of how a batch is divided."""
@@ -36,9 +38,14 @@ def run_case(backend: Backend, case: Case, directory: Path, rank: int = 0) -> li
         pieces = balance(backend.costs(batch.lengths).tolist(), len(backend.replicas))
         replica = next(index for index, ranks in enumerate(backend.replicas) if rank in ranks)
         part = batch.select(torch.tensor(pieces[replica], dtype=torch.int64))
-        if case.config.kl_coef:
-            part = replace(part, reference_logprobs=backend.reference_logprobs(part))
-        report = flat(backend.train_step(part))
+        threshold = case.config.second_moment_threshold
+        command = StepCommand(
+            reference_logprobs=case.config.kl_coef > 0,
+            start_logprobs=threshold > 0,
+            second_moment_threshold=threshold,
+        )
+        (stats,) = run_step(RankModels(backend), part, command)
+        report = flat(stats)
         reports.append({key: value for key, value in report.items() if key not in NOT_OF_THE_RECIPE})
     return reports
 

@@ -71,6 +71,11 @@ CASES = {
     "rejection-geometric": Case(
         {"name": "gspo", "importance_cap": 1.3, "rejection_level": "geometric", **NARROW}, decoupled=True
     ),
+    "m2po": Case({"name": "m2po", "second_moment_threshold": 0.04}),
+    "interpolated": Case(
+        {"name": "grpo", "proximal_policy": "interpolated", "importance_cap": 1.1}, decoupled=True
+    ),
+    "ess": Case({"name": "dapo", "ess_scaling": "sqrt"}),
     "kl-k1-entropy": Case({"name": "grpo", "kl_coef": 0.1, "kl_estimator": "k1", "entropy_coef": 0.02}),
     "kl-k2": Case({"name": "dr_grpo", "kl_coef": 0.1, "kl_estimator": "k2"}),
     "kl-k3": Case(

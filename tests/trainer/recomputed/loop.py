@@ -38,6 +38,8 @@ class NaiveBatch:
     rewards: torch.Tensor
     group_index: torch.Tensor
     reference_logprobs: torch.Tensor | None = None
+    start_logprobs: torch.Tensor | None = None
+    """None: those that the loss is computed from."""
 
     @property
     def trained(self) -> list[list[int]]:
@@ -124,8 +126,12 @@ class NaiveTrainer:
             with torch.no_grad():
                 batch.reference_logprobs = self.forward(self.initial, batch)[0]
         logprobs, entropy = self.forward(self.model, batch)
-        loss = naive.step_loss(self.algorithm, batch, logprobs, entropy)  # type: ignore[arg-type]
-        found = measured(self.algorithm, batch, logprobs.tolist(), entropy.tolist())
+        trust = None
+        if self.algorithm.second_moment_threshold:
+            batch.start_logprobs = logprobs.detach()
+            trust = naive.trusted(batch, self.algorithm.second_moment_threshold)  # type: ignore[arg-type]
+        loss = naive.step_loss(self.algorithm, batch, logprobs, entropy, None, trust)  # type: ignore[arg-type]
+        found = measured(self.algorithm, batch, logprobs.tolist(), entropy.tolist(), trust)
         self.adam.zero_grad()
         if loss.requires_grad:
             loss.backward()
@@ -135,7 +141,8 @@ class NaiveTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_grad)
         self.made += 1
         for group in self.adam.param_groups:
-            group["lr"] = self.config.lr * min(1.0, self.made / max(1, self.config.lr_warmup_steps))
+            rate = self.config.lr * min(1.0, self.made / max(1, self.config.lr_warmup_steps))
+            group["lr"] = rate * found.get("lr_scale", 1.0)
         self.adam.step()
         return {**found, "loss": loss.item(), "grad_norm": norm.item()}
 
@@ -161,13 +168,18 @@ def _load(model_dir: Path) -> torch.nn.Module:
 
 
 def measured(
-    config: AlgorithmConfig, batch: NaiveBatch, logprobs: list[float], entropy: list[float]
+    config: AlgorithmConfig,
+    batch: NaiveBatch,
+    logprobs: list[float],
+    entropy: list[float],
+    trust: set[int] | None,
 ) -> dict[str, float]:
     """Return what a step reports of its tokens, but for loss and gradient; names are those of the report."""
     engine = batch.behaviour_logprobs.tolist()
     scores = naive.advantages(config, batch.rewards.tolist(), batch.group_index.tolist())
     rows: dict[str, list[float]] = {}
     by_lag: dict[int, dict[str, list[float]]] = {}
+    samples: list[float] = []
 
     def note(name: str, value: float, into: dict[str, list[float]] = rows) -> None:
         into.setdefault(name, []).append(float(value))
@@ -176,11 +188,13 @@ def measured(
         if not tokens:
             continue
         gaps = [math.exp(logprobs[token] - engine[token]) for token in tokens]
-        ratios = [1.0] * len(tokens) if batch.decoupled else gaps
+        old = [_weight_of_old(config, batch, token, gap) for token, gap in zip(tokens, gaps, strict=True)]
+        ratios = [gap / before for gap, before in zip(gaps, old, strict=True)]
         if config.name == "gspo":
             ratios = naive.at_level(ratios, "geometric")
-        weights = naive.at_level(gaps, config.importance_level)
+        weights = naive.at_level(old, config.importance_level)
         kept = naive.at_level(gaps, config.rejection_level or "token")
+        samples.append(math.prod(gaps))
         for place, token in enumerate(tokens):
             gap = gaps[place]
             note("entropy", entropy[token])
@@ -191,7 +205,9 @@ def measured(
             note("importance_mean", gap)
             if batch.decoupled and config.importance_cap:
                 note("importance_capped", weights[place] > config.importance_cap)
-            if config.rejection_level:
+            if trust is not None:
+                note("importance_rejected", token not in trust)
+            elif config.rejection_level:
                 note("importance_rejected", not config.rejection_low <= kept[place] <= config.rejection_high)
             if batch.reference_logprobs is not None:
                 q = math.exp(batch.reference_logprobs[token].item() - logprobs[token])
@@ -203,6 +219,8 @@ def measured(
     found["trained_tokens"] = len(rows["entropy"])
     found["importance_max"] = max(rows["importance_mean"])
     found["importance_ess"] = _ess(rows["importance_mean"])
+    if config.ess_scaling:
+        found["lr_scale"] = _ess(samples) ** (0.5 if config.ess_scaling == "sqrt" else 1.0)
     for lag, at in by_lag.items():
         found |= {f"mismatch.{lag}.{name}": value for name, value in _mismatch(at).items()}
     if 0 in by_lag:
@@ -212,6 +230,14 @@ def measured(
         found["token_mult_prob_error"] = found["mismatch.0.token_mult_prob_error"]
         found["logprob_error_max"] = found["mismatch_max"]
     return found
+
+
+def _weight_of_old(config: AlgorithmConfig, batch: NaiveBatch, token: int, gap: float) -> float:
+    """Return pi_old / pi_engine of a token, whose pi / pi_engine is `gap`."""
+    if not batch.decoupled:
+        return 1.0
+    lag = batch.step - int(batch.versions[token])
+    return gap ** (lag / (lag + 1)) if config.proximal_policy == "interpolated" else gap
 
 
 def _mismatch(at: dict[str, list[float]]) -> dict[str, float]:
@@ -233,7 +259,7 @@ def _outside(config: AlgorithmConfig, ratio: float, advantage: float) -> bool:
 def _clipped(config: AlgorithmConfig, ratio: float, advantage: float) -> bool:
     if config.name == "cispo":
         return not 1 - config.clip_low <= ratio <= 1 + config.clip_high
-    return _outside(config, ratio, advantage)
+    return config.name != "m2po" and _outside(config, ratio, advantage)
 
 
 def _ess(weights: list[float]) -> float:
