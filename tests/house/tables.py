@@ -42,6 +42,7 @@ SCENARIO_FOLDERS = {
     "tests": "the repository itself",
     "tests/benchmarks": "the benchmarks run",
     "tests/benchmarks/gpu": "the GPU benchmarks run, without a GPU",
+    "tests/benchmarks/staleness": "the staleness benchmark, on hand-made runs",
     "tests/chaos": "the loop under faults",
     "tests/docs": "documents do what they say",
     "tests/fuzz": "bytes from outside are refused or read",
@@ -49,6 +50,7 @@ SCENARIO_FOLDERS = {
     "tests/security": "attempts to break what docs/security.md defends",
     "tests/simulation": "runs in virtual time",
     "tests/soak": "what a long run costs",
+    "tests/trainer/recomputed": "steps are recomputed by a naive loop, in every backend and layout",
 }
 """Folders of tests whose files are named after scenarios."""
 

@@ -11,6 +11,9 @@ from trainer.functional.shapes import FloatK
 MAX_LOG_RATIO = 20.0
 """|log ratio| beyond which a ratio is constant: exp(20) = 5e8 stays finite in float32 when multiplied."""
 
+NO_ADVANTAGE = 1e-6
+"""Largest |advantage| that is rounding alone, as where a group's rewards are equal."""
+
 
 def probability_ratio(logprobs: FloatK, old_logprobs: FloatK) -> FloatK:
     """Return r = exp(logprobs - old_logprobs), [k].
@@ -35,11 +38,12 @@ def clipped_surrogate(
 
     Returns:
         (loss, clipped), both [k]: `clipped` is 1 where the clipped branch is the smaller one, so that no
-        gradient flows.
+        gradient flows, and there is an advantage that would have had one.
     """
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return -torch.minimum(plain, bounded), (bounded < plain).to(ratio.dtype)
+    clipped = (bounded < plain) & (advantages.abs() > NO_ADVANTAGE)
+    return -torch.minimum(plain, bounded), clipped.to(ratio.dtype)
 
 
 def cispo_loss(

@@ -2,10 +2,9 @@
 
     python -m tests.benchmarks.staleness --out runs/staleness --jobs 8 [--tasks max3,sort3] [--seeds 5]
 
-Makes a run for each task, correction, bound and seed that is not complete in OUT; then writes
-staleness.json, staleness.md, staleness.png and curves-TASK.png there from all that are. Started again it
-continues where it was stopped; --only-report makes no run, --small rehearses it. Exit code 1: a run failed, or
-is still missing.
+Makes a run for each task, correction, bound and seed that is not complete in OUT; then writes staleness.json,
+staleness.md, staleness.png and curves-TASK.png there from all that are. Started again it continues where it
+was stopped; --only-report makes no run, --small rehearses it. Exit code 1: a run failed, or is missing.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from tests.benchmarks.staleness.curve import Curve, load_curve
 from tests.benchmarks.staleness.execute import CURVE, Made, make_runs
 from tests.benchmarks.staleness.figure import draw_curves, draw_summary
 from tests.benchmarks.staleness.grid import BOUNDS, CORRECTIONS, TASKS, Cell, cells
-from tests.benchmarks.staleness.summary import as_json, summarise, table
+from tests.benchmarks.staleness.summary import as_json, overview, summarise, table
 from tests.benchmarks.versions import versions_of
 
 PACKAGES = ("torch", "transformers", "numpy", "vllm", "megatron-core")
@@ -109,7 +108,9 @@ def _write(curves: dict[Cell, Curve], absent: list[str], out: Path, words: list[
         },
     }
     (out / "staleness.json").write_text(json.dumps(facts) + "\n")
-    text = "\n\n".join(f"## {task}\n\n{table(task, summaries)}" for task in tasks)
+    text = "\n\n".join(
+        f"## {task}\n\n{overview(task, summaries)}\n\n{table(task, summaries)}" for task in tasks
+    )
     (out / "staleness.md").write_text(text + "\n")
     draw_summary(summaries, out / "staleness.png")
     for task in tasks:

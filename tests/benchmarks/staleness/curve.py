@@ -34,7 +34,7 @@ class Curve:
     lags: dict[int, int]
     """Lag -> trained tokens, over the whole run."""
     late_lags: dict[int, int]
-    """The same over the second half of the run, when lags have come up."""
+    """Lag -> trained tokens of the second half of the run, when lags have come up."""
     held_out: dict[int, float] = field(default_factory=dict)
     """Version -> score on held-out prompts; empty if no version was scored."""
     masked_tokens: int = 0

@@ -57,6 +57,7 @@ def draw_curves(
             axes.grid(alpha=0.3)
         for axes in row[:2]:
             axes.axhline(TASKS[task].threshold, color="grey", lw=0.7, ls=":")
+            axes.set_ylim(max(0, axes.get_ylim()[0]), min(1, axes.get_ylim()[1]))
     for axes, label in zip(
         grid[-1], ("samples trained", "seconds", "lag, second half of the run"), strict=True
     ):
@@ -91,7 +92,7 @@ def draw_summary(summaries: Mapping[Key, Summary], path: Path) -> None:
             axes.set_ylabel(f"{task}: {title}")
             axes.set_xlabel("bound E")
             axes.grid(alpha=0.3)
-        row[0].legend(frameon=False, fontsize=8)
+        row[2].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)

@@ -51,14 +51,22 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
         "algorithm.importance_cap=2",
         "algorithm.rejection_level=geometric",
     ),
+    "interpolated": (
+        "trainer.recompute_logprobs=true",
+        "algorithm.importance_cap=2",
+        "algorithm.proximal_policy=interpolated",
+    ),
+    "m2po": ("algorithm.name=m2po", "algorithm.second_moment_threshold=0.04"),
+    "clip-ess": ("algorithm.ess_scaling=sqrt",),
 }
 """Correction -> its settings.
 
 `none` trains stale tokens as if they were fresh; `clip` clips the ratio to the engine's policy; the others
 have the decoupled objective with recomputed log-probabilities, whose weight is truncated or, outside of a
-half to two, masked.
+half to two, masked. `m2po` leaves out the tokens that have moved the most; `clip-ess` makes smaller steps the
+more the weights differ.
 """
-LEVEL_FREE = ("none", "clip", "truncated", "masked-token")
+LEVEL_FREE = ("none", "clip", "truncated", "masked-token", "m2po")
 """Corrections that differ where a sample is a single token."""
 ON_CPU = (
     "engine.name=hf",

@@ -37,7 +37,7 @@ class Summary:
     """Samples up to the threshold, for each seed."""
     seconds_to: list[float | None]
     seconds: Mean
-    """Of all steps."""
+    """Seconds of all steps."""
     lag: Mean
     late_lag: Mean
     """Mean lag of the second half of a run."""
@@ -123,6 +123,31 @@ HEAD = (
     "ESS",
 )
 SHARES = ("clip_fraction", "importance_capped", "importance_rejected", "importance_ess")
+
+
+OVERVIEW = {
+    "samples to {0:g}": lambda row: reached(row.samples_to),
+    "seconds to {0:g}": lambda row: reached(row.seconds_to),
+    "mean score": lambda row: str(row.area),
+    "score at the end": lambda row: str(row.final),
+}
+"""What an overview shows -> how it is read from a summary."""
+
+
+def overview(task: str, summaries: Mapping[Key, Summary]) -> str:
+    """Return each number of `OVERVIEW` as a Markdown table of corrections by bounds."""
+    keys = [key for key in summaries if key[0] == task]
+    bounds = sorted({key[2] for key in keys})
+    parts = []
+    for title, read in OVERVIEW.items():
+        head = [title.format(TASKS[task].threshold), *(f"E = {bound}" for bound in bounds)]
+        rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        for correction in dict.fromkeys(key[1] for key in keys):
+            found = [summaries.get((task, correction, bound)) for bound in bounds]
+            cells = ["" if row is None else read(row) for row in found]
+            rows.append(f"| {correction} | {' | '.join(cells)} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
 
 
 def table(task: str, summaries: Mapping[Key, Summary]) -> str:

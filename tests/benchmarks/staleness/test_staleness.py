@@ -12,7 +12,7 @@ from tests.benchmarks.staleness.curve import Curve, curve_of, load_curve
 from tests.benchmarks.staleness.execute import core_sets
 from tests.benchmarks.staleness.figure import draw_curves, draw_summary
 from tests.benchmarks.staleness.grid import BOUNDS, CORRECTIONS, TASKS, Cell, cells
-from tests.benchmarks.staleness.summary import as_json, summarise, table
+from tests.benchmarks.staleness.summary import as_json, overview, summarise, table
 from tests.benchmarks.versions import ROOT
 
 LINE = [(0.0, 0.0, 0.0), (100.0, 1.0, 0.2), (200.0, 4.0, 0.6)]
@@ -92,6 +92,8 @@ def test_a_report_has_a_row_for_each_bound_and_a_figure_for_each_task(tmp_path: 
     text = table("max3", summaries)
     assert text.count("\n| 0 |") == text.count("\n| 4 |") == text.count("**") // 2 == 2
     assert "| 0 of 2 |" in text
+    part = {key: row for key, row in summaries.items() if key != ("max3", "truncated", 4)}
+    assert "\n| truncated | 0.89 ± 0.13 |  |" in overview("max3", part)
     assert "0.89 ± 0.13" in text  # 12.706 * 0.02 / sqrt(2) / sqrt(2)
     assert json.loads(json.dumps(as_json(summaries)))[0]["final"]["mean"] == pytest.approx(0.89)
     draw_curves("max3", curves, summaries, tmp_path / "curves.png")
@@ -101,7 +103,7 @@ def test_a_report_has_a_row_for_each_bound_and_a_figure_for_each_task(tmp_path: 
 
 def test_a_part_of_the_runs_compares_everything() -> None:
     found = cells(["max3", "sort3"], list(CORRECTIONS), BOUNDS, range(3))
-    assert len(set(found)) == len(found) == 3 * 5 * (4 + len(CORRECTIONS))
+    assert len(set(found)) == len(found) == 3 * 5 * (5 + len(CORRECTIONS))
     assert {cell.seed for cell in found[: len(found) // 3]} == {0}
 
 

@@ -1,0 +1,46 @@
+"""The recipes of deploy/examples/recipes: each file is a configuration that starts, runs and learns."""
+
+import statistics
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from services.observability.steps import read_steps
+from services.tools.check import check_configuration
+from tests.integration.command import audit, tether
+from tests.integration.loop import ROOT
+from trainer.algorithms.registry import ALGORITHMS
+
+RECIPES = sorted((ROOT / "deploy/examples/recipes").glob("*.toml"))
+EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES, ids=[path.stem for path in RECIPES])
+
+
+def test_there_is_a_recipe_for_each_algorithm() -> None:
+    named = {tomllib.loads(path.read_text())["algorithm"]["name"] for path in RECIPES}
+    assert named == set(ALGORITHMS)
+
+
+@EACH_RECIPE
+def test_a_recipe_passes_the_check_and_names_its_source(recipe: Path, tmp_path: Path) -> None:
+    assert check_configuration(str(recipe), [f"run.dir={tmp_path}"]).problems == []
+    comment = [line for line in recipe.read_text().splitlines() if line.startswith("# ")]
+    assert any(line.startswith("# Source: ") for line in comment)
+    assert any(line.startswith("# Use it ") for line in comment)
+    assert f"#   tether up {recipe.relative_to(ROOT)}" in comment
+
+
+@pytest.mark.slow
+@EACH_RECIPE
+def test_a_recipe_runs_and_its_reward_rises(recipe: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = tether("up", str(recipe), "--run-dir", str(run_dir), "--set", "monitor.enabled=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert audit(run_dir)["violations"] == []
+    steps = read_steps(run_dir / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(30))
+    assert not any(step["skipped"] for step in steps)
+    bound = tomllib.loads(recipe.read_text())["bound"]["max_staleness"]
+    assert max(step["lag_max"] for step in steps) <= bound
+    rewards = [step["reward_mean"] for step in steps]
+    assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:5])

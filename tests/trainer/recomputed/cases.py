@@ -1,0 +1,146 @@
+"""Lists the recipes that are recomputed, and makes the records of their steps."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.trainer.groups import GroupSpec, SampleSpec, scored
+from tests.trainer.megatron.models import save_model
+from tests.trainer.recomputed.loop import Groups, NaiveTrainer
+from trainer.algorithms import Algorithm, make_algorithm
+from trainer.config import AlgorithmConfig, OptimizerConfig
+
+MODEL = "qwen2"
+TEMPERATURE = 0.9
+BOUND = 2
+FIRST = 3
+"""Version that the first step starts from, so that tokens of lag 3 exist."""
+STEPS = 4
+WITHOUT_TOKENS = 1
+"""The step all of whose tokens are over the bound: it changes nothing."""
+OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.5)
+"""With an `adam_eps` above the rounding of float32 gradients: a smaller one makes steps of noise."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recipe with its correction."""
+
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    decoupled: bool = False
+
+    @property
+    def config(self) -> AlgorithmConfig:
+        return AlgorithmConfig(**{"advantage_eps": 0.01, "importance_cap": 0.0, **self.algorithm})
+
+    def made(self) -> Algorithm:
+        return make_algorithm(self.config)
+
+
+NARROW = {"rejection_low": 0.8, "rejection_high": 1.3}
+CASES = {
+    "grpo": Case({"name": "grpo"}),
+    "dr_grpo": Case({"name": "dr_grpo", "length_normalizer": 6}),
+    "dr_grpo-longest": Case({"name": "dr_grpo"}),
+    "dapo": Case({"name": "dapo", "clip_high": 0.28}),
+    "gspo": Case({"name": "gspo", "clip_low": 0.05, "clip_high": 0.05}),
+    "cispo": Case({"name": "cispo", "clip_low": 0.9}),
+    "rloo": Case({"name": "rloo"}),
+    "reinforce_plus_plus": Case({"name": "reinforce_plus_plus"}),
+    "reinforce_plus_plus_baseline": Case({"name": "reinforce_plus_plus_baseline"}),
+    "decoupled": Case({"name": "grpo", "importance_cap": 1e6}, decoupled=True),
+    "truncated": Case({"name": "grpo", "importance_cap": 1.1}, decoupled=True),
+    "truncated-sequence": Case(
+        {"name": "dapo", "importance_cap": 1.2, "importance_level": "sequence"}, decoupled=True
+    ),
+    "rejection-token": Case({"name": "grpo", "rejection_level": "token", **NARROW}),
+    "rejection-sequence": Case(
+        {
+            "name": "rloo",
+            "importance_cap": 1.3,
+            "importance_level": "sequence",
+            "rejection_level": "sequence",
+            **NARROW,
+        },
+        decoupled=True,
+    ),
+    "rejection-geometric": Case(
+        {"name": "gspo", "importance_cap": 1.3, "rejection_level": "geometric", **NARROW}, decoupled=True
+    ),
+    "m2po": Case({"name": "m2po", "second_moment_threshold": 0.04}),
+    "interpolated": Case(
+        {"name": "grpo", "proximal_policy": "interpolated", "importance_cap": 1.1}, decoupled=True
+    ),
+    "ess": Case({"name": "dapo", "ess_scaling": "sqrt"}),
+    "kl-k1-entropy": Case({"name": "grpo", "kl_coef": 0.1, "kl_estimator": "k1", "entropy_coef": 0.02}),
+    "kl-k2": Case({"name": "dr_grpo", "kl_coef": 0.1, "kl_estimator": "k2"}),
+    "kl-k3": Case(
+        {"name": "cispo", "kl_coef": 0.1, "kl_estimator": "k3", "importance_cap": 1.1}, decoupled=True
+    ),
+}
+
+
+def model_dir(root: Path) -> Path:
+    """The model of all cases, saved once."""
+    return save_model(MODEL, root)
+
+
+@lru_cache(maxsize=1)
+def records(directory: Path) -> tuple[Groups, ...]:
+    """The groups of each step: lags 0 to 3 under a bound of 2, inserted tokens, a sample without a trained
+    one, a group without signal, and a step without a token within the bound.
+
+    The engine's log-probabilities are those of the initial model, with noise.
+    """
+    generator = torch.Generator().manual_seed(7)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return tuple(
+        tuple((_group(model, step, number, generator), BOUND) for number in range(3)) for step in range(STEPS)
+    )
+
+
+def _group(model: torch.nn.Module, step: int, number: int, generator: torch.Generator) -> Any:
+    """A group of a step; all rewards of group 1 are equal."""
+
+    def draw(high: int, low: int = 0) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    prompt = [draw(131) for _ in range(2 + number)]
+    samples = []
+    for place in range(4):
+        length = 1 if (number, place) == (0, 3) else draw(7, 2)
+        tokens = [draw(131) for _ in range(length)]
+        oldest = 3 if place == 2 else 2
+        lags = sorted((draw(oldest + 1) for _ in range(length)), reverse=True)
+        if (number, place) == (0, 3) or step == WITHOUT_TOKENS:  # none is within the bound
+            lags = [BOUND + 1] * length
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0] / TEMPERATURE
+        log_p = logits.log_softmax(-1)[torch.arange(len(prompt) - 1, len(prompt) + length - 1), tokens]
+        noise = 0.25 * torch.randn(length, generator=generator)
+        samples.append(
+            SampleSpec(
+                tokens,
+                [FIRST + step - lag for lag in lags],
+                reward=0.5 if number == 1 else draw(3) / 2 + 0.1 * place,
+                mask=[0 if place == 1 and token == 1 else 1 for token in range(length)],
+                logprobs=(log_p + noise).tolist(),
+            )
+        )
+    return scored(GroupSpec(group=10 * step + number, prompt=prompt, samples=samples))
+
+
+@lru_cache(maxsize=len(CASES))
+def recomputed(name: str, directory: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """What each step of a case reports, and the weights after the last, by the naive loop."""
+    case = CASES[name]
+    trainer = NaiveTrainer(directory, case.config, OPTIMIZER, TEMPERATURE)
+    reports = [
+        trainer.step(groups, FIRST + step, decoupled=case.decoupled)
+        for step, groups in enumerate(records(directory))
+    ]
+    return reports, trainer.weights()

@@ -1,0 +1,44 @@
+"""Trains cases in one layout of Megatron ranks; rank 0 writes what they reported and the weights."""
+
+import faulthandler
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from tests.trainer.megatron.launch import DEADLINE_S
+from tests.trainer.megatron.layouts import LAYOUTS
+from tests.trainer.recomputed.backend_run import run_case
+from tests.trainer.recomputed.cases import CASES, OPTIMIZER
+from trainer.config import TrainerConfig
+from trainer.megatron.backend import MegatronBackend
+
+
+def run(layout: str, directory: Path, out: Path, names: list[str]) -> None:
+    """Make the steps of each case."""
+    torch.set_num_threads(1)
+    for name in names:
+        backend = MegatronBackend(
+            directory,
+            parallel=replace(LAYOUTS[layout]),
+            optimizer=OPTIMIZER,
+            trainer=TrainerConfig(micro_batch_tokens=40, micro_batch_size=5, device="cpu"),
+            algorithm=CASES[name].made(),
+        )
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        reports = run_case(backend, CASES[name], directory, rank)
+        weights = dict(backend.export())
+        backend.close()
+        if rank == 0:
+            (out / name).mkdir(parents=True)
+            (out / name / "reports.json").write_text(json.dumps(reports))
+            save_file(weights, out / name / "weights.safetensors")
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(DEADLINE_S - 20, exit=True)
+    run(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
