@@ -79,9 +79,13 @@ def test_a_model_learns_whose_experts_are_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_of_two_ranks_are_served_and_recorded_by_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "replay"),
+    [("hf", "true"), pytest.param("vllm", "false", marks=pytest.mark.engine)],
+)
+def test_experts_of_two_ranks_are_served_by_other_engines(tmp_path: Path, engine: str, replay: str) -> None:
     overrides = (
-        "engine.name=hf", "trainer.routing_replay=true", "bound.max_staleness=0", "run.steps=4",
+        f"engine.name={engine}", f"trainer.routing_replay={replay}", "bound.max_staleness=0", "run.steps=4",
         "sampling.max_tokens=4", "eval.at_end=false", "services.restarts=0",
     )  # fmt: skip
     words = [word for override in overrides for word in ("--set", override)]
