@@ -22,6 +22,8 @@ QWEN2 = {
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
+WINDOWS_REFUSED = "vLLM has no qwen"
+ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -105,6 +107,10 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
             ["trainer.backend=reference", "parallel.data_parallel_size=2"],
             ["setting trainer.backend = 'reference'", "one rank", "use megatron"],
         ),
+        (
+            ["weights.transport=nccl", 'weights.host="0.0.0.0"'],
+            ["setting weights.host: '0.0.0.0'", "`tether keys DIR`", "bus.curve_dir"],
+        ),
         (["engine.tensor_parallel_size=3"], ["tensor_parallel_size 3 does not divide"]),
         (
             ['reward.verifiers=[{name="python_tests"}]'],
@@ -146,6 +152,20 @@ def test_check_run_names_the_problem_and_the_remedy(
             ["engine.max_model_len=64"],
             "longrope rotates otherwise beyond 32 tokens",
         ),
+        ({"use_sliding_window": True, "max_window_layers": 1}, [], WINDOWS_REFUSED),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ALTERNATING,
+            },
+            [],
+            WINDOWS_REFUSED,
+        ),
+        ({"use_sliding_window": True, "max_window_layers": 1}, ["engine.name=megatron"], None),
+        ({"use_sliding_window": True, "max_window_layers": 0}, [], None),
+        ({"use_sliding_window": False, "max_window_layers": 1}, [], None),
         ({"rms_norm_eps": None}, [], "lacks what a model needs: KeyError('rms_norm_eps')"),
         ({"vocab_size": 1}, [], "stop token 1 is outside the model's vocabulary of 1 tokens"),
         (
