@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from protocol.device.bounded_init import POLL_S, init_with_deadline
 from protocol.device.pair_group import abort, make_pair
@@ -81,7 +81,7 @@ def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> An
     return group
 
 
-class _PairStore(dist.Store):  # type: ignore[misc]
+class _PairStore(Store):
     """What torch asks of a store. A thread that creates a group waits for entries; another one adds them."""
 
     def __init__(self) -> None:

@@ -107,10 +107,6 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
             ["trainer.backend=reference", "parallel.data_parallel_size=2"],
             ["setting trainer.backend = 'reference'", "one rank", "use megatron"],
         ),
-        (
-            ["weights.transport=nccl", 'weights.host="0.0.0.0"'],
-            ["setting weights.host: '0.0.0.0'", "`tether keys DIR`", "bus.curve_dir"],
-        ),
         (["engine.tensor_parallel_size=3"], ["tensor_parallel_size 3 does not divide"]),
         (
             ['reward.verifiers=[{name="python_tests"}]'],
@@ -215,6 +211,15 @@ def test_check_run_names_the_ports_keys_and_libraries_of_this_machine(tmp_path: 
     assert "setting bus.health_port = 8081: all services of a run on one machine would serve" in said
     settings = demo(tmp_path / "run", 'bus.host="0.0.0.0"')
     assert any("bus.curve_dir" in text for text in found(settings, local=True))
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_weights_that_other_machines_could_ask_for_want_keys(tmp_path: Path, transport: str) -> None:
+    overrides = (f"weights.transport={transport}", 'weights.host="0.0.0.0"')
+    with pytest.raises(SettingsError, match=r"weights\.host: '0\.0\.0\.0' .*`tether keys DIR`"):
+        demo(tmp_path / "run", *overrides)
+    assert demo(tmp_path / "run", *overrides, f'bus.curve_dir="{tmp_path}"').weights.host == "0.0.0.0"
+    assert demo(tmp_path / "run", "weights.transport=shm", 'weights.host="0.0.0.0"')
 
 
 def test_check_run_lets_a_run_go_on_with_the_lengths_that_it_was_started_with(tmp_path: Path) -> None:
