@@ -2,10 +2,10 @@
 
     .venv-bridge/bin/python tests/trainer/megatron/convert/bridge_oracle.py OUT_DIR MODEL_DIR...
 
-A line of standard output names each model that it could not convert, and why. It runs in an environment of its
-own (`make .venv-bridge/.ready`), with another version of megatron-core, and imports
-nothing of tether. What it converts with is the bridge's; what is made here is only a model of Megatron's
-local layers on a CPU, and stand-ins for libraries of GPU kernels that are imported and not used.
+A line of standard output names each model that it could not convert, and why. It runs in an environment of
+its own (`make test-slow` builds it), with another version of megatron-core, and imports nothing of tether.
+What it converts with is the bridge's; what is made here is only a model of Megatron's local layers on a CPU,
+and stand-ins for libraries that are imported and not used.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 KERNELS = frozenset(
     {"transformer_engine", "transformer_engine_torch", "flashinfer", "fast_hadamard_transform", "mamba_ssm"}
-    | {"causal_conv1d"}
+    | {"causal_conv1d", "diffusers", "modelopt", "nvidia_resiliency_ext"}
 )
 """Imported by the bridge. megatron-core has to find out before that they are not there."""
 OFF = (
@@ -140,7 +140,9 @@ def main() -> None:
         try:
             found = converted(bridge_class, model_dir)
         except Exception as error:
-            import traceback; traceback.print_exc(limit=-3)
+            import traceback
+
+            traceback.print_exc(limit=-3)
             print(f"{os.path.basename(model_dir)}: {type(error).__name__}: {error}", flush=True)
             continue
         save_file(found, os.path.join(out, f"{os.path.basename(model_dir)}.safetensors"))
