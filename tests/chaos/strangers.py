@@ -94,8 +94,8 @@ async def intrude(hosts: Hosts, ledger: RedisLedger) -> list[str]:
 
 
 def check_answers(found: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return what the stranger was told beyond a refusal."""
-    wrong = [f"the stranger was told {line}" for line in found["lines"] if json.loads(line) != REFUSED]
+    """Return what the stranger got beyond a refusal."""
+    wrong = [f"the stranger read {line}" for line in found["lines"] if json.loads(line) != REFUSED]
     wrong += [f"the stranger got {what}" for what in found["fetched"] if REFUSED["error"] not in what]
     if len(found["lines"]) != 3 * RANKS or len(found["fetched"]) != 2:
         wrong.append(f"the stranger has not tried everything: {found}")

@@ -16,7 +16,7 @@ log = logging.getLogger("tether.weights")
 MAX_LINE = 4096
 """Bytes of a request."""
 REFUSED = {"error": "this trainer sends weights to holders of a key of its run only (bus.curve_dir)"}
-"""What a receiver without one is told."""
+"""Answer to a receiver without one."""
 
 
 class ReceiverConnection:

@@ -1,4 +1,4 @@
-"""Strangers at the port of a sender of weights: what they are told, and that engines are served meanwhile."""
+"""Strangers at the port of a sender of weights: what they are answered, and that engines are served meanwhile."""
 
 import json
 import shutil
@@ -70,7 +70,7 @@ def test_an_engine_with_the_keys_of_the_run_is_served(sender: NcclSender, ours: 
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
 
 
-def test_a_stranger_is_refused_and_told_nothing_of_the_run(
+def test_a_stranger_is_refused_and_learns_nothing_of_the_run(
     sender: NcclSender, ours: Path, theirs: Path
 ) -> None:
     manifest = sender.publish("e1", 1, TENSORS.items())

@@ -1,0 +1,72 @@
+"""Compares what the rules make of a checkpoint with what NVIDIA's megatron-bridge makes of it, bit for bit."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer.megatron.convert import bridge_oracle
+from tests.trainer.megatron.models import save_model
+from trainer.config import ParallelConfig
+from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.layout import Layout, Place
+from trainer.megatron.reshard import stage_rules
+
+FAMILIES = ("qwen2", "qwen2-tied", "qwen3-tied", "llama", "mistral")
+"""Models of families that the bridge has, with Megatron's local layers."""
+EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+"""In a name of the bridge's: the expert, which is a matrix of one of our parameters."""
+
+
+def bridge_python() -> Path:
+    """The interpreter that has megatron-bridge: BRIDGE_PYTHON, or that of the environment beside this one
+    that `make test-slow` builds."""
+    beside = Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-bridge") / "bin" / "python"
+    return Path(os.environ.get("BRIDGE_PYTHON") or beside)
+
+
+def ours(model_dir: Path) -> dict[str, torch.Tensor]:
+    """The parameters of one rank."""
+    architecture = read_architecture(model_dir)
+    layout = Layout.of(ParallelConfig(), architecture.layers)
+    parameters = {
+        rule.parameter: torch.full(rule.local_shape(layout.grid(expert=rule.expert)), float("nan"))
+        for rule in stage_rules(architecture, layout, 0)
+    }
+    load_checkpoint(model_dir, architecture, parameters, layout, Place())
+    return parameters
+
+
+def same_names(theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Their parameters by our names: experts are stacked."""
+    found, experts = {}, {}
+    for name, tensor in theirs.items():
+        if (match := EXPERT.search(name)) is None:
+            found[name] = tensor
+        else:
+            experts.setdefault(EXPERT.sub(".", name), {})[int(match[1])] = tensor
+    stacks = {name: torch.stack([parts[n] for n in sorted(parts)]) for name, parts in experts.items()}
+    return found | stacks
+
+
+@pytest.mark.slow
+def test_a_checkpoint_becomes_what_megatron_bridge_makes_of_it(tmp_path: Path) -> None:
+    python = bridge_python()
+    assert python.is_file(), f"{python} is missing: build it with `make test-slow`, or set BRIDGE_PYTHON"
+    models = {name: save_model(name, tmp_path) for name in FAMILIES}
+    program = [str(python), "-W", "ignore", bridge_oracle.__file__, str(tmp_path), *map(str, models.values())]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, model_dir in models.items():
+        path = tmp_path / f"{name}.safetensors"
+        assert path.is_file(), done.stdout
+        expected, found = same_names(load_file(path)), ours(model_dir)
+        assert found.keys() == expected.keys(), name
+        for parameter, tensor in found.items():
+            assert torch.equal(tensor, expected[parameter]), f"{name}: {parameter}"
