@@ -57,7 +57,7 @@ class ReceiverConnection:
         return found
 
     def admit(self, keys: SenderKeys, end: float) -> bool:
-        """Have the receiver prove that it has an authorized key; tell it no more than that if it has none.
+        """Have the receiver prove that it has an authorized key; answer it no more than that if it has none.
 
         Raises:
             OSError, ValueError: it disconnected, sent no JSON, or nothing by `end`.

@@ -1,4 +1,4 @@
-"""Strangers at the port of a sender of weights: what they are answered, and that engines are served meanwhile."""
+"""Strangers at the port of a sender of weights: their answers, and that engines are served meanwhile."""
 
 import json
 import shutil

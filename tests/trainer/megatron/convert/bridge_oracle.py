@@ -30,7 +30,8 @@ KERNELS = frozenset(
 OFF = (
     "gradient_accumulation_fusion", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion",
     "apply_rope_fusion", "persist_layer_norm", "moe_permute_fusion", "moe_router_fusion", "moe_grouped_gemm",
-    "cross_entropy_loss_fusion", "bf16", "fp16", "should_pad_vocab",
+    "cross_entropy_loss_fusion", "bf16", "fp16", "should_pad_vocab", "moe_shared_expert_overlap",
+    "layernorm_zero_centered_gamma",
 )  # fmt: skip
 
 
@@ -115,6 +116,8 @@ def configure(provider: Any) -> None:
                 qk_layernorm=config.qk_layernorm, normalization=config.normalization
             )
         )
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]  # set for the model before
     provider.finalize()
     provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 
@@ -140,9 +143,6 @@ def main() -> None:
         try:
             found = converted(bridge_class, model_dir)
         except Exception as error:
-            import traceback
-
-            traceback.print_exc(limit=-3)
             print(f"{os.path.basename(model_dir)}: {type(error).__name__}: {error}", flush=True)
             continue
         save_file(found, os.path.join(out, f"{os.path.basename(model_dir)}.safetensors"))
