@@ -7,6 +7,7 @@ GPU_PYTHON ?= $(CUDA)/bin/python
 GPU_READY := $(if $(filter $(CUDA)/bin/python,$(GPU_PYTHON)),$(CUDA)/.ready)
 SGLANG := $(VENV)-sglang
 TRACKING := $(VENV)-tracking
+BRIDGE := $(VENV)-bridge
 BIN := $(VENV)/bin
 LOCK := deploy/locks/cpu.txt
 JOBS ?= 2
@@ -35,6 +36,11 @@ $(TRACKING)/.ready: $(VENV)/.ready deploy/locks/tracking.txt deploy/setup_layer.
 	bash deploy/setup_layer.sh $(VENV) $(TRACKING) deploy/locks/tracking.txt
 	touch $@
 
+# megatron-bridge, with which slow tests compare conversions; its wheels ask for Python 3.12 and run on 3.11
+$(BRIDGE)/.ready: $(VENV)/.ready deploy/locks/bridge.txt deploy/setup_layer.sh
+	PIP_IGNORE_REQUIRES_PYTHON=1 bash deploy/setup_layer.sh $(VENV) $(BRIDGE) deploy/locks/bridge.txt
+	touch $@
+
 $(CUDA)/.ready: deploy/locks/cuda.txt pyproject.toml deploy/setup.sh
 	PYTHON=python3.12 bash deploy/setup.sh $(CUDA) cuda
 	touch $@
@@ -53,7 +59,7 @@ demo-gpu: $(GPU_READY)
 test: setup check
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 -m "not slow and not gpu"
 
-test-slow: setup $(TRACKING)/.ready
+test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: $(GPU_READY)

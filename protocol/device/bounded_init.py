@@ -18,7 +18,7 @@ MAX_STUCK = 4
 """Abandoned threads with which no further initialization is started."""
 GRACE_S = 5.0
 """Time after which an abandoned thread counts as stuck; gloo's return at their own deadline."""
-POLL_S = 0.02
+POLL_S = 0.005
 """Interval at which the connection to the peer is checked."""
 
 _lock = threading.Lock()

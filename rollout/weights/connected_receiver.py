@@ -8,11 +8,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from protocol.device.pair_store import Line
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import Chunk
 from rollout.weights.base import Destination, no_destination
-from rollout.weights.sender_connection import SenderConnection
+from rollout.weights.sender_connection import SenderConnection, SenderLine
 from rollout.weights.verification import Deadline, Verification, view
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class ReceiverChannel(Protocol):
         deadline: Deadline,
         place: Destination,
         disconnected: Callable[[], bool],
+        line: Line,
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
         """Yield every chunk of the version with its bytes, uint8; referenced memory is not written to again.
 
@@ -44,6 +46,7 @@ class ReceiverChannel(Protocol):
             deadline: of the version.
             place: where tensors are to be staged.
             disconnected: returns whether the sender has disconnected or the receiver was closed.
+            line: the connection to the sender.
         """
 
     def drain_device(self) -> None:
@@ -81,8 +84,10 @@ class ConnectedReceiver:
         deadline = Deadline(manifest, deadline_s)
         verification = Verification(manifest)
 
-        def receive(answer: dict[str, Any]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-            for chunk, memory in self._channel.chunks(answer, manifest, deadline, place, self.disconnected):
+        def receive(answer: dict[str, Any], line: Line) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+            for chunk, memory in self._channel.chunks(
+                answer, manifest, deadline, place, self.disconnected, line
+            ):
                 for entry in chunk.entries:
                     tensor = view(entry, memory, chunk.start)
                     verification.add(entry, tensor)
@@ -97,7 +102,7 @@ class ConnectedReceiver:
         self,
         manifest: WeightManifest,
         deadline: Deadline,
-        receive: Callable[[dict[str, Any]], Iterator[T]],
+        receive: Callable[[dict[str, Any], Line], Iterator[T]],
         finish: Callable[[Callable[[], bool]], None],
         wanted: bytes = b"",
     ) -> Iterator[T]:
@@ -106,7 +111,7 @@ class ConnectedReceiver:
         Args:
             manifest: the version.
             deadline: of the version.
-            receive: takes the sender's answer, and receives the bytes.
+            receive: takes the sender's answer and the connection to it, and receives the bytes.
             finish: waits until they are there, and may refuse them; takes a function that returns whether the
                 sender has disconnected.
             wanted: which slices of the version, see `SenderConnection.request`.
@@ -124,7 +129,7 @@ class ConnectedReceiver:
         try:
             self._receiving = True
             connection, answer = self._request(host, port, manifest, deadline, wanted)
-            yield from receive(answer)
+            yield from receive(answer, SenderLine(connection, deadline))
             finish(connection.disconnected)
             connection.confirm(manifest, deadline)
             complete = True

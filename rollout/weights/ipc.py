@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from protocol.device.pair_store import Line
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import ALONE_ON_GPU_BYTES, Chunk, chunks
@@ -59,6 +60,7 @@ class IpcChannel:
         deadline: Deadline,
         place: Destination,
         disconnected: Callable[[], bool],
+        line: Line,
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
         mapped = [self._map(found) for found in answer["buckets"]]
         if len(mapped) != len(manifest.buckets):

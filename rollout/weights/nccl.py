@@ -3,8 +3,9 @@
 `location` is "HOST:PORT/BACKEND". The dialogue:
 
     receiver -> sender   {"version": v, "epoch": e, "layout": d}
-    sender -> receiver   {"store_port": p}   first request: both open a TCPStore(HOST, p) and create a group,
-                                             rank 0 the sender, which is kept for the next versions
+    sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
+    receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
+                                             `protocol/device/pair_store.py`
                          {"ready": true}     later requests
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
     both                 the chunks of the buckets (`protocol.weights.buckets.chunks`), broadcast by rank 0
@@ -20,15 +21,13 @@ collective may return with partial buffers, so only digests prove that a tensor 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
-from protocol.device.bounded_init import init_with_deadline
-from protocol.device.pair_group import ALONE, BACKENDS, RECEIVER, abort, make_pair
+from protocol.device.pair_group import ALONE, BACKENDS, RECEIVER, abort
+from protocol.device.pair_store import Line, join_pair
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import Chunk, chunks
@@ -64,8 +63,9 @@ class PairChannel:
         deadline: Deadline,
         place: Destination,
         disconnected: Callable[[], bool],
+        line: Line,
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        device = self.join(answer, manifest, deadline, disconnected)
+        device = self.join(answer, manifest, deadline, line)
         _, _, backend = parse_location(manifest.location)
 
         def memories() -> Iterator[tuple[Chunk, torch.Tensor]]:
@@ -78,23 +78,16 @@ class PairChannel:
         yield from self.received(memories(), deadline, disconnected)
 
     def join(
-        self,
-        answer: dict[str, Any],
-        manifest: WeightManifest,
-        deadline: Deadline,
-        disconnected: Callable[[], bool],
+        self, answer: dict[str, Any], manifest: WeightManifest, deadline: Deadline, line: Line
     ) -> torch.device:
         """Create the group if the sender's answer says so; return where it receives."""
-        host, _, backend = parse_location(manifest.location)
+        _, _, backend = parse_location(manifest.location)
         device = (
             torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
         )
-        if "store_port" in answer:
-            seconds = deadline.remaining("joining the group")
-            join = partial(_join, host, int(answer["store_port"]), device, seconds)
-            self.group = init_with_deadline(join, abort, seconds, disconnected)
-            if disconnected():  # before there was a group to abort
-                raise ConnectionError("the connection was closed")
+        if "join" in answer:
+            line.send({"joining": True})
+            self.group = join_pair(line, RECEIVER, device, deadline.remaining("joining the group"))
         return device
 
     def received(
@@ -155,10 +148,3 @@ def parse_location(location: str) -> tuple[str, int, str]:
 def _received(what: T, memory: torch.Tensor, work: Any) -> tuple[T, torch.Tensor]:
     work.wait()  # nccl: the stream waits, not the host
     return what, memory
-
-
-def _join(host: str, port: int, device: torch.device, seconds: float, created: Callable[[Any], None]) -> Any:
-    """Create the group; blocks without limit if the sender hangs."""
-    store = TCPStore(host, port, 2, False, timedelta(seconds=seconds))
-    store.set("receiver", "here")
-    return make_pair(store, RECEIVER, device, seconds, created)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
+from protocol.device.pair_store import Line
 from protocol.device.slice_digests import slice_sums
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.boxes import Box, shape_of
@@ -98,8 +99,8 @@ class PartReceiver:
         location = manifest.parts[part].location
         channel, receiver = self._connections.get(location) or self._connect(location)
 
-        def receive(answer: dict[str, Any]) -> Iterator[ReceivedSlice]:
-            device = channel.join(answer, there, deadline, receiver.disconnected)
+        def receive(answer: dict[str, Any], line: Line) -> Iterator[ReceivedSlice]:
+            device = channel.join(answer, there, deadline, line)
             transfer = transfer_of(manifest, part, wanted, int(answer["bucket_bytes"]))
             buckets = _memories(transfer.buckets, device)
             for bucket, memory in channel.received(buckets, deadline, receiver.disconnected):

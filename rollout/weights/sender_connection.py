@@ -1,33 +1,62 @@
 """Connects to `trainer/weights/version_server.py` and requests versions, one line of JSON at a time."""
 
 import json
+import os
 import select
 import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from protocol.errors import WeightError
+from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
 from rollout.weights.verification import Deadline
 
+KEYS = "_TETHER_CURVE_DIR"
+"""Environment variable: directory of the bus's keys, with which the processes of an engine fetch weights."""
 MAX_LINE = 1 << 20
 """Bytes of an answer; the handle of a bucket takes a few hundred."""
 HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Event of `poll` when the other end disconnects; on systems other than Linux it may come later."""
 
 
+def fetch_with_keys(directory: str) -> None:
+    """Have this process, and engine processes that it starts, fetch weights with these keys; empty: none."""
+    if directory:
+        os.environ[KEYS] = str(Path(directory).absolute())
+    else:
+        os.environ.pop(KEYS, None)
+
+
 class SenderConnection:
     """A connection to the sender, which is kept between versions."""
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
-        """Connect. Raises OSError or WeightError."""
+        """Connect, and prove to each other who is at either end if `fetch_with_keys` named a directory.
+
+        Raises:
+            OSError: the sender cannot be reached, or disconnected.
+            WeightError: it has not the run's keys, or does not know ours, or a file cannot be read.
+        """
         self._connection = socket.create_connection((host, port), timeout=deadline.remaining("connecting"))
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._wanted = b""
+        self._rest = b""
+        """Bytes after the last line."""
+        if directory := os.environ.get(KEYS, ""):
+            try:
+                self._prove(directory, deadline)
+            except BaseException as error:
+                self.close()
+                if isinstance(error, (SettingsError, ValueError)):
+                    raise WeightError(
+                        f"{host}:{port} did not prove that it is the trainer of this run: {error}"
+                    ) from error
+                raise
 
     def request(self, manifest: WeightManifest, deadline: Deadline, wanted: bytes = b"") -> dict[str, Any]:
         """Request a version and return the sender's answer.
@@ -47,28 +76,42 @@ class SenderConnection:
             "layout": layout_digest(manifest),
         }
         changed = wanted != self._wanted
-        self._send(
+        self.send(
             request | ({"slices": len(wanted)} if changed else {}), deadline, wanted if changed else b""
         )
         self._wanted = wanted
-        line = b""
-        while not line.endswith(b"\n"):
+        answer = self.receive(deadline)
+        if "error" in answer:
+            raise WeightError(f"the sender refused version {manifest.version}: {answer['error']}")
+        return answer
+
+    def receive(self, deadline: Deadline) -> dict[str, Any]:
+        """Return the sender's next line. Raises as `request`."""
+        while b"\n" not in self._rest:
             self._connection.settimeout(deadline.remaining("waiting for the sender's answer"))
             part = self._connection.recv(1 << 16)
-            line += part
-            if not part or len(line) > MAX_LINE:
-                raise ConnectionError(
-                    f"the sender of version {manifest.version} disconnected or sent no line of JSON"
-                )
-        answer = json.loads(line)
-        if not isinstance(answer, dict) or "error" in answer:
-            detail = answer.get("error") if isinstance(answer, dict) else answer
-            raise WeightError(f"the sender refused version {manifest.version}: {detail}")
-        return answer
+            self._rest += part
+            if not part or len(self._rest) > MAX_LINE:
+                raise ConnectionError("the sender disconnected or sent no line of JSON")
+        line, _, self._rest = self._rest.partition(b"\n")
+        found = json.loads(line)
+        if not isinstance(found, dict):
+            raise ValueError("the sender sent no JSON object")
+        return found
+
+    def readable(self) -> bool:
+        """Return whether there is something to read, or the sender has disconnected."""
+        if self._rest:
+            return True
+        if self._connection.fileno() < 0:
+            raise ConnectionError("the connection was closed")
+        ready = select.poll()  # `select` cannot handle descriptors over 1023
+        ready.register(self._connection, select.POLLIN)
+        return bool(ready.poll(0))
 
     def confirm(self, manifest: WeightManifest, deadline: Deadline) -> None:
         """Tell the sender that the whole version was received."""
-        self._send({"done": manifest.version}, deadline)
+        self.send({"done": manifest.version}, deadline)
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
         """Call a function from a thread of its own when the sender disconnects, or `close` does."""
@@ -79,11 +122,7 @@ class SenderConnection:
 
     def disconnected(self) -> bool:
         """Return whether either end has disconnected; the sender sends nothing without a request."""
-        if self._connection.fileno() < 0:
-            return True
-        ready = select.poll()  # `select` cannot handle descriptors over 1023
-        ready.register(self._connection, select.POLLIN)
-        return bool(ready.poll(0))
+        return self._connection.fileno() < 0 or self.readable()
 
     def close(self) -> None:
         """Disconnect; wakes a thread that waits for an answer."""
@@ -91,9 +130,36 @@ class SenderConnection:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _send(self, message: dict[str, Any], deadline: Deadline, behind: bytes = b"") -> None:
+    def _prove(self, directory: str, deadline: Deadline) -> None:
+        try:
+            from protocol.host.key_proof import ReceiverKeys  # an engine's own Python may lack what it needs
+        except ModuleNotFoundError as error:
+            raise WeightError(f"fetching weights with keys needs the package {error.name}") from error
+        keys = ReceiverKeys(directory)
+        self.send(keys.hello(), deadline)
+        answer = self.receive(deadline)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        self.send(keys.answer(answer), deadline)
+
+    def send(self, message: dict[str, Any], deadline: Deadline, behind: bytes = b"") -> None:
+        """Send a line, and what follows it. Raises OSError or WeightError."""
         self._connection.settimeout(deadline.remaining("sending to the sender"))
         self._connection.sendall(json.dumps(message).encode() + b"\n" + behind)
+
+
+class SenderLine:
+    """A sender's connection until a deadline, see `protocol.device.pair_store.Line`."""
+
+    def __init__(self, connection: SenderConnection, deadline: Deadline) -> None:
+        self._connection = connection
+        self._deadline = deadline
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._connection.send(message, self._deadline)
+
+    def receive(self) -> dict[str, Any] | None:
+        return self._connection.receive(self._deadline) if self._connection.readable() else None
 
 
 def parse_address(address: str, location: str) -> tuple[str, int]:

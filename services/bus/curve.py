@@ -1,18 +1,11 @@
-"""Makes and reads CURVE keys, and answers which keys may connect.
+"""Makes CURVE keys, gives them to sockets, and answers which keys may connect.
 
-A directory DIR holds the keys of one machine; public keys end in .key, secret ones in .key_secret:
-
-- DIR/server.key, DIR/server.key_secret: pair of every socket that binds. The secret is needed where sockets
-  bind, the public key where sockets connect.
-- DIR/client.key, DIR/client.key_secret: pair of this machine's connecting sockets; needed where they are.
-- DIR/authorized/*.key: public keys that may connect; needed where sockets bind, and read again when an
-  unknown key appears.
+`protocol/host/curve_keys.py` says which files there are.
 """
 
 import logging
 import os
 import shutil
-import struct
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +15,7 @@ import zmq.auth
 from zmq.utils import z85
 
 from protocol.errors import SettingsError
+from protocol.host.curve_keys import load_authorized, load_pair, load_public
 from services.bus.pump import Pump
 from services.bus.stats import BusStats
 
@@ -29,7 +23,6 @@ log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"tether"
-KEY_BYTES = 32
 
 
 def create_keys(directory: str | Path) -> None:
@@ -51,66 +44,6 @@ def create_keys(directory: str | Path) -> None:
         _, secret = zmq.auth.create_certificates(root, name)
         os.chmod(secret, 0o600)
     shutil.copyfile(root / "client.key", root / "authorized" / "client.key")
-
-
-def load_pair(directory: str | Path, name: str) -> tuple[bytes, bytes]:
-    """Return public and secret key of the pair `name` ("server" or "client"), as Z85 text.
-
-    Raises:
-        SettingsError: if the file is missing, holds no secret key, or can be read by others than its owner.
-    """
-    path = Path(directory) / f"{name}.key_secret"
-    public, secret = _load(path, directory)
-    if secret is None:
-        raise SettingsError(f"bus.curve_dir: {path} holds no secret key")
-    mode = path.stat().st_mode
-    if mode & 0o077:
-        raise SettingsError(
-            f"bus.curve_dir: {path} can be read by other users (mode {mode & 0o777:o}); "
-            "chmod 600 it, or make new keys"
-        )
-    return public, secret
-
-
-def load_public(directory: str | Path, name: str) -> bytes:
-    """Return public key `name` ("server" or "client"), as Z85 text.
-
-    Raises:
-        SettingsError: if the file is missing or holds no key.
-    """
-    return _load(Path(directory) / f"{name}.key", directory)[0]
-
-
-def _load(path: Path, directory: str | Path) -> tuple[bytes, bytes | None]:
-    try:
-        return _read(path)
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"bus.curve_dir: cannot read {path} ({error}); make keys with `tether keys {directory}`"
-        ) from error
-
-
-def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """Return the public and, if there is one, the secret key of a file. Raises OSError or ValueError."""
-    try:
-        public, secret = zmq.auth.load_certificate(path)
-        valid = all(len(z85.decode(key)) == KEY_BYTES for key in (public, secret) if key is not None)
-    except (LookupError, struct.error):  # other characters than Z85, or another length
-        valid = False
-    if not valid:
-        raise ValueError("it holds a key that is not 40 characters of Z85")
-    return public, secret
-
-
-def load_authorized(directory: str | Path) -> frozenset[bytes]:
-    """Return the public keys that may connect, as Z85 text. Files without a key are skipped and logged."""
-    keys: set[bytes] = set()
-    for path in sorted((Path(directory) / "authorized").glob("*.key")):
-        try:
-            keys.add(_read(path)[0])
-        except (OSError, ValueError) as error:
-            log.warning("bus.bad_key file=%s error=%s", path.name, error)
-    return frozenset(keys)
 
 
 def secure_server(socket: zmq.Socket[bytes], directory: str) -> None:

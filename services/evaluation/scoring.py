@@ -19,6 +19,7 @@ from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.weights.sender_connection import fetch_with_keys
 from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
 from services.observability.evaluations import Evaluation
 from services.runtime.user_modules import add_user_modules
@@ -185,6 +186,7 @@ async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPT
         EngineError: the engine does not start.
     """
     modules = add_user_modules(settings)
+    fetch_with_keys(settings.bus.curve_dir)
     await asyncio.to_thread(fetch_model, settings)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     engine = make_engine(eval_engine(settings), settings.model_dir, name, lora)

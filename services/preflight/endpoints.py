@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from protocol.errors import SettingsError, Unavailable
+from protocol.host.curve_keys import load_authorized, load_pair
 from protocol.topics import TOPICS
 from services.bus.config import BusConfig, bind_address
-from services.bus.curve import ClientKeys, load_authorized, load_pair
+from services.bus.curve import ClientKeys
 from services.ledger.redis.ledger import RedisLedger
 from services.preflight.problem import Problem
 from services.runtime.run_ledger import ledger_url

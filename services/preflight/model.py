@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,12 +17,16 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.families import SUPPORTED
+from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import architecture_of
+from trainer.megatron.architecture.windows import windows_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
 from trainer.random_model import check_scratch, config_of
+
+ALIKE_IN_VLLM = ("qwen2", "qwen3")
+"""Families whose layers vLLM treats alike; of others with windows it reads which layers have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,7 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
         yield from _unknown_to_transformers("engine.name", "hf", model)
     if engine.name == "vllm":
         yield from _unknown_to_vllm(model)
+        yield from _windows_in_vllm(model)
 
 
 def _engines(settings: Settings) -> list[EngineConfig]:
@@ -199,6 +205,27 @@ def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
         yield Problem(
             f"{model.place / 'config.json'}: vLLM has no architecture {', '.join(names) or '(unnamed)'}",
             "choose another model, or another engine",
+            "engine.name",
+            "vllm",
+        )
+
+
+def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
+    """Say what vLLM says only once it builds the model: all layers of a family have a window, or none."""
+    kind = model.config.get("model_type")
+    if kind not in ALIKE_IN_VLLM:
+        return
+    config, path = dict(FAMILIES[kind].defaults) | dict(model.config), model.place / "config.json"
+    layers = int(config.get("num_hidden_layers") or 0)
+    try:
+        kinds = config.get("layer_types") or windows_of(path, config, layers, positions=sys.maxsize)
+    except SettingsError:  # of what it is, the trainer's check says more
+        return
+    if len(set(kinds)) > 1:
+        yield Problem(
+            f"{path}: vLLM has no {kind} with a sliding window in some layers and none in others",
+            "use megatron or hf; if no sequence is longer than the window, a copy of the model without "
+            "layer_types and use_sliding_window is the same model",
             "engine.name",
             "vllm",
         )

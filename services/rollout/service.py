@@ -18,6 +18,7 @@ from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
+from rollout.weights.sender_connection import fetch_with_keys
 from services.bus.broadcast import Listener
 from services.bus.sender import Sender
 from services.gpu_sharing.device_lock import DeviceLock
@@ -41,6 +42,7 @@ async def serve(process: Process) -> None:
         PoisonedError: the engine may hold mixed weights.
     """
     settings = process.settings
+    fetch_with_keys(settings.bus.curve_dir)
     refuse(distribution_problems(settings.sampling))
     await asyncio.to_thread(fetch_model, settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)

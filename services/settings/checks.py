@@ -11,6 +11,7 @@ from protocol.ids import checked_run_id
 from protocol.ranges import range_errors
 from rollout.engines.base import DTYPES
 from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, RECORD_EXPERTS, SERVE_ADAPTERS
+from services.bus.config import is_loopback
 from services.settings.engine_pool import check_pool
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
@@ -39,7 +40,7 @@ from trainer.config import (
 from trainer.hosts.place import check_cluster
 from trainer.recipe import check_recipe
 from trainer.registry import BACKENDS
-from trainer.weights.registry import TRANSPORTS
+from trainer.weights.registry import LISTENING, TRANSPORTS
 
 CHOICES: Mapping[str, Collection[str]] = {
     "engine.name": ENGINES,
@@ -88,6 +89,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: check_gpus(services, settings.ranks_per_host, engine.tensor_parallel_size),
         lambda: check_shared(settings),
         lambda: _check_hosts(settings),
+        lambda: _check_weights_host(settings),
         lambda: check_evaluation(settings),
         lambda: _check_mismatch(settings.trainer),
         lambda: _check_recipe(settings),
@@ -213,6 +215,16 @@ def _check_hosts(settings: Settings) -> None:
         raise SettingsError(
             f"setting colocated.enabled: trainer and engines take turns on the GPUs of one host, and "
             f"cluster.nodes is {settings.cluster.nodes}; give engines GPUs of their own, or use one host"
+        )
+
+
+def _check_weights_host(settings: Settings) -> None:
+    """Check that weights are not sent to whoever asks: off loopback, engines have to prove who they are."""
+    weights = settings.weights
+    if weights.transport in LISTENING and not is_loopback(weights.host) and not settings.bus.curve_dir:
+        raise SettingsError(
+            f"setting weights.host: {weights.host!r} can be reached from other machines: make keys with "
+            "`tether keys DIR` and set bus.curve_dir, or listen on 127.0.0.1"
         )
 
 

@@ -232,12 +232,14 @@ class ModelRunner:
 
 def _open_sender(process: Process, backend: Backend) -> WeightSender | PartSender:
     settings = process.settings
-    return make_part_sender(settings.weights, 0, backend, settings.engine.dtype) or make_sender(
+    keys = settings.bus.curve_dir
+    return make_part_sender(settings.weights, 0, backend, settings.engine.dtype, keys) or make_sender(
         settings.weights,
         run=process.run,
         run_dir=settings.run_dir,
         masters=backend.masters,
         parts=backend.master_parts,
+        curve_dir=keys,
     )
 
 

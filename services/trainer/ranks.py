@@ -63,7 +63,8 @@ def follow_rank_0(rank: int) -> None:
     settings = load_settings()
     await_device(settings)
     models = build_models(settings)
-    sender = make_part_sender(settings.weights, rank, models.policy, settings.engine.dtype)
+    keys = settings.bus.curve_dir
+    sender = make_part_sender(settings.weights, rank, models.policy, settings.engine.dtype, keys)
     follow_commands(models, sender)
     if sender is not None:
         sender.close()

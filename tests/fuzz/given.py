@@ -9,13 +9,14 @@ from typing import Any
 from zmq.utils import z85
 
 from protocol.errors import RewardError, SettingsError
+from protocol.host.curve_keys import load_authorized, load_pair, load_public
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from reward.group import ResponseGroup
 from reward.verifiers.registry import make_verifier
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.jsonl import make
 from rollout.trajectory import pack_metadata
-from services.bus.curve import create_keys, load_authorized, load_pair, load_public
+from services.bus.curve import create_keys
 from services.ledger.redis.connection import Connection, redacted
 from services.settings.load import load_settings
 from tests.fuzz.target import Form, Target

@@ -19,18 +19,20 @@ from typing import Any
 import torch
 
 from protocol.errors import SettingsError, WeightError
+from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
 from trainer.weights.double_buffer import DoubleBuffer
-from trainer.weights.version_server import ReceiverConnection, ServedVersion, VersionServer
+from trainer.weights.receiver_connection import ReceiverConnection
+from trainer.weights.version_server import ServedVersion, VersionServer
 
 
 class IpcSender:
     """Keeps the current version and the one before it on the trainer's GPU."""
 
-    def __init__(self, config: WeightConfig) -> None:
-        """Start to listen on a free port of `config.host`.
+    def __init__(self, config: WeightConfig, keys: SenderKeys | None = None) -> None:
+        """Start to listen on a free port of `config.host`; for `keys` see `VersionServer`.
 
         Raises:
             SettingsError: there is no GPU.
@@ -43,7 +45,7 @@ class IpcSender:
         self._config = config
         self._memory = DoubleBuffer(torch.device("cuda", torch.cuda.current_device()))
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        self._server = VersionServer(config, lambda: _HandleChannel(gpu))
+        self._server = VersionServer(config, lambda: _HandleChannel(gpu), keys)
 
     def publish(
         self,

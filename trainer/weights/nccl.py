@@ -3,8 +3,9 @@
 `location` is "HOST:PORT/BACKEND". The dialogue, on the connection of `version_server.py`:
 
     receiver -> sender   {"version": v, "epoch": e, "layout": d}
-    sender -> receiver   {"store_port": p}   first request: both open a TCPStore(HOST, p) and create a group,
-                                             rank 0 the sender, which is kept for the next versions
+    sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
+    receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
+                                             `protocol/device/pair_store.py`
                          {"ready": true}     later requests
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
     both                 the chunks of the buckets (`protocol.weights.buckets.chunks`), broadcast by rank 0
@@ -16,34 +17,27 @@ wait for transfers. A version with the layout of the one before it is sent while
 (`provisional`), each bucket as soon as it is full.
 """
 
-import socket
 import threading
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from protocol.device.bounded_init import check_stuck, init_with_deadline
-from protocol.device.pair_group import ALONE, BACKENDS, SENDER, abort, make_pair
+from protocol.device.bounded_init import check_stuck
+from protocol.device.pair_group import ALONE, BACKENDS, SENDER, abort
+from protocol.device.pair_store import join_pair
 from protocol.errors import SettingsError, WeightError
+from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.buckets import chunks
 from protocol.weights.provisional import provisional_manifest
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
+from trainer.weights.receiver_connection import ConnectionLine, ReceiverConnection, remaining_s
 from trainer.weights.streamed_buckets import StreamedBuckets
-from trainer.weights.version_server import (
-    CLOSE_S,
-    ReceiverConnection,
-    ServedVersion,
-    VersionServer,
-    remaining_s,
-)
+from trainer.weights.version_server import CLOSE_S, ServedVersion, VersionServer
 
-JOIN_POLL_S = 0.005
-"""Interval at which the store is checked for a receiver that joins."""
 BUCKET_POLL_S = 0.05
 """Interval at which the connection is checked while a receiver waits for a bucket."""
 POLL_S = 0.0005
@@ -53,8 +47,8 @@ POLL_S = 0.0005
 class NcclSender:
     """Keeps a copy of the current version and serves it to whoever asks, from its own threads."""
 
-    def __init__(self, config: WeightConfig) -> None:
-        """Start to listen on a free port of `config.host`.
+    def __init__(self, config: WeightConfig, keys: SenderKeys | None = None) -> None:
+        """Start to listen on a free port of `config.host`; for `keys` see `VersionServer`.
 
         Raises:
             SettingsError: the process group backend is unknown, or cannot be used here.
@@ -62,9 +56,7 @@ class NcclSender:
         """
         self._config = config
         self._backend, self._device = backend_of(config)
-        self._server = VersionServer(
-            config, lambda: PairSenderChannel(config.host, self._backend, self._device)
-        )
+        self._server = VersionServer(config, lambda: PairSenderChannel(self._backend, self._device), keys)
 
     @property
     def location(self) -> str:
@@ -163,11 +155,8 @@ def backend_of(config: WeightConfig) -> tuple[str, torch.device]:
 class PairSenderChannel:
     """Sends chunks to one receiver, as rank 0 of a group of two."""
 
-    def __init__(
-        self, host: str, backend: str, device: torch.device, facts: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, backend: str, device: torch.device, facts: dict[str, Any] | None = None) -> None:
         """Send from `device`; `facts` go into every answer."""
-        self._host = host
         self._backend = backend
         self._device = device
         self._facts = facts or {}
@@ -203,26 +192,11 @@ class PairSenderChannel:
             abort(group)
 
     def _join(self, connection: ReceiverConnection, end: float) -> Any:
-        # The socket is created here because the store's own would listen on every address.
-        listener = socket.create_server((self._host, 0))
-        port = listener.getsockname()[1]
-        timeout = timedelta(seconds=remaining_s(end))
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            self._host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-        connection.answer({"store_port": port, **self._facts}, end)
+        connection.answer({"join": True, **self._facts}, end)
         # The group is not created before the receiver is there: if it never came, a thread would be stuck.
-        while not store.check(["receiver"]):
-            if connection.disconnected(JOIN_POLL_S):
-                raise ValueError("a receiver disconnected before it had joined the group")
-            remaining_s(end)
-        seconds = remaining_s(end)
-        return init_with_deadline(
-            partial(make_pair, store, SENDER, self._device, seconds),
-            abort,
-            seconds,
-            lambda: connection.disconnected(0),
-        )
+        if connection.request(end) != {"joining": True}:
+            raise ValueError("a receiver disconnected before it had joined the group")
+        return join_pair(ConnectionLine(connection, end), SENDER, self._device, remaining_s(end))
 
     def _broadcast(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         for chunk in chunks(served.manifest, ALONE[self._backend]):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
+from protocol.host.key_proof import SenderKeys
 from trainer.config import WeightConfig
 from trainer.weights.base import WeightSender
 
@@ -27,6 +28,8 @@ TRANSPORTS = {
 }
 """Transport -> the class of its sender."""
 
+LISTENING = ("ipc", "nccl")
+"""Transports whose sender listens for engines on `weights.host`."""
 PARTS = {"nccl": "trainer.weights.parts.sender:PartSender"}
 """Transport by which versions can stay on the trainer's ranks -> the class of each rank's sender."""
 
@@ -47,6 +50,7 @@ def make_sender(
     run_dir: Path,
     masters: Masters = _no_masters,
     parts: Masters | None = None,
+    curve_dir: str = "",
 ) -> WeightSender:
     """Return the sender of `config.transport`; called in trainer rank 0 only.
 
@@ -56,9 +60,10 @@ def make_sender(
         run_dir: directory of the run.
         masters: returns the backend's fp32 masters by the names of its parameters; called for `shared` only.
         parts: returns checkpoint name -> part of a master; by default the masters are what is published.
+        curve_dir: directory of the bus's keys, which transports with connections ask for; empty: none.
 
     Raises:
-        SettingsError: the transport is unknown, or a number is out of range.
+        SettingsError: the transport is unknown, a number is out of range, or a key cannot be read.
         WeightError: the sender cannot be set up.
     """
     for name in ("bucket_mb", "keep", "timeout_s"):
@@ -68,11 +73,19 @@ def make_sender(
     sender: Callable[..., WeightSender] = pkgutil.resolve_name(TRANSPORTS[name])
     if name == "shared":
         return sender(run_dir, masters(), parts)
-    place: dict[str, tuple[Any, ...]] = {"shm": (run,), "disk": (run_dir,)}
+    keys = _keys(curve_dir)
+    place: dict[str, tuple[Any, ...]] = {
+        "shm": (run,),
+        "disk": (run_dir,),
+        "nccl": (keys,),
+        "ipc": (keys,),
+    }
     return sender(config, *place.get(name, ()))
 
 
-def make_part_sender(config: WeightConfig, rank: int, backend: Backend, dtype: str) -> PartSender | None:
+def make_part_sender(
+    config: WeightConfig, rank: int, backend: Backend, dtype: str, curve_dir: str = ""
+) -> PartSender | None:
     """Return a rank's sender of its part of each version; None if versions go through rank 0 alone.
 
     Args:
@@ -80,12 +93,17 @@ def make_part_sender(config: WeightConfig, rank: int, backend: Backend, dtype: s
         rank: that of this process.
         backend: this rank's part of the model.
         dtype: in which the weights are published.
+        curve_dir: as in `make_sender`.
 
     Raises:
-        SettingsError: the process group backend is unknown, or cannot be used here.
+        SettingsError: the process group backend is unknown, or cannot be used here, or a key cannot be read.
         WeightError: the sender cannot be set up.
     """
     if config.transport not in PARTS or backend.publication is None:
         return None
     sender: Callable[..., PartSender] = pkgutil.resolve_name(PARTS[config.transport])
-    return sender(config, rank, backend.publication, dtype)
+    return sender(config, rank, backend.publication, dtype, _keys(curve_dir))
+
+
+def _keys(curve_dir: str) -> SenderKeys | None:
+    return SenderKeys(curve_dir) if curve_dir else None

@@ -1,5 +1,6 @@
 """Serves the current version to engines that request it over TCP; shared by the transports nccl and ipc.
 
+    both                 with keys of the bus: proofs that both ends have one (`protocol/host/key_proof.py`)
     receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON; with "slices": n where
                          parts of it are wanted, and n bytes behind it that say which, if they have changed
     sender -> receiver   {"error": text}, or the transport's answer
@@ -9,9 +10,7 @@
 Each connection has a thread of its own, so that a receiver that hangs or dies delays no other.
 """
 
-import json
 import logging
-import select
 import socket
 import threading
 import time
@@ -23,10 +22,11 @@ from typing import Any, Protocol
 import torch
 
 from protocol.errors import WeightError
+from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
-from protocol.weights.slices import MAX_WANTED_BYTES
 from trainer.config import WeightConfig
+from trainer.weights.receiver_connection import ReceiverConnection, remaining_s
 from trainer.weights.streamed_buckets import StreamedBuckets
 
 log = logging.getLogger("tether.weights")
@@ -35,8 +35,6 @@ MAX_RECEIVERS = 8
 """Receivers served at a time; others wait, within their own deadlines."""
 MAX_CONNECTIONS = 1024
 """Connections, one per engine rank; further ones are closed."""
-MAX_LINE = 4096
-"""Bytes of a request."""
 POLL_S = 1.0
 """Interval at which an idle connection checks whether the server is closed."""
 ACCEPT_RETRY_S = 0.05
@@ -48,6 +46,8 @@ SOCKET_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
+ADMIT_S = 10.0
+"""Time for a receiver to prove that it has a key."""
 CLOSE_S = 5.0
 """Time for the threads of all connections to end on `close`."""
 
@@ -66,84 +66,6 @@ class ServedVersion:
     """The buckets, during the export and after it; of a transport that sends them. Pieces, with parts."""
     collected: StreamedBuckets = field(default_factory=StreamedBuckets)
     """With parts, on rank 0: the sums of every piece of every part, one after the other."""
-
-
-class ReceiverConnection:
-    """A receiver's connection, which carries lines of JSON."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._rest = b""
-        """Bytes after the last line: a receiver may send the next request right behind {"done": v}."""
-        self.wanted = b""
-        """The slices that the receiver asked for last, see `protocol.weights.slices.encode_wanted`."""
-
-    def request(self, end: float) -> dict[str, Any] | None:
-        """Read the next line; None if the receiver disconnected before it began one.
-
-        Raises:
-            TimeoutError: it is not complete by `end`.
-            ValueError: it is not a line of JSON.
-        """
-        while b"\n" not in self._rest:
-            self.connection.settimeout(remaining_s(end))
-            part = self.connection.recv(MAX_LINE)
-            self._rest += part
-            if not self._rest:
-                return None
-            if not part or len(self._rest) > MAX_LINE:
-                raise ValueError("a receiver disconnected within a request, or sent no line of JSON")
-        line, _, self._rest = self._rest.partition(b"\n")
-        found = json.loads(line)
-        if not isinstance(found, dict):
-            return {}
-        if "slices" in found:
-            self.wanted = self._raw(found["slices"], end)
-        return found
-
-    def _raw(self, nbytes: object, end: float) -> bytes:
-        """Read the bytes that follow a line. Raises as `request`."""
-        if not isinstance(nbytes, int) or not 0 <= nbytes <= MAX_WANTED_BYTES:
-            raise ValueError(f"a receiver announced {nbytes} bytes of slices")
-        while len(self._rest) < nbytes:
-            self.connection.settimeout(remaining_s(end))
-            part = self.connection.recv(min(nbytes - len(self._rest), 1 << 16))
-            if not part:
-                raise ValueError("a receiver disconnected within a request")
-            self._rest += part
-        found, self._rest = self._rest[:nbytes], self._rest[nbytes:]
-        return found
-
-    def answer(self, answer: dict[str, Any], end: float) -> None:
-        """Send a line of JSON."""
-        self.connection.settimeout(remaining_s(end))
-        self.connection.sendall(json.dumps(answer).encode() + b"\n")
-
-    def wait_done(self, version: int, end: float) -> None:
-        """Wait for the receiver's {"done": version}.
-
-        Raises:
-            ValueError: it disconnected, or sent something else.
-        """
-        if self.request(end) != {"done": version}:
-            raise ValueError(f"a receiver disconnected in the middle of version {version}")
-
-    def shut_down(self) -> None:
-        """Disconnect at once, which also wakes threads that wait on the connection."""
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def readable(self, seconds: float) -> bool:
-        """Return whether there is something to read, or the receiver disconnects, within `seconds`."""
-        if self._rest:
-            return True
-        ready = select.poll()  # `select` cannot handle descriptors over 1023
-        ready.register(self.connection, select.POLLIN)
-        return bool(ready.poll(1e3 * seconds))
-
-    def disconnected(self, seconds: float) -> bool:
-        """Return whether the receiver disconnects within `seconds`, with nothing left to read."""
-        return self.readable(seconds) and not self._rest and not self.connection.recv(1, socket.MSG_PEEK)
 
 
 class SenderChannel(Protocol):
@@ -166,13 +88,21 @@ class VersionServer:
     It also serves the provisional version, which is still being exported, to receivers that know of it.
     """
 
-    def __init__(self, config: WeightConfig, make_channel: Callable[[], SenderChannel]) -> None:
-        """Start to listen; `make_channel` is called for each connection.
+    def __init__(
+        self, config: WeightConfig, make_channel: Callable[[], SenderChannel], keys: SenderKeys | None = None
+    ) -> None:
+        """Start to listen.
+
+        Args:
+            config: section `[weights]`.
+            make_channel: called for each connection.
+            keys: of the bus; receivers without an authorized one are refused. None: all are served.
 
         Raises:
             WeightError: the address cannot be listened on.
         """
         self._config = config
+        self._keys = keys
         self._make_channel = make_channel
         self.current: ServedVersion | None = None
         self.provisional: ServedVersion | None = None
@@ -236,6 +166,8 @@ class VersionServer:
             accepted.setsockopt(level, option, value)
         served = 0
         try:
+            if self._keys is not None and not connection.admit(self._keys, time.monotonic() + ADMIT_S):
+                return
             # A receiver that has had a version may be silent until the next one; a new one must send a
             # request.
             first = time.monotonic() + self._config.timeout_s
@@ -296,11 +228,3 @@ class VersionServer:
         finally:
             self._slots.release()
         return 1
-
-
-def remaining_s(end: float) -> float:
-    """Return the seconds until `end`. Raises TimeoutError if it has passed."""
-    seconds = end - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError("not complete within weights.timeout_s")
-    return seconds

@@ -21,8 +21,9 @@ from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 
 DEADLINE_S = 20.0
-STRANGE_PORTS = [
-    b'{"store_port": %s}\n' % port for port in (b'"x"', b"null", b"[]", b"70000", b"-1", b"99999999999")
+STRANGE_LINES = [
+    b'{"join": true}\n%s\n' % line
+    for line in (b'{"key": 1, "value": ""}', b'{"key": "a", "value": "x"}', b'{"ready": true}', b"null", b"")
 ]
 
 Tensors = dict[str, torch.Tensor]
@@ -185,7 +186,7 @@ def test_nccl_fails_on_a_sender_that_has_exited(tensors: Tensors) -> None:
         received(manifest)
 
 
-@pytest.mark.parametrize("answer", [b"", b"hello\n", b"[]\n", b"y" * 10_000, *STRANGE_PORTS])
+@pytest.mark.parametrize("answer", [b"", b"hello\n", b"[]\n", b"y" * 10_000, *STRANGE_LINES])
 def test_nccl_refuses_a_malformed_answer(sender: NcclSender, tensors: Tensors, answer: bytes) -> None:
     manifest = sender.publish("e1", 1, tensors.items())
     asked: list[dict[str, object]] = []
@@ -239,13 +240,12 @@ def test_nccl_works_with_more_descriptors_than_select_supports(sender: NcclSende
 
 def test_nccl_times_out_on_a_sender_that_hangs_in_the_group(sender: NcclSender, tensors: Tensors) -> None:
     manifest = sender.publish("e1", 1, tensors.items())
-    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.sendall(json.dumps({"store_port": store.port}).encode() + b"\n")
+                connection.sendall(b'{"join": true}\n')
                 connection.makefile().read()
 
         thread = threading.Thread(target=serve)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
+from protocol.host.curve_keys import load_authorized
 from protocol.messages import Hello
 from protocol.topics import ROLLOUTS, SCORED, TOPICS
 from services.bus.config import BusConfig, bind_address, is_loopback, public_endpoint
-from services.bus.curve import create_keys, load_authorized, main
+from services.bus.curve import create_keys, main
 from tests.services.bus.harness import (
     QUICK,
     Raw,

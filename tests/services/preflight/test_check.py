@@ -22,6 +22,8 @@ QWEN2 = {
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
+WINDOWS_REFUSED = "vLLM has no qwen"
+ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -146,6 +148,20 @@ def test_check_run_names_the_problem_and_the_remedy(
             ["engine.max_model_len=64"],
             "longrope rotates otherwise beyond 32 tokens",
         ),
+        ({"use_sliding_window": True, "max_window_layers": 1}, [], WINDOWS_REFUSED),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ALTERNATING,
+            },
+            [],
+            WINDOWS_REFUSED,
+        ),
+        ({"use_sliding_window": True, "max_window_layers": 1}, ["engine.name=megatron"], None),
+        ({"use_sliding_window": True, "max_window_layers": 0}, [], None),
+        ({"use_sliding_window": False, "max_window_layers": 1}, [], None),
         ({"rms_norm_eps": None}, [], "lacks what a model needs: KeyError('rms_norm_eps')"),
         ({"vocab_size": 1}, [], "stop token 1 is outside the model's vocabulary of 1 tokens"),
         (
@@ -195,6 +211,15 @@ def test_check_run_names_the_ports_keys_and_libraries_of_this_machine(tmp_path: 
     assert "setting bus.health_port = 8081: all services of a run on one machine would serve" in said
     settings = demo(tmp_path / "run", 'bus.host="0.0.0.0"')
     assert any("bus.curve_dir" in text for text in found(settings, local=True))
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_weights_that_other_machines_could_ask_for_want_keys(tmp_path: Path, transport: str) -> None:
+    overrides = (f"weights.transport={transport}", 'weights.host="0.0.0.0"')
+    with pytest.raises(SettingsError, match=r"weights\.host: '0\.0\.0\.0' .*`tether keys DIR`"):
+        demo(tmp_path / "run", *overrides)
+    assert demo(tmp_path / "run", *overrides, f'bus.curve_dir="{tmp_path}"').weights.host == "0.0.0.0"
+    assert demo(tmp_path / "run", "weights.transport=shm", 'weights.host="0.0.0.0"')
 
 
 def test_check_run_lets_a_run_go_on_with_the_lengths_that_it_was_started_with(tmp_path: Path) -> None:

@@ -17,7 +17,11 @@ from services.tools.check_model import (
     layout_of,
     render_checked_model,
 )
-from tests.trainer.megatron.models import make_model, save_model
+from tests.trainer.megatron.models import MODELS, MORE_MODELS, make_config, make_model, save_model
+from trainer.megatron.architecture.families import FAMILIES
+
+FAMILY_MODELS = (*MODELS, *MORE_MODELS)
+EXPERT_MODELS = ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "deepseek-v2", "glm4-moe", "gpt-oss")
 
 
 def change_tensors(model_dir: Path, **changes: torch.Tensor) -> None:
@@ -74,6 +78,29 @@ def test_check_model_compares_experts_on_several_ranks(tmp_path: Path, name: str
     assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
     assert found.facts["tensors"]["compared"] == tensors
     assert "tensor 2 x pipeline 1 x expert 2: 2 rank(s)" in render_checked_model(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+@pytest.mark.parametrize("sizes", [{"cp": 2}, {"tp": 2, "pp": 2}], ids=["cp2", "tp2-pp2"])
+def test_check_model_passes_for_every_family(tmp_path: Path, name: str, sizes: dict[str, int]) -> None:
+    found = check_model(save_model(name, tmp_path), layout_of(**sizes))
+    assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_check_model_passes_for_every_family_with_experts(tmp_path: Path, name: str) -> None:
+    found = check_model(save_model(name, tmp_path), layout_of(ep=2))
+    assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
+
+
+def test_check_model_is_tried_with_every_family() -> None:
+    kinds = {make_config(name).model_type for name in FAMILY_MODELS}
+    assert kinds == set(FAMILIES)
+    assert {make_config(name).model_type for name in EXPERT_MODELS} == {
+        kind for kind, family in FAMILIES.items() if family.experts is not None
+    }
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.grpo import Grpo
@@ -233,10 +233,16 @@ SHARDED = "llama"
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-5, clip_grad=0.5)
 
 
+def make_config(name: str, **overrides: object) -> PretrainedConfig:
+    family, fields = ALL_MODELS[name]
+    config: PretrainedConfig = getattr(transformers, f"{family}Config")(**{**BASE, **fields, **overrides})
+    return config
+
+
 def make_model(name: str, **overrides: object) -> PreTrainedModel:
     """A model without a trivial tensor: norms and biases differ from 1 and 0."""
-    family, fields = ALL_MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **fields, **overrides})
+    family, _ = ALL_MODELS[name]
+    config = make_config(name, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).float()

@@ -22,7 +22,8 @@ from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender, PairSenderChannel
-from trainer.weights.version_server import MAX_RECEIVERS, ReceiverConnection, ServedVersion
+from trainer.weights.receiver_connection import ReceiverConnection
+from trainer.weights.version_server import MAX_RECEIVERS, ServedVersion
 
 
 @contextmanager

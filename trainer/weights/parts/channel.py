@@ -28,7 +28,8 @@ from protocol.weights.slices import (
     untouched_spans,
 )
 from trainer.weights.nccl import POLL_S, PairSenderChannel, full_bucket
-from trainer.weights.version_server import ReceiverConnection, ServedVersion, remaining_s
+from trainer.weights.receiver_connection import ReceiverConnection, remaining_s
+from trainer.weights.version_server import ServedVersion
 
 PACKED = 2
 """Buckets on a GPU that are packed and not sent yet: one is filled while the one before is sent."""
@@ -37,11 +38,9 @@ PACKED = 2
 class PartChannel(PairSenderChannel):
     """Sends cuts of one rank's pieces to one receiver."""
 
-    def __init__(
-        self, host: str, backend: str, device: torch.device, *, part: int, bucket_bytes: int
-    ) -> None:
+    def __init__(self, backend: str, device: torch.device, *, part: int, bucket_bytes: int) -> None:
         """Send from `device` what rank `part` has, in buckets of this size."""
-        super().__init__(host, backend, device, {"bucket_bytes": bucket_bytes})
+        super().__init__(backend, device, {"bucket_bytes": bucket_bytes})
         self._part = part
         self._bucket_bytes = bucket_bytes
 

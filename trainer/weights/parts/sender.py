@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from protocol.device.bounded_init import check_stuck
 from protocol.device.slice_digests import slice_sums
 from protocol.errors import WeightError
+from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.boxes import shape_of
 from trainer.backends.base import Publication
@@ -37,7 +38,14 @@ class PartReport(msgspec.Struct, frozen=True):
 class PartSender:
     """One rank's part; `draft`, `fill` and `settle` are called on every rank in the same order."""
 
-    def __init__(self, config: WeightConfig, rank: int, publication: Publication, dtype: str) -> None:
+    def __init__(
+        self,
+        config: WeightConfig,
+        rank: int,
+        publication: Publication,
+        dtype: str,
+        keys: SenderKeys | None = None,
+    ) -> None:
         """Start to listen on a free port of `config.host`.
 
         Args:
@@ -45,6 +53,7 @@ class PartSender:
             rank: that of this process.
             publication: that of the model.
             dtype: in which its tensors are published.
+            keys: see `VersionServer`.
 
         Raises:
             SettingsError: the process group backend is unknown, or cannot be used here.
@@ -58,9 +67,8 @@ class PartSender:
         self._filled: ServedVersion | None = None
         self._server = VersionServer(
             config,
-            lambda: PartChannel(
-                config.host, self._backend, self._device, part=rank, bucket_bytes=bucket_bytes
-            ),
+            lambda: PartChannel(self._backend, self._device, part=rank, bucket_bytes=bucket_bytes),
+            keys,
         )
 
     @property

@@ -1,0 +1,103 @@
+"""Proves to both ends of a connection that the other one has a key of the bus.
+
+    receiver -> sender   {"key": K, "nonce": N}     the public key of its pair "client"
+    sender -> receiver   {"nonce": M, "proof": P}   or nothing more, if K is not in authorized/
+    receiver -> sender   {"proof": Q}
+
+CURVE's keys are those of X25519: each end derives the same secret from its own secret key and the other's
+public one. P and Q are the halves of what HKDF makes of it with both nonces and both public keys, so nobody
+without one of the secret keys can make either, and none is valid for another connection.
+"""
+
+import hmac
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from zmq.utils import z85
+
+from protocol.host.curve_keys import KEY_BYTES, load_authorized, load_pair, load_public
+
+CONTEXT = b"tether weights 1"
+"""Keeps these proofs apart from all other uses of the keys."""
+
+
+class Proofs(NamedTuple):
+    """What only the two ends of one connection can compute, as hexadecimal text."""
+
+    sender: str
+    receiver: str
+
+
+class Challenge(NamedTuple):
+    """A sender's side of one connection."""
+
+    answer: dict[str, str]
+    """The line to send."""
+    expected: str
+    """The proof with which the receiver has to answer."""
+
+
+class SenderKeys:
+    """Decides which receivers a sender answers, and proves to them that it has the run's key."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read the pair "server". Raises SettingsError if it cannot be read."""
+        self._directory = directory
+        self._public, self._secret = load_pair(directory, "server")
+
+    def challenge(self, hello: Mapping[str, Any]) -> Challenge:
+        """Answer a receiver's first line. Raises ValueError if it names no authorized key."""
+        key, nonce = _bytes(hello, "key"), _bytes(hello, "nonce")
+        if z85.encode(key) not in load_authorized(self._directory):
+            raise ValueError("its key is not in authorized/")
+        own = secrets.token_bytes(KEY_BYTES)
+        proofs = _proofs(z85.decode(self._secret), key, nonce + own, key + z85.decode(self._public))
+        return Challenge({"nonce": own.hex(), "proof": proofs.sender}, proofs.receiver)
+
+
+class ReceiverKeys:
+    """Proves to one sender that this machine has a key, and checks that the sender has the run's."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read the pair "client" and the sender's public key. Raises SettingsError if one cannot be read."""
+        public, secret = load_pair(directory, "client")
+        self._public, self._secret = z85.decode(public), z85.decode(secret)
+        self._sender = z85.decode(load_public(directory, "server"))
+        self._nonce = secrets.token_bytes(KEY_BYTES)
+
+    def hello(self) -> dict[str, str]:
+        """Return the first line."""
+        return {"key": self._public.hex(), "nonce": self._nonce.hex()}
+
+    def answer(self, challenge: Mapping[str, Any]) -> dict[str, str]:
+        """Return the line that follows the sender's. Raises ValueError if that does not prove its key."""
+        nonce = self._nonce + _bytes(challenge, "nonce")
+        proofs = _proofs(self._secret, self._sender, nonce, self._public + self._sender)
+        if not proves(challenge, proofs.sender):
+            raise ValueError("it does not have the key of server.key")
+        return {"proof": proofs.receiver}
+
+
+def proves(line: Mapping[str, Any], expected: str) -> bool:
+    """Return whether a line has the expected proof; takes the same time for every wrong one."""
+    return hmac.compare_digest(str(line.get("proof")).encode(), expected.encode())
+
+
+def _proofs(secret: bytes, peer: bytes, nonces: bytes, keys: bytes) -> Proofs:
+    """Return both proofs; `keys` are the public ones, the receiver's first. Raises ValueError."""
+    shared = X25519PrivateKey.from_private_bytes(secret).exchange(X25519PublicKey.from_public_bytes(peer))
+    made = HKDF(SHA256(), 2 * KEY_BYTES, nonces, CONTEXT + keys).derive(shared)
+    return Proofs(made[:KEY_BYTES].hex(), made[KEY_BYTES:].hex())
+
+
+def _bytes(line: Mapping[str, Any], name: str) -> bytes:
+    found = line.get(name)
+    value = bytes.fromhex(found) if isinstance(found, str) else b""
+    if len(value) != KEY_BYTES:
+        raise ValueError(f"it sent no {name} of {KEY_BYTES} bytes")
+    return value
