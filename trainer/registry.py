@@ -1,6 +1,7 @@
 """Makes a training backend by name. A backend's module is imported when it is chosen."""
 
 import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend
+from trainer.backends.base import Backend, FrozenSpec
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 
 BACKENDS = {
@@ -28,6 +29,7 @@ def make_backend(
     algorithm: Algorithm,
     adapters: LoraConfig = NO_ADAPTERS,
     shared: bool = False,
+    frozen: Sequence[FrozenSpec] = (),
 ) -> Backend:
     """Return this rank's part of the backend that `trainer.backend` names. Called on every rank.
 
@@ -39,6 +41,7 @@ def make_backend(
         algorithm: advantages, loss and weights of a step.
         adapters: with a rank above 0, only these are trained.
         shared: whether the backend will compute with an engine's live weights.
+        frozen: models that `Backend.load_frozen` will load, for which memory is planned.
 
     Raises:
         SettingsError: no backend has that name, or it cannot work with these settings.
@@ -54,7 +57,7 @@ def make_backend(
             "shared": shared,
         }
     if name == "megatron":
-        options["parallel"] = parallel
+        options |= {"parallel": parallel, "frozen": frozen}
     elif parallel.world_size != 1:
         raise SettingsError(
             f"the {name} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron"

@@ -185,3 +185,9 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     They are not in `masked_tokens`."""
     shaped_reward_mean: float | None = None
     """As `reward_mean`, after the overlong punishment; None unless `algorithm.truncated` is shape."""
+    teacher_kl_k1: float | None = None
+    """Mean of log pi_engine - log pi_teacher over the trained tokens, nats; measured where there is a
+    teacher."""
+    reward_kl_k1: float | None = None
+    """Mean over the samples of the sum of log pi_engine - log pi_ref over a sample's tokens, nats, which
+    `algorithm.use_kl_in_reward` subtracts from rewards; measured where it is set."""

@@ -124,5 +124,5 @@ def _state_gb(
     item = ITEM_BYTES[trainer.dtype]
     masters = 0 if trainer.dtype == "float32" else 4
     state = item if adapters else item + 4 + masters + 8
-    reference = item if algorithm.kl_coef > 0 else 0
+    reference = item if algorithm.kl_coef > 0 and not adapters else 0
     return parameters * (state + reference) / GIB

@@ -14,11 +14,13 @@ from services.preflight.lengths import length_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, model_problems, read_model
 from services.preflight.problem import Problem
+from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems
 from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import read_sets
 from services.settings.sections import Settings
 from services.settings.tracking import missing_libraries
+from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.remote import RemoteDirectory
 
 
@@ -63,6 +65,8 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     if source:
         problems += stream_problems(settings, source)
     problems += verifier_problems(settings, prompts)
+    problems += algorithm_problems(settings)
+    problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
@@ -103,6 +107,11 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"weights by {settings.weights.transport}",
         f"reward   {services.rewards} worker(s): "
         + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
+        *(
+            f"{role:<8} {directory}, not trained"
+            for role in FROZEN_ROLES
+            if (directory := settings.frozen_dir(role)) is not None
+        ),
         *describe_memory(settings, model),
     ]
 

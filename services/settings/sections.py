@@ -37,6 +37,7 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
+from trainer.roles.config import FrozenConfig, ReferenceConfig, TeacherConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,8 @@ class Settings:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -252,12 +255,25 @@ class Settings:
 
         For a name on the hub it is the place in this host's cache, and `model.revision` has to be a commit.
         """
-        path, revision = self.model.path, self.model.revision
-        if not is_hub_name(path):
-            return Path(path).absolute() if path else self.run_dir / "model"
-        if not is_commit(revision):
-            raise SettingsError(
-                f"model.path {path} has no commit yet: start the run by `tether up` or `python -m "
-                "services.prepare`; services that are started alone read RUN_DIR/settings.json"
-            )
-        return snapshot_dir(Kind.MODEL, path, revision)
+        path = self.model.path
+        return _model_dir(path, self.model.revision, "model.path") if path else self.run_dir / "model"
+
+    def frozen_dir(self, role: str) -> Path | None:
+        """Return the absolute path of a model that is not trained, by its section; None: none is given.
+
+        Raises:
+            SettingsError: as `model_dir`.
+        """
+        config: FrozenConfig = getattr(self, role)
+        return _model_dir(config.path, config.revision, f"{role}.path") if config.path else None
+
+
+def _model_dir(path: str, revision: str, setting: str) -> Path:
+    if not is_hub_name(path):
+        return Path(path).absolute()
+    if not is_commit(revision):
+        raise SettingsError(
+            f"{setting} {path} has no commit yet: start the run by `tether up` or `python -m "
+            "services.prepare`; services that are started alone read RUN_DIR/settings.json"
+        )
+    return snapshot_dir(Kind.MODEL, path, revision)

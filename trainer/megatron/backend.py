@@ -14,13 +14,21 @@ import torch.distributed as dist
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import NOTHING_TRAINED, Backend, Publication, StepStats
+from trainer.backends.base import (
+    NOTHING_TRAINED,
+    Backend,
+    FrozenModel,
+    FrozenSpec,
+    Publication,
+    StepStats,
+    keeps_copy,
+)
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.lora import merged
+from trainer.lora import merged, without_adapters
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture.experts import check_ranks
 from trainer.megatron.architecture.numbers import Architecture
@@ -30,6 +38,7 @@ from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.convert.export import Exporter
 from trainer.megatron.forward import Runner
+from trainer.megatron.frozen import FrozenPart, shapes_of
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layout import Layout
@@ -49,7 +58,7 @@ from trainer.megatron.model import (
 )
 from trainer.megatron.optimizer import Optimizer, is_distributed, wrap_model
 from trainer.megatron.reshard import export_plan, plan_of, stage_rules
-from trainer.megatron.sharing import buffers_of, parts_of
+from trainer.megatron.sharing import buffers_of, check_sharing, parts_of
 from trainer.storage.host_state import HostCopies, HostState
 from trainer.weights.early_export import EarlyExport, Tensors
 
@@ -74,6 +83,7 @@ class MegatronBackend(Backend):
         algorithm: Algorithm,
         adapters: LoraConfig = NO_ADAPTERS,
         shared: bool = False,
+        frozen: Sequence[FrozenSpec] = (),
     ) -> None:
         """Load the model; arguments as those of `make_backend`. A collective.
 
@@ -84,9 +94,8 @@ class MegatronBackend(Backend):
             SettingsError: the model is not supported, or does not fit the layout, or several ranks are to
                 share weights with an engine.
         """
-        _check(parallel, trainer, shared=shared)
         self.algorithm, self._trainer = algorithm, trainer
-        self._model_spec = _read(model_dir, shared=shared)
+        self._model_spec = _read(model_dir, parallel, trainer, shared=shared)
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)
@@ -95,7 +104,7 @@ class MegatronBackend(Backend):
         self.replicas = self._position.replicas()
         self._closed = False
         try:
-            self._memory = self._plan_memory(optimizer, adapters, shared=shared)
+            self._memory = self._plan_memory(optimizer, adapters, shared=shared, frozen=frozen)
             self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
             set_recompute(self._config, trainer, self._places)
             set_balance(self._config, self._model_spec.experts, trainer)
@@ -167,24 +176,35 @@ class MegatronBackend(Backend):
         return self._logprobs(self._runner, batch)
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        if self._reference is None:
+        if (runner := self._reference) is None:
             raise RuntimeError("reference_logprobs before keep_reference: there is no reference model")
-        return self._logprobs(self._reference, batch)
+        with without_adapters(torch.nn.ModuleList(self._chunks)):
+            return self._logprobs(runner, batch)
 
     def _logprobs(self, runner: Runner, batch: Batch) -> torch.Tensor:
         return self._passes.alone(runner, batch, lambda: runner.logprobs(batch))
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights as the reference model.
+        """Keep a copy of the current weights as the reference model, or use the base of the adapters.
 
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
+        if self.lora.rank:
+            self._reference = self._make_runner(self._chunks, replays_routing=False)
+            return
         chunks = self._build()
         self._reference_model = whole_part(chunks).requires_grad_(False)
         with torch.no_grad():
             for name, parameter in self._reference_model.named_parameters():
                 parameter.copy_(self._parameters[name])
         self._reference = self._make_runner(chunks, replays_routing=False)
+
+    def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
+        return FrozenPart(spec, self._position, self._trainer, self._logprobs)
+
+    @property
+    def device(self) -> torch.device:
+        return self._position.device
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters or super().masters()
@@ -312,14 +332,17 @@ class MegatronBackend(Backend):
             distributed=is_distributed(self._position),
         )
 
-    def _plan_memory(self, config: OptimizerConfig, adapters: LoraConfig, *, shared: bool) -> MemoryPlan:
+    def _plan_memory(
+        self, config: OptimizerConfig, adapters: LoraConfig, *, shared: bool, frozen: Sequence[FrozenSpec]
+    ) -> MemoryPlan:
         work = Workload(
             architecture=self._model_spec,
             parallel=self._position.config,
             trainer=self._trainer,
             optimizer=config,
             adapters=adapters,
-            reference=self.algorithm.config.kl_coef > 0,
+            reference=keeps_copy(self.algorithm.config, adapters, frozen),
+            frozen=shapes_of(frozen),
             shared=shared,
         )
         return MemoryPlan(work, self._position)
@@ -368,23 +391,12 @@ class MegatronBackend(Backend):
         load_checkpoint(model_dir, self._model_spec, self._parameters, self._places, place)
 
 
-def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) -> None:
-    if shared and parallel.world_size != 1:
-        raise SettingsError(
-            f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "
-            "the trainer is one"
-        )
+def _read(model_dir: Path, parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) -> Architecture:
     if trainer.dtype not in DTYPES:
         raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
-
-
-def _read(model_dir: Path, *, shared: bool) -> Architecture:
     architecture = read_architecture(model_dir)
-    if shared and architecture.experts.bias:
-        raise SettingsError(
-            "setting weights.transport: 'shared' publishes masters, and the biases of the routers of "
-            f"{architecture.model_type} have none: use shm"
-        )
+    if shared:
+        check_sharing(parallel, architecture)
     return architecture
 
 

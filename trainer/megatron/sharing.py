@@ -6,6 +6,8 @@ from itertools import pairwise
 import torch
 
 from protocol.errors import SettingsError
+from trainer.config import ParallelConfig
+from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.model import PackedModel
 from trainer.megatron.reshard import TensorPlan, stretch
 
@@ -33,6 +35,24 @@ def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
         if rotary.long is not None:
             frequencies[f"{name}.long"] = rotary.long
     return {**dict(model.named_buffers()), **frequencies}
+
+
+def check_sharing(parallel: ParallelConfig, architecture: Architecture) -> None:
+    """Check that an engine can share the weights of a model.
+
+    Raises:
+        SettingsError: there are several ranks, or tensors that have no masters.
+    """
+    if parallel.world_size != 1:
+        raise SettingsError(
+            f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "
+            "the trainer is one"
+        )
+    if architecture.experts.bias:
+        raise SettingsError(
+            "setting weights.transport: 'shared' publishes masters, and the biases of the routers of "
+            f"{architecture.model_type} have none: use shm"
+        )
 
 
 def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:

@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from protocol.choices import checked_name
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import NOTHING_TRAINED, Backend, StepStats
+from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
 from trainer.backends.engine_attach import check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
@@ -29,9 +26,10 @@ from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.data.packing import pack_padded
 from trainer.functional.learning_rate import learning_rate
 from trainer.functional.logprobs import token_logprobs
-from trainer.lora import merged
+from trainer.lora import merged, without_adapters
 from trainer.optimizers.registry import make_optimizer, steps_made
 from trainer.reference.attaching import check_model_buffers
+from trainer.reference.frozen import FrozenTransformer, in_dtype, load_model
 from trainer.reference.lora import attach
 from trainer.reference.state import copy_state, load_state
 from trainer.storage.host_state import HostCopies, HostState
@@ -75,7 +73,6 @@ class ReferenceBackend(Backend):
         self._config, self._trainer, self._algorithm = optimizer, trainer, algorithm
         self._model = _load(model_dir).to(self._device)
         self.architecture = type(self._model).__name__
-        self._selects = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._trained: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
         if adapters.rank:
             self.lora = adapters
@@ -86,10 +83,7 @@ class ReferenceBackend(Backend):
             self._masters = {
                 name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()
             }
-        for (
-            parameter
-        ) in self._model.parameters():  # not buffers: an engine's rotary frequencies are fp32, too
-            parameter.data = parameter.data.to(DTYPES[trainer.dtype])
+        in_dtype(self._model, DTYPES[trainer.dtype])
         self._optimizer = make_optimizer(self._masters, optimizer, self._embeddings())
         self._reference: torch.nn.Module | None = None
         self._host, self._copies = HostOffload(), HostCopies()
@@ -118,15 +112,26 @@ class ReferenceBackend(Backend):
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         if self._reference is None:
             raise RuntimeError("keep_reference has not been called")
-        return self._evaluate(self._reference, batch)
+        with without_adapters(self._reference):
+            return self._evaluate(self._reference, batch)
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights; further calls do nothing.
+        """Keep a copy of the current weights, or use the base of the adapters; further calls do nothing.
 
         It is not part of checkpoints: call this before `restore`.
         """
-        if self._reference is None:
+        if self._reference is None and self.lora.rank:
+            self._reference = self._model
+        elif self._reference is None:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
+
+    def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
+        model = load_model(spec.directory, f"{spec.role}.path").to(self._device)
+        return FrozenTransformer(in_dtype(model, DTYPES[self._trainer.dtype]), self._evaluate)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters if self._shared else super().masters()
@@ -264,8 +269,9 @@ class ReferenceBackend(Backend):
         padded = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int64, device=self._device)
         padded[sample, position] = part.tokens.long()
         before = position[place] - 1
-        asked = before.unique() if self._selects else torch.arange(padded.shape[1], device=self._device)
-        options = {"logits_to_keep": asked} if self._selects else {}
+        selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        asked = before.unique() if selects else torch.arange(padded.shape[1], device=self._device)
+        options = {"logits_to_keep": asked} if selects else {}
         logits = model(input_ids=padded, use_cache=False, **options).logits
         rows = logits[sample[place], torch.searchsorted(asked, before)]
         return token_logprobs(rows, part.tokens[place].long(), part.temperature)
@@ -303,17 +309,8 @@ def _device(name: str) -> torch.device:
 
 
 def _load(model_dir: Path) -> torch.nn.Module:
-    transformers_logging.disable_progress_bar()
-    try:
-        with MODEL_BUILDING:
-            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch.float32, local_files_only=True
-            )
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"model.path {model_dir}: not a model that transformers can load: {error}"
-        ) from error
+    model = load_model(model_dir, "model.path")
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # torch would not train that row, and other backends do
-    return model.eval()
+    return model

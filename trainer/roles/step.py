@@ -9,6 +9,7 @@ from trainer.backends.rank_commands import StepCommand, of_all_replicas
 from trainer.batch import Batch
 from trainer.functional.corrections import second_moment_limit
 from trainer.roles.models import RankModels
+from trainer.roles.token_rewards import with_frozen
 
 
 def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[StepStats]:
@@ -20,8 +21,8 @@ def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[Step
     Returns:
         What each update measured, in order.
     """
-    part = _with_roles(models, part, command)
-    made = [_update(models, batch) for batch in _batches(part, command)]
+    part, measured = _with_roles(models, part, command)
+    made = [dataclasses.replace(_update(models, batch), **measured) for batch in _batches(part, command)]
     if models.entropy is not None:
         models.entropy.note(made)
     return made
@@ -42,7 +43,8 @@ def _batches(part: Batch, command: StepCommand) -> Iterator[Batch]:
         yield part.of_mini_batch(number, command.mini_batches[number])
 
 
-def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> Batch:
+def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> tuple[Batch, dict[str, Any]]:
+    """Return the part with what other models and the start of the step say, and what was measured of it."""
     found: dict[str, Any] = {}
     if command.start_logprobs:
         found["start_logprobs"] = start = models.policy.logprobs(part)
@@ -50,8 +52,7 @@ def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> Batch:
             moved = (start - part.behaviour_logprobs)[part.loss_mask]
             everywhere = of_all_replicas(moved, models.policy.replicas)
             found["second_moment_limit"] = second_moment_limit(everywhere, command.second_moment_threshold)
-    if command.reference_logprobs:
-        found["reference_logprobs"] = models.policy.reference_logprobs(part)
     if models.entropy is not None:
         found["entropy_coef"] = models.entropy.bonus.in_force
-    return dataclasses.replace(part, **found)
+    part = dataclasses.replace(part, **found)
+    return with_frozen(part, models.policy, models.frozen, reference=command.reference_logprobs)

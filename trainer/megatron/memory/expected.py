@@ -28,6 +28,15 @@ SCORES_BYTES = 3 << 28
 `layers/attention/softcapped.py`, which needs torch."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenShape:
+    """A model that is never trained."""
+
+    architecture: Architecture
+    offload: bool = False
+    """Whether it is on the device only during its own passes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What the memory of a rank depends on."""
@@ -38,7 +47,9 @@ class Workload:
     optimizer: OptimizerConfig
     adapters: LoraConfig = NO_ADAPTERS
     reference: bool = False
-    """Whether a reference model is kept."""
+    """Whether a copy of the model is kept as the reference."""
+    frozen: tuple[FrozenShape, ...] = ()
+    """Models beside it that are never trained."""
     shared: bool = False
     """Whether an engine computes with the parameters, so that masters are apart in every dtype."""
 
@@ -69,7 +80,7 @@ class ExpectedMemory:
     """Bytes on the device of one rank, by what they are for."""
 
     parameters: int
-    """With those of the reference model."""
+    """With those of models that are not trained."""
     gradients: int
     optimizer: int
     """Masters and moments."""
@@ -81,12 +92,15 @@ class ExpectedMemory:
     """What the backward pass of a layer takes for a moment."""
     update: int
     """What the optimizer takes for a moment, after the passes."""
+    visiting: int = 0
+    """Parameters of the largest model that is on the device only before the passes."""
 
     @property
     def peak(self) -> int:
         """The largest sum at one moment of a step."""
         passes = self.activations + max(self.head, self.workspace)
-        return self.parameters + self.gradients + self.optimizer + LIBRARIES + max(passes, self.update)
+        most = max(passes, self.update, self.visiting)
+        return self.parameters + self.gradients + self.optimizer + LIBRARIES + most
 
     def __str__(self) -> str:
         kinds = ("parameters", "gradients", "optimizer", "activations", "head", "workspace")
@@ -111,6 +125,10 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     parameters = parameters_of_stage(work, stage)
     trained = _trained(work, stage)
     held = parameters + (trained if work.adapters.rank else 0) + (parameters if work.reference else 0)
+    of_frozen = {
+        offload: [_frozen_parameters(work, shape, stage) for shape in work.frozen if shape.offload == offload]
+        for offload in (False, True)
+    }
     gradient_item = 4 if work.optimizer.grad_reduce_in_fp32 else item
     share = stepped_of_stage(work, stage)
     on_device = not work.optimizer.cpu_offload
@@ -120,14 +138,27 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     tied_gradient = table * item if last and work.architecture.tied and not work.adapters.rank else 0
     most = max(_kept(work, tokens, chunk) for chunk in work.layout.stages[stage])
     return ExpectedMemory(
-        parameters=held * item,
+        parameters=(held + sum(of_frozen[False])) * item,
         gradients=trained * gradient_item,
         optimizer=share * (8 + masters) if on_device else 0,
         activations=most * passes_under_way(work.layout, stage),
         head=_head(work, tokens, table) if last else 0,
         workspace=_of_layer_backward(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
+        visiting=max(of_frozen[True], default=0) * item,
     )
+
+
+def frozen_layout(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the layout of a frozen model: that of the policy, its layers divided evenly between stages."""
+    return dataclasses.replace(
+        parallel, num_layers_in_first_pipeline_stage=0, num_layers_in_last_pipeline_stage=0
+    )
+
+
+def _frozen_parameters(work: Workload, shape: FrozenShape, stage: int) -> int:
+    layout = Layout.of(frozen_layout(work.parallel), shape.architecture.layers)
+    return sum(_sizes(shape.architecture, layout, stage))
 
 
 def _trained(work: Workload, stage: int) -> int:
