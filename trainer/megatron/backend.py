@@ -31,8 +31,6 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, without_adapters
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
@@ -58,7 +56,7 @@ from trainer.megatron.model import (
 )
 from trainer.megatron.optimizer import Optimizer, is_distributed, wrap_model
 from trainer.megatron.reshard import export_plan, plan_of, stage_rules
-from trainer.megatron.sharing import buffers_of, check_sharing, parts_of
+from trainer.megatron.sharing import buffers_of, parts_of, trained_architecture
 from trainer.storage.host_state import HostCopies, HostState
 from trainer.weights.early_export import EarlyExport, Tensors
 
@@ -95,7 +93,7 @@ class MegatronBackend(Backend):
                 share weights with an engine.
         """
         self.algorithm, self._trainer = algorithm, trainer
-        self._model_spec = _read(model_dir, parallel, trainer, shared=shared)
+        self._model_spec = trained_architecture(model_dir, parallel, trainer, shared=shared)
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)
@@ -389,15 +387,6 @@ class MegatronBackend(Backend):
         place = self._position.place
         mark_split(self._parameters, stage_rules(self._model_spec, self._places, place.pp))
         load_checkpoint(model_dir, self._model_spec, self._parameters, self._places, place)
-
-
-def _read(model_dir: Path, parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) -> Architecture:
-    if trainer.dtype not in DTYPES:
-        raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
-    architecture = read_architecture(model_dir)
-    if shared:
-        check_sharing(parallel, architecture)
-    return architecture
 
 
 def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:

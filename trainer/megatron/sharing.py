@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
 from protocol.errors import SettingsError
-from trainer.config import ParallelConfig
+from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.model import PackedModel
+from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.model import DTYPES, PackedModel
 from trainer.megatron.reshard import TensorPlan, stretch
 
 FREQUENCIES = "rotary_pos_emb.inv_freq"
@@ -37,12 +39,23 @@ def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
     return {**dict(model.named_buffers()), **frequencies}
 
 
-def check_sharing(parallel: ParallelConfig, architecture: Architecture) -> None:
-    """Check that an engine can share the weights of a model.
+def trained_architecture(
+    model_dir: Path, parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool
+) -> Architecture:
+    """Return what a model is that is to be trained; with `shared`, so that an engine can share its weights.
 
     Raises:
-        SettingsError: there are several ranks, or tensors that have no masters.
+        SettingsError: model or dtype are not supported, or the weights cannot be shared.
     """
+    if trainer.dtype not in DTYPES:
+        raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
+    architecture = read_architecture(model_dir)
+    if shared:
+        _check_sharing(parallel, architecture)
+    return architecture
+
+
+def _check_sharing(parallel: ParallelConfig, architecture: Architecture) -> None:
     if parallel.world_size != 1:
         raise SettingsError(
             f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "

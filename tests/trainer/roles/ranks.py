@@ -56,7 +56,7 @@ def train(models: RankModels, case: str, cut: Any) -> list[dict[str, Any]]:
     command = StepCommand(reference_logprobs=CASES[case].kl_coef > 0)
     found = []
     for step in range(STEPS):
-        stats = run_step(models, cut(planned(case, step)), command)
+        (stats,) = run_step(models, cut(planned(case, step)), command)
         names = ("loss", "grad_norm", "teacher_kl_k1", "reward_kl_k1", "reference_kl_k3", "behaviour_kl_k3")
         found.append({name: getattr(stats, name) for name in names})
     return found

@@ -101,6 +101,6 @@ def test_a_penalty_is_of_the_whole_step_whatever_the_part(models: Path) -> None:
     batch = planned(case, 0)
     batch.rewards.zero_()
     batch.advantages.zero_()
-    stats = run_step(rank, batch, StepCommand(reference_logprobs=True))
+    (stats,) = run_step(rank, batch, StepCommand(reference_logprobs=True))
     assert stats.grad_norm is not None
     assert stats.grad_norm > 0
