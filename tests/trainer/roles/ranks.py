@@ -48,7 +48,7 @@ def models_with(backend: Backend, case: str, specs: tuple[FrozenSpec, ...]) -> R
         spec.role: FrozenRole(backend.load_frozen(spec), backend.device, offload=spec.offload)
         for spec in specs
     }
-    return RankModels(backend, FrozenModels(make_algorithm(CASES[case]), **roles))
+    return RankModels(backend, frozen=FrozenModels(make_algorithm(CASES[case]), **roles))
 
 
 def train(models: RankModels, case: str, cut: Any) -> list[dict[str, Any]]:

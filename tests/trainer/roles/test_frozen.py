@@ -95,7 +95,7 @@ class Constant(FrozenModel):
 def test_a_frozen_model_rests_where_the_setting_says(offload: bool) -> None:
     model = Constant()
     role = FrozenRole(model, torch.device("cpu"), offload=offload)
-    models = RankModels(ScriptedBackend(trainer=TRAINER), FrozenModels(teacher=role))
+    models = RankModels(ScriptedBackend(trainer=TRAINER), frozen=FrozenModels(teacher=role))
     for _ in range(2):
         assert model.is_here is not offload
         assert role.logprobs(make_batch("qwen2", 0)).unique().tolist() == [-6.0]
@@ -108,7 +108,7 @@ def test_a_frozen_model_rests_where_the_setting_says(offload: bool) -> None:
 
 def test_a_reference_at_a_path_is_not_replaced_by_the_policy() -> None:
     role = FrozenRole(Constant(), torch.device("cpu"), offload=False)
-    models = RankModels(ScriptedBackend(trainer=TRAINER), FrozenModels(reference=role))
+    models = RankModels(ScriptedBackend(trainer=TRAINER), frozen=FrozenModels(reference=role))
     models.keep_reference()
     batch = make_batch("qwen2", 0)
     assert models.frozen.reference_logprobs(models.policy, batch).unique().tolist() == [-6.0]
