@@ -53,7 +53,7 @@ def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batc
     """
     if part.reference_logprobs is None or part.rows is None:
         raise RuntimeError("a penalty needs reference log-probabilities and the samples' places in the step")
-    sums = _sums_of_samples(_k1(part, part.reference_logprobs, part.sampled_mask), part)
+    sums = _sums_of_samples(token_k1(part, part.reference_logprobs, part.sampled_mask), part)
     columns = torch.stack([part.rewards.double(), part.group_index.double(), sums], dim=1)
     rewards, groups, penalties = _of_all_replicas(columns, part, policy).unbind(1)
     advantages = algorithm.advantages((rewards - algorithm.config.kl_coef * penalties).float(), groups.long())
@@ -69,14 +69,14 @@ def _distilled(
 
     A_t = A_i - coef (log pi_behaviour(o_t) - log pi_teacher(o_t))
     """
-    k1 = _k1(part, teacher_logprobs, part.loss_mask)
+    k1 = token_k1(part, teacher_logprobs, part.loss_mask)
     total = float(_of_all_replicas(_sums_of_samples(k1, part)[:, None], part, policy).sum())
     trained = part.totals.trained_tokens
     distilled = dataclasses.replace(part, advantages=part.advantages - coef * k1)
     return distilled, total / trained if trained else None
 
 
-def _k1(part: Batch, logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def token_k1(part: Batch, logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return log pi_behaviour - `logprobs` where `mask` is, 0 elsewhere, float32 [t]."""
     return torch.where(mask, part.behaviour_logprobs - logprobs, 0.0)
 

@@ -125,10 +125,6 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     parameters = parameters_of_stage(work, stage)
     trained = _trained(work, stage)
     held = parameters + (trained if work.adapters.rank else 0) + (parameters if work.reference else 0)
-    of_frozen = {
-        offload: [_frozen_parameters(work, shape, stage) for shape in work.frozen if shape.offload == offload]
-        for offload in (False, True)
-    }
     gradient_item = 4 if work.optimizer.grad_reduce_in_fp32 else item
     share = stepped_of_stage(work, stage)
     on_device = not work.optimizer.cpu_offload
@@ -138,14 +134,14 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     tied_gradient = table * item if last and work.architecture.tied and not work.adapters.rank else 0
     most = max(_kept(work, tokens, chunk) for chunk in work.layout.stages[stage])
     return ExpectedMemory(
-        parameters=(held + sum(of_frozen[False])) * item,
+        parameters=held * item + sum(frozen_bytes(work, stage, offload=False)),
         gradients=trained * gradient_item,
         optimizer=share * (8 + masters) if on_device else 0,
         activations=most * passes_under_way(work.layout, stage),
         head=_head(work, tokens, table) if last else 0,
         workspace=_of_layer_backward(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
-        visiting=max(of_frozen[True], default=0) * item,
+        visiting=max(frozen_bytes(work, stage, offload=True), default=0),
     )
 
 
@@ -156,9 +152,11 @@ def frozen_layout(parallel: ParallelConfig) -> ParallelConfig:
     )
 
 
-def _frozen_parameters(work: Workload, shape: FrozenShape, stage: int) -> int:
-    layout = Layout.of(frozen_layout(work.parallel), shape.architecture.layers)
-    return sum(_sizes(shape.architecture, layout, stage))
+def frozen_bytes(work: Workload, stage: int, *, offload: bool) -> list[int]:
+    """Return the bytes that a rank has of each frozen model that is, or is not, offloaded between passes."""
+    architectures = [shape.architecture for shape in work.frozen if shape.offload == offload]
+    parallel = frozen_layout(work.parallel)
+    return [sum(_sizes(a, Layout.of(parallel, a.layers), stage)) * work.item for a in architectures]
 
 
 def _trained(work: Workload, stage: int) -> int:

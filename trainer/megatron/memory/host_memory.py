@@ -10,6 +10,7 @@ from trainer.megatron.memory.expected import (
     GIB,
     Workload,
     expected_memory,
+    frozen_bytes,
     memory_of_stage,
     parameters_of_stage,
     stepped_of_stage,
@@ -157,10 +158,10 @@ def _of_host(given: HostWorkload, host: int) -> ExpectedHostMemory:
 
 def _of_device(given: HostWorkload, stage: int) -> int:
     """Return the bytes of a rank that are on the host because it has no device, or not always."""
-    found = memory_of_stage(given.work, 1, stage)
+    found, resting = memory_of_stage(given.work, 1, stage), sum(frozen_bytes(given.work, stage, offload=True))
     if not given.on_gpu:
-        return found.parameters + found.gradients + found.optimizer
-    return found.parameters + found.optimizer if given.turns else 0
+        return found.parameters + found.gradients + found.optimizer + resting
+    return resting + (found.parameters + found.optimizer if given.turns else 0)
 
 
 def _transfers(work: Workload, stage: int, stepped: int) -> int:
