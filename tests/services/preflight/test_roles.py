@@ -63,6 +63,7 @@ def test_more_rows_than_tokens_are_padding(tmp_path: Path) -> None:
         ((DISTILLS, 'teacher.path="TEACHER"', 'teacher.revision="main"'), "setting teacher.revision"),
         ((DISTILLS, 'teacher.path="TEACHER"', "algorithm.opd_kl_coef=0"), "algorithm.opd_kl_coef"),
         ((DISTILLS, 'teacher.path="TEACHER"', 'trainer.backend="scripted"'), "has no models"),
+        ((DISTILLS, 'teacher.path="TEACHER"', "algorithm.filter_groups=true"), "opinion of every group"),
         (("algorithm.use_kl_in_reward=true",), "it does nothing with algorithm.kl_coef = 0"),
         (('algorithm.name="sft"',), "they go together"),
         (('environment.name="given"',), "they go together"),
@@ -90,6 +91,10 @@ def test_training_on_data_refuses_what_it_does_not_use(tmp_path: Path) -> None:
         "algorithm.entropy_coef": "0.1",
         "algorithm.rejection_level": '"token"',
         "trainer.recompute_logprobs": "true",
+        "algorithm.filter_groups": "true",
+        "algorithm.ess_scaling": '"sqrt"',
+        "algorithm.entropy_target": "0.1",
+        "algorithm.second_moment_threshold": "0.04",
     }
     for setting, value in wrong.items():
         assert setting in problems(f"{setting}={value}")
