@@ -79,13 +79,6 @@ def algorithm_problems(settings: Settings) -> Iterator[Problem]:
         )
     if algorithm.name == DISTILLATION and not algorithm.opd_kl_coef:
         yield Problem("nothing is learned from the teacher", "set it above 0", "algorithm.opd_kl_coef", 0.0)
-    if algorithm.name == DISTILLATION and algorithm.filter_groups and not algorithm.opd_reward_coef:
-        yield Problem(
-            "a teacher has an opinion of every group, and rewards count for nothing",
-            "leave it out, or set algorithm.opd_reward_coef",
-            "algorithm.filter_groups",
-            True,
-        )
     if (algorithm.name in ON_DATA) != (settings.environment.name == DATA_ENVIRONMENT):
         yield Problem(
             f"algorithm 'sft' trains on what environment {DATA_ENVIRONMENT!r} gives; they go together",
@@ -109,7 +102,6 @@ def _of_no_use_on_data(settings: Settings) -> Iterator[Problem]:
             0.0,
             "there is no policy to compare with",
         ),
-        "algorithm.filter_groups": (algorithm.filter_groups, False, "rewards count for nothing"),
         "algorithm.ess_scaling": (algorithm.ess_scaling, "", "there is no policy to compare with"),
         "algorithm.entropy_target": (algorithm.entropy_target, 0.0, "the loss has no bonus for entropy"),
         "algorithm.rejection_level": (algorithm.rejection_level, "", "there is no policy to compare with"),
