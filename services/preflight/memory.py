@@ -110,11 +110,11 @@ def describe_memory(
     if settings.trainer.backend != "megatron":
         return []
     given = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
-    lines = [f"memory   {memory_text(given.work)}"] if given.on_gpu else []
+    lines = [memory_text(given.work)] if given.on_gpu else []
     if given.on_gpu or settings.optimizer.cpu_offload:
         where = "each host" if given.hosts > 1 else "the host"
-        lines.append(f"         expected of {where}: {expected_host_memory(given)}; this one has {_has()}")
-    return lines
+        lines.append(f"expected of {where}: {expected_host_memory(given)}; this one has {_has()}")
+    return [f"memory   {line}" for line in lines]
 
 
 def _has() -> str:
