@@ -209,7 +209,7 @@ class AlgorithmConfig:
 
     name: str = "grpo"
     """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation or sft."""
+    reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
     clip_high: Annotated[float, Meta(ge=0, le=1e6)] = 0.2
@@ -287,6 +287,12 @@ class AlgorithmConfig:
     max_filtered_batches: Annotated[int, Meta(ge=0, le=10**6)] = 10
     """The run halts when `filter_groups` has dropped so many batches (of `bound.groups_per_step` groups)
     since the last step. 0: it never does."""
+    gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """ppo: discount of what a later token brings, for each token between."""
+    gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 0.95
+    """ppo: how far advantages trust rewards (1) instead of the critic's values (0)."""
+    whiten_advantages: bool = True
+    """ppo: shift and scale the advantages of the trained tokens of a batch to mean 0 and deviation 1."""
 
 
 @dataclass(frozen=True, slots=True)

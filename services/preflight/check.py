@@ -8,6 +8,7 @@ from rollout.environments.registry import make_environment
 from rollout.prompts.base import PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
+from services.preflight.critic import critic_problems
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
 from services.preflight.lengths import length_problems
@@ -69,6 +70,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
+        problems += critic_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
     problems += _error_of_remote(settings)
@@ -102,6 +104,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"E={bound.max_staleness}, {bound.staleness_policy}",
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
         f"{parallel.world_size} rank(s): {ranks}{_on(services.trainer_gpus)}{_on_hosts(settings)}",
+        *([f"critic   {settings.critic_dir}"] if settings.needs_critic else []),
         f"rollout  {engines or f'{services.rollouts} on {engine.name}'}, {engine.dtype}, "
         f"tensor {engine.tensor_parallel_size}{_on(services.rollout_gpus)}; "
         f"weights by {settings.weights.transport}",

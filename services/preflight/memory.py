@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.memory import memory_available, memory_limit
+from services.preflight.critic import critic_architecture
 from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem
 from services.settings.automatic import visible_gpus
@@ -33,6 +34,7 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
         reference=settings.algorithm.kl_coef > 0 and not settings.lora.rank and not settings.reference.path,
         frozen=tuple(frozen_shapes(settings)),
         shared=settings.weights.transport == TRANSPORT,
+        critic=critic_architecture(settings, model) if settings.needs_critic else None,
     )
 
 
@@ -110,11 +112,11 @@ def describe_memory(
     if settings.trainer.backend != "megatron":
         return []
     given = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
-    lines = [memory_text(given.work)] if given.on_gpu else []
+    lines = [f"memory   {memory_text(given.work)}"] if given.on_gpu else []
     if given.on_gpu or settings.optimizer.cpu_offload:
         where = "each host" if given.hosts > 1 else "the host"
-        lines.append(f"expected of {where}: {expected_host_memory(given)}; this one has {_has()}")
-    return [f"memory   {line}" for line in lines]
+        lines.append(f"         expected of {where}: {expected_host_memory(given)}; this one has {_has()}")
+    return lines
 
 
 def _has() -> str:

@@ -9,8 +9,9 @@ from services.settings.sections import Settings
 from trainer.algorithms.registry import ON_DATA, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
 from trainer.backends.rank_commands import TrainCommand
-from trainer.registry import make_backend
+from trainer.registry import make_backend, make_critic
 from trainer.roles.config import FROZEN_ROLES
+from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
@@ -24,7 +25,13 @@ def build_models(settings: Settings) -> RankModels:
         spec.role: FrozenRole(policy.load_frozen(spec), policy.device, offload=spec.offload)
         for spec in frozen_specs(settings)
     }
-    return RankModels(policy, entropy=control, frozen=FrozenModels(algorithm, **roles))
+    return RankModels(
+        policy,
+        entropy=control,
+        frozen=FrozenModels(algorithm, **roles),
+        critic=_critic(settings, policy),
+        algorithm=settings.algorithm,
+    )
 
 
 def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
@@ -41,6 +48,19 @@ def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
     )
 
 
+def _critic(settings: Settings, policy: Backend) -> Critic | None:
+    """Return this rank's part of the critic, loaded, if the algorithm needs one."""
+    if not settings.needs_critic:
+        return None
+    return make_critic(
+        policy,
+        settings.critic_dir,
+        optimizer=settings.optimizer,
+        trainer=settings.trainer,
+        config=settings.critic,
+    )
+
+
 def build_backend(settings: Settings) -> Backend:
     """Return this rank's part of the policy, loaded."""
     return make_backend(
@@ -52,6 +72,7 @@ def build_backend(settings: Settings) -> Backend:
         adapters=settings.lora,
         shared=settings.weights.transport == TRANSPORT,
         frozen=frozen_specs(settings),
+        critic_dir=settings.critic_dir if settings.needs_critic else None,
     )
 
 

@@ -80,6 +80,8 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "algorithm": (ResumeRule.REPEATED, _STEP),
     "algorithm.filter_groups": (ResumeRule.FREE, "groups that are scored from then on"),
     "algorithm.max_filtered_batches": (ResumeRule.FREE, "groups that are scored from then on"),
+    "critic": (ResumeRule.REPEATED, _STEP),
+    "critic.path": (ResumeRule.FIXED, "checkpoints hold the critic that was made of it"),
     "lora": (ResumeRule.FIXED, _STATE),
     "reference": (ResumeRule.FIXED, _FROZEN),
     "reference.offload": (ResumeRule.FREE, "the model computes the same"),

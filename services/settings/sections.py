@@ -28,6 +28,7 @@ from services.bus.config import BusConfig
 from services.ledger.limits import ARCHIVE_LIMIT
 from services.settings.placement import ServicesConfig
 from services.settings.tracking import TrackingConfig
+from trainer.algorithms.registry import CRITIC
 from trainer.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -37,7 +38,7 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
-from trainer.roles.config import FrozenConfig, ReferenceConfig, TeacherConfig
+from trainer.roles.config import CriticConfig, FrozenConfig, ReferenceConfig, TeacherConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ class Settings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -266,6 +268,16 @@ class Settings:
         """
         config: FrozenConfig = getattr(self, role)
         return _model_dir(config.path, config.revision, f"{role}.path") if config.path else None
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.algorithm.name in CRITIC
+
+    @property
+    def critic_dir(self) -> Path:
+        """Absolute path of the model that the critic starts from: `critic.path`, or the policy's."""
+        return Path(self.critic.path).absolute() if self.critic.path else self.model_dir
 
 
 def _model_dir(path: str, revision: str, setting: str) -> Path:

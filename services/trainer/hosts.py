@@ -32,9 +32,19 @@ from trainer.roles.config import FROZEN_ROLES
 
 log = logging.getLogger("tether.hosts")
 
-COMPARED = ("model", "trainer", "parallel", "optimizer", "algorithm", "lora", "reference", "teacher")
+COMPARED = (
+    "model",
+    "trainer",
+    "parallel",
+    "optimizer",
+    "algorithm",
+    "critic",
+    "lora",
+    "reference",
+    "teacher",
+)
 """Sections that have to be the same on all hosts."""
-MAY_DIFFER = frozenset({"model.path", "reference.path", "teacher.path", "trainer.threads"})
+MAY_DIFFER = frozenset({"model.path", "critic.path", "reference.path", "teacher.path", "trainer.threads"})
 """Settings in them that a host may have of its own."""
 SEE_S = 30.0
 """How long another host looks for the marker of host 0: a network file system may show it late, seconds."""
@@ -93,6 +103,8 @@ def host_settings(settings: Settings) -> dict[str, Any]:
     for role in FROZEN_ROLES:
         if directory := fetch_frozen(settings, role):
             models[f"the files of [{role}]"] = directory
+    if settings.critic.path:
+        models["the files of [critic]"] = settings.critic_dir
     return compared | {name: _fingerprint(directory) for name, directory in models.items()}
 
 

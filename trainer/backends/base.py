@@ -92,6 +92,12 @@ class StepStats:
     """Bonus for entropy that the step was made with; None without `algorithm.entropy_target`."""
     sums: tuple[float, ...] = field(default=(), repr=False, compare=False)
     """What `StepMeasures` made the numbers of an update from; not reported."""
+    value_loss: float | None = None
+    critic_grad_norm: float | None = None
+    value_mean: float | None = None
+    return_mean: float | None = None
+    explained_variance: float | None = None
+    value_clip_fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

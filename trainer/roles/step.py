@@ -8,6 +8,7 @@ from trainer.backends.base import StepStats
 from trainer.backends.rank_commands import StepCommand, of_all_replicas
 from trainer.batch import Batch
 from trainer.functional.corrections import second_moment_limit
+from trainer.roles.advantages import with_advantages
 from trainer.roles.models import RankModels
 from trainer.roles.token_rewards import with_frozen
 
@@ -29,8 +30,15 @@ def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[Step
 
 
 def _update(models: RankModels, batch: Batch) -> StepStats:
-    """Make an update of every model that is trained, on this replica's part of a mini-batch."""
-    stats = models.policy.train_step(batch)
+    """Make an update of every model that is trained, on this replica's part of a mini-batch.
+
+    The first steps of a run may train the critic alone.
+    """
+    critic, stats = models.critic, StepStats(trained_tokens=batch.totals.trained_tokens)
+    if critic is None or batch.step >= critic.config.critic_warmup_steps:
+        stats = models.policy.train_step(batch)
+    if critic is not None:
+        stats = critic.train_step(batch).added_to(stats)
     return dataclasses.replace(stats, entropy_coef=batch.entropy_coef)
 
 
@@ -55,4 +63,8 @@ def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> tuple[
     if models.entropy is not None:
         found["entropy_coef"] = models.entropy.bonus.in_force
     part = dataclasses.replace(part, **found)
-    return with_frozen(part, models.policy, models.frozen, reference=command.reference_logprobs)
+    part, measured = with_frozen(part, models.policy, models.frozen, reference=command.reference_logprobs)
+    if models.critic is not None:
+        values = models.critic.values(part)
+        part = with_advantages(part, values, models.algorithm, models.policy.replicas)
+    return part, measured

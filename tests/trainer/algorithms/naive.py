@@ -12,7 +12,7 @@ from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
 
 TOKEN_MEAN = (
-    "dapo", "cispo", "m2po", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "dapo", "cispo", "m2po", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
     "on_policy_distillation", "sft",
 )  # fmt: skip
 
@@ -38,6 +38,8 @@ def advantages(config: AlgorithmConfig, rewards: list[float], groups: list[int])
         return centred
     if config.name == "on_policy_distillation":  # beside the teacher's
         return [config.opd_reward_coef * value for value in centred]
+    if config.name == "ppo":  # before a critic says what a state is worth
+        return rewards
     if config.name == "rloo":
         return [reward - mean(rest) if rest else 0.0 for reward, rest in zip(rewards, others, strict=True)]
     if config.name == "reinforce_plus_plus":

@@ -52,10 +52,22 @@ class Workload:
     """Models beside it that are never trained."""
     shared: bool = False
     """Whether an engine computes with the parameters, so that masters are apart in every dtype."""
+    critic: Architecture | None = None
+    """What is trained beside it as a critic, whose passes are made when those of the policy are over."""
 
     @property
     def layout(self) -> Layout:
         return Layout.of(self.parallel, self.architecture.layers)
+
+    @property
+    def models(self) -> tuple["Workload", ...]:
+        """The workload of each model that is trained, the policy's first."""
+        if self.critic is None:
+            return (self,)
+        critic = Workload(
+            architecture=self.critic, parallel=self.parallel, trainer=self.trainer, optimizer=self.optimizer
+        )
+        return dataclasses.replace(self, critic=None), critic
 
     def layers_of(self, stage: int) -> int:
         """Return how many layers a stage has."""
@@ -116,7 +128,20 @@ def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:
         tokens: of a micro-batch on each rank.
     """
     stages = range(work.parallel.pipeline_model_parallel_size)
-    return max((memory_of_stage(work, tokens, stage) for stage in stages), key=lambda found: found.peak)
+    return max((_memory_of_models(work, tokens, stage) for stage in stages), key=lambda found: found.peak)
+
+
+def _memory_of_models(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
+    """Return the memory of a rank of a pipeline stage with all models that it trains."""
+    found = [memory_of_stage(model, tokens, stage) for model in work.models]
+    larger = max(found, key=lambda one: one.activations + max(one.head, one.workspace))
+    return dataclasses.replace(
+        larger,
+        parameters=sum(one.parameters for one in found),
+        gradients=sum(one.gradients for one in found),
+        optimizer=sum(one.optimizer for one in found),
+        update=max(one.update for one in found),
+    )
 
 
 def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
@@ -301,6 +326,8 @@ def _keys_seen(work: Workload, tokens: int) -> int:
 def _head(work: Workload, tokens: int, table: int) -> int:
     """Return the bytes of the head if every token is trained: logits, gradients of what made them."""
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
+    if a.value_head:  # it reads hidden states in float32
+        return 2 * tokens * a.hidden * 4
     logits = tokens * padded_vocabulary(a.vocabulary, tp) // tp * work.item
     if logits > HEAD_CHUNK_BYTES:  # the next chunk is computed while the one before is still there
         logits = 2 * HEAD_CHUNK_BYTES

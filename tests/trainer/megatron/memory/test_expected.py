@@ -259,3 +259,16 @@ def test_a_frozen_model_divides_its_layers_evenly() -> None:
     assert (
         expected_memory(work, 2048).parameters > expected_memory(workload(parallel=uneven), 2048).parameters
     )
+
+
+def test_a_critic_adds_its_state_and_the_larger_passes_count() -> None:
+    alone, critic = workload(), replace(QWEN_7B, value_head=True)
+    both = expected_memory(workload(critic=critic), 2048)
+    policy, value = expected_memory(alone, 2048), expected_memory(workload(architecture=critic), 2048)
+    table = QWEN_7B.vocabulary * QWEN_7B.hidden
+    assert policy.parameters - value.parameters == 2 * (table - QWEN_7B.hidden - 1)
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert getattr(both, kind) == getattr(policy, kind) + getattr(value, kind)
+    assert (both.activations, both.head) == (policy.activations, policy.head)
+    larger = replace(critic, layers=2 * QWEN_7B.layers)
+    assert expected_memory(workload(critic=larger), 2048).activations > 1.5 * policy.activations

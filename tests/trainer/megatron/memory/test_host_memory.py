@@ -151,3 +151,12 @@ def test_frozen_models_rest_where_the_setting_says() -> None:
     assert model(offload=True) == 2 * 2 * PARAMETERS_7B
     assert model(offload=False) == 0
     assert model(offload=False, turns=True) == model(offload=True, turns=True) == 3 * 2 * PARAMETERS_7B
+
+
+def test_a_critic_takes_as_much_again_but_is_not_exported() -> None:
+    critic = replace(HOST.work.architecture, value_head=True)
+    both = expected_host_memory(replace(HOST, work=replace(HOST.work, critic=critic)))
+    alone = expected_host_memory(HOST)
+    assert both.export == alone.export
+    for kind in ("optimizer", "checkpoint"):
+        assert 1.9 < getattr(both, kind) / getattr(alone, kind) < 2
