@@ -141,6 +141,7 @@ def _memory_of_models(work: Workload, tokens: int, stage: int) -> ExpectedMemory
         gradients=sum(one.gradients for one in found),
         optimizer=sum(one.optimizer for one in found),
         update=max(one.update for one in found),
+        visiting=max(one.visiting for one in found),
     )
 
 
