@@ -41,8 +41,9 @@ class RewardConfig:
     """Score of a response on which a verifier exceeded `timeout_s` on two workers. Unset: its group has no
     score, and is dropped after `bound.max_attempts`."""
     start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 120.0
-    """Limit for a worker process to import its verifiers, seconds."""
+    """Limit for a worker process to import its verifiers and load their models, seconds."""
     workers: Annotated[int, Meta(ge=1, le=10_000)] = 2
     """Worker processes, which is also how many groups are scored at once."""
     memory_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
-    """Address space of a worker process, MiB. 0: no limit."""
+    """Address space of a worker process beside the models that it loads, MiB. 0: no limit, which a verifier
+    on a GPU needs."""

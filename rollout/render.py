@@ -1,12 +1,14 @@
 """Converts text to tokens and back; the only module that uses a tokenizer."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
+from tokenizers import Tokenizer
 
 from protocol.errors import SettingsError
 from rollout.plain_tokenizer import load_plain
@@ -106,6 +108,24 @@ class Renderer:
         tail = self._encode(self._templated(messages, -1).rpartition(_MARK)[2])
         return tail[1:] if after and tail and after[-1] == tail[0] else tail
 
+    def completion_tokens(self, text: str, *, append_eos: bool) -> tuple[int, ...]:
+        """Return the tokens of an answer that no model gave.
+
+        Args:
+            text: the answer.
+            append_eos: whether the end-of-sequence token follows.
+
+        Raises:
+            SettingsError: it shall follow, and the tokenizer has none.
+        """
+        end = self._tokenizer.eos_token_id if append_eos else None
+        if append_eos and end is None:
+            raise SettingsError(
+                "the tokenizer has no end-of-sequence token to end a completion with: set "
+                "environment.options.append_eos to false"
+            )
+        return self._encode(text) + (() if end is None else (int(end),))
+
     def text(self, tokens: tuple[int, ...]) -> str:
         """Detokenize, without special tokens."""
         text: str = self._tokenizer.decode(
@@ -144,6 +164,24 @@ class Renderer:
                 )
             ids.add(tokens[0])
         return tuple(sorted(ids))
+
+
+def vocabulary_of(model_dir: Path) -> Mapping[str, int]:
+    """Return token -> id of a model's tokenizer.
+
+    Raises:
+        SettingsError: there is none, or it cannot be loaded.
+    """
+    path = model_dir / "tokenizer.json"
+    try:
+        found: Mapping[str, int] = (
+            Tokenizer.from_file(str(path)) if path.is_file() else _load(model_dir)
+        ).get_vocab()
+    except SettingsError:
+        raise
+    except Exception as error:  # the tokenizers library raises its own
+        raise SettingsError(f"the tokenizer in {model_dir} cannot be loaded: {str(error)[:300]}") from error
+    return found
 
 
 def _load(model_dir: Path) -> Any:

@@ -69,6 +69,8 @@ class Batch:
     update."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [t]: under the initial model, for the KL term; else None."""
+    rows: torch.Tensor | None = None
+    """int64 [n]: index of each sample within the step; None where nobody needs it."""
     experts: torch.Tensor | None = None
     """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
     where unknown. The trainer's model uses them in place of its own choice. None: nothing was recorded."""
@@ -79,6 +81,11 @@ class Batch:
     """Bonus for entropy in this step; None: that of the settings."""
     mini_batch: torch.Tensor | None = None
     """int64 [n]: the mini-batch of each sample, from 0; None: they are of one."""
+    values: torch.Tensor | None = None
+    """float32 [t]: the critic's, at the start of the step, of the state in which each token was sampled; 0
+    where not sampled. None: there is no critic."""
+    returns: torch.Tensor | None = None
+    """float32 [t]: what the critic is trained towards, of each sampled token; else None."""
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -131,9 +138,11 @@ TOKEN_FIELDS = (
     "start_logprobs",
     "reference_logprobs",
     "experts",
+    "values",
+    "returns",
 )
 """Arrays with an entry for each token."""
-SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch")
+SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch", "rows")
 """Arrays with an entry for each sample."""
 
 
@@ -168,6 +177,8 @@ class TrainedTokens:
     join: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Adds up an array over the ranks that have other tokens of the same samples, with its gradient; None:
     there are none."""
+    values: torch.Tensor | None = None
+    returns: torch.Tensor | None = None
 
     def over_samples(self, values: torch.Tensor) -> torch.Tensor:
         """Return, for each token, the sum of `values` [k] over the trained tokens of its sample, [k]."""
@@ -193,6 +204,8 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
         decoupled=batch.decoupled,
         second_moment_limit=batch.second_moment_limit,
         entropy_coef=batch.entropy_coef,
+        values=_picked(batch.values, place),
+        returns=_picked(batch.returns, place),
     )
 
 

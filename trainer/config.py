@@ -209,7 +209,7 @@ class AlgorithmConfig:
 
     name: str = "grpo"
     """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
-    reinforce_plus_plus or reinforce_plus_plus_baseline."""
+    reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
     clip_high: Annotated[float, Meta(ge=0, le=1e6)] = 0.2
@@ -250,7 +250,17 @@ class AlgorithmConfig:
     entropy_coef_max: Annotated[float, Meta(ge=0, le=1e6)] = 0.005
     """With `entropy_target`: largest bonus."""
     kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Weight of the KL divergence to the initial model. 0 is off and costs nothing."""
+    """Weight of the KL divergence to the initial model, or to that of `[reference]`. 0 is off and costs
+    nothing."""
+    use_kl_in_reward: bool = False
+    """Whether that divergence, by k1, is subtracted from the reward instead of added to the loss, as in PPO
+    and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards."""
+    opd_kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    """on_policy_distillation: factor of the reverse KL of each token, log pi - log pi_teacher, in its
+    advantage."""
+    opd_reward_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    """on_policy_distillation: factor of the reward, less the mean of its group, in the advantage. 0: rewards
+    count for nothing."""
     kl_estimator: str = "k3"
     """Estimator of that divergence from one token: k2 (its gradient is that of the divergence), k3 (never
     negative, lower variance) or k1 (its gradient is 0 on average: only to compare)."""
@@ -277,6 +287,12 @@ class AlgorithmConfig:
     max_filtered_batches: Annotated[int, Meta(ge=0, le=10**6)] = 10
     """The run halts when `filter_groups` has dropped so many batches (of `bound.groups_per_step` groups)
     since the last step. 0: it never does."""
+    gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """ppo: discount of what a later token brings, for each token between."""
+    gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 0.95
+    """ppo: how far advantages trust rewards (1) instead of the critic's values (0)."""
+    whiten_advantages: bool = True
+    """ppo: shift and scale the advantages of the trained tokens of a batch to mean 0 and deviation 1."""
 
 
 @dataclass(frozen=True, slots=True)

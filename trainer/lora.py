@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import safetensors.torch
@@ -13,6 +14,26 @@ from protocol.host.atomic_file import directory_written_aside
 from protocol.weights.lora import AdapterTarget, LoraConfig
 
 Named = Iterable[tuple[str, torch.Tensor]]
+
+
+class AdapterSwitch:
+    """Mark of a layer's adapters, which `without_adapters` turns off."""
+
+    is_on: bool = True
+    """Whether their output is added to the layer's."""
+
+
+@contextmanager
+def without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Have a model compute as its frozen base does within the block: the same bits as without adapters."""
+    switches = [module for module in model.modules() if isinstance(module, AdapterSwitch)]
+    for switch in switches:
+        switch.is_on = False
+    try:
+        yield
+    finally:
+        for switch in switches:
+            switch.is_on = True
 
 
 def initial_adapter(target: AdapterTarget, rank: int, seed: int) -> dict[str, torch.Tensor]:

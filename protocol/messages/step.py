@@ -185,3 +185,22 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     They are not in `masked_tokens`."""
     shaped_reward_mean: float | None = None
     """As `reward_mean`, after the overlong punishment; None unless `algorithm.truncated` is shape."""
+    teacher_kl_k1: float | None = None
+    """Mean of log pi_engine - log pi_teacher over the trained tokens, nats; measured where there is a
+    teacher."""
+    reward_kl_k1: float | None = None
+    """Mean over the samples of the sum of log pi_engine - log pi_ref over a sample's tokens, nats, which
+    `algorithm.use_kl_in_reward` subtracts from rewards; measured where it is set."""
+    value_loss: float | None = None
+    """What the critic's optimizer minimized, the weighted sum of token losses; None, as all below, without a
+    critic."""
+    critic_grad_norm: float | None = None
+    """L2 norm of the critic's gradient before clipping."""
+    value_mean: float | None = None
+    """Mean of the critic's values over trained tokens, before each update."""
+    return_mean: float | None = None
+    """Mean of the returns that it was trained towards."""
+    explained_variance: float | None = None
+    """1 - Var(return - value) / Var(return) over trained tokens: 1 at best; None if all returns are alike."""
+    value_clip_fraction: float | None = None
+    """Share of trained tokens whose value `critic.value_clip` left without a gradient, 0 to 1."""

@@ -70,6 +70,8 @@ def load_function(options: Options, timeout_s: float) -> "UserFunction":
 class UserFunction:
     """Verifier that calls a function of the user."""
 
+    maps_device_memory = False
+
     def __init__(
         self, path: str, file: str, function: Callable[..., Any], names: Sequence[str], timeout_s: float
     ) -> None:
@@ -82,6 +84,9 @@ class UserFunction:
         self.at_once = self._whole or self._awaits
         self._loop = asyncio.Runner() if self._awaits else None
         """One event loop for all calls, so that the function may keep connections."""
+
+    def load(self) -> None:
+        """Do nothing: the function's module is imported."""
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
         """Return the scores of these samples; None for one that exceeded the time limit.

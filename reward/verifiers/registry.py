@@ -11,6 +11,7 @@ from reward.group import ResponseGroup
 from reward.verifiers.location import locate
 
 VERIFIERS = (
+    "constant",
     "exact_match",
     "function",
     "json_schema",
@@ -19,6 +20,7 @@ VERIFIERS = (
     "positions",
     "python_tests",
     "reasoning_gym",
+    "reward_model",
 )
 """Modules in `reward/verifiers/`; only the worker processes that run one import it."""
 
@@ -37,6 +39,17 @@ class LoadedVerifier(Protocol):
     def file(self) -> str:
         """File of the user that it comes from; empty for a verifier of tether."""
 
+    @property
+    def maps_device_memory(self) -> bool:
+        """Whether its library maps more address space than any limit allows."""
+
+    def load(self) -> None:
+        """Load what scoring needs; a worker process does so once, before its first score.
+
+        Raises:
+            SettingsError: it cannot be loaded.
+        """
+
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
         """Return the scores of these samples; None for one that exceeded the time limit.
 
@@ -51,6 +64,10 @@ class EachResponse:
     function: Score
     file: str = ""
     at_once: bool = False
+    maps_device_memory: bool = False
+
+    def load(self) -> None:
+        """Do nothing: its module is imported."""
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
         """Return the scores of these samples."""
@@ -89,12 +106,15 @@ def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0
         text = f"{locate(error)}: {type(error).__name__}: {error}"
         raise SettingsError(f"verifier {name} cannot be imported: {text}") from None
     for part in ("Options", "score"):
-        if not hasattr(module, part) and name != "function":
+        if not hasattr(module, part) and name not in ("function", "reward_model"):
             raise SettingsError(f"verifier {name}: {module.__file__} has no {part!r}; see docs/rewards.md")
     bound = checked_options(module.Options, options, f"verifier {name}")
     if name == "function":
-        verifier: LoadedVerifier = module.load_function(bound, timeout_s)
-        return verifier
+        function: LoadedVerifier = module.load_function(bound, timeout_s)
+        return function
+    if name == "reward_model":
+        model: LoadedVerifier = module.RewardModel(bound)
+        return model
 
     def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
         return float(module.score(prompt_text, response, metadata, bound))

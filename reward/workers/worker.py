@@ -3,7 +3,7 @@
 Frames in both directions: 4 bytes of length, little-endian, and a MessagePack array.
 
     in   [memory_mb, timeout_s, modules, [[verifier, options], ...]]                  once
-    out  ["ready", [at_once, ...]] or ["settings", text]                              once
+    out  ["ready", [at_once, ...]] or ["settings", text]                              once, all loaded
     in   ["group", prompt_text, responses, metadata, token_counts, finish_reasons]    no answer
     in   ["call", verifier, [sample, ...]]                                            of the last group
     out  ["scores", [number or nil, ...]], nil for a sample that was too slow, or ["error", text]
@@ -44,11 +44,13 @@ def main() -> None:
     sys.path.extend(modules)  # last, so that none replaces a module of ours
     try:
         verifiers = [make_verifier(name, options, timeout_s) for name, options in configured]
+        loaded = _load(verifiers, memory_mb)
     except SettingsError as error:
         _write(sink, ["settings", str(error)])
         return
     if memory_mb:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+        limit = (memory_mb << 20) + loaded
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     _write(sink, ["ready", [verifier.at_once for verifier in verifiers]])
     printed: set[str] = set()
     group: ResponseGroup | str = "no group"
@@ -59,6 +61,29 @@ def main() -> None:
         else:
             verifier, samples = rest
             _write(sink, _call(verifiers[verifier], group, samples, printed))
+
+
+def _load(verifiers: Sequence[LoadedVerifier], memory_mb: int) -> int:
+    """Load what verifiers need; return the bytes of address space that it takes, beside the limit.
+
+    Raises:
+        SettingsError: something cannot be loaded, or not under a limit.
+    """
+    if memory_mb and any(verifier.maps_device_memory for verifier in verifiers):
+        raise SettingsError(
+            f"setting reward.memory_mb: {memory_mb} limits address space, and a verifier on a GPU maps more "
+            "than it uses: set it to 0"
+        )
+    before = _mapped()
+    for verifier in verifiers:
+        verifier.load()
+    return max(0, _mapped() - before)
+
+
+def _mapped() -> int:
+    """Return the bytes of this process's address space that are in use."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _group(

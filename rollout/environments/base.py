@@ -23,7 +23,7 @@ class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
     name: str = "single_turn"
-    """The environment, a name of `rollout/environments/registry.py`: single_turn or guess_number."""
+    """The environment, a name of `rollout/environments/registry.py`: single_turn, guess_number or given."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that environment."""
 

@@ -5,8 +5,15 @@ import importlib
 from protocol.choices import checked_name, checked_options
 from rollout.environments.base import Environment, EnvironmentConfig
 
-ENVIRONMENTS = ("guess_number", "single_turn")
+ENVIRONMENTS = ("given", "guess_number", "single_turn")
 """Modules in `rollout/environments/`, each with a dataclass `Options` and a callable `make` that takes it."""
+ON_DATA = "given"
+"""The environment whose samples come with the data."""
+
+
+def evaluated(config: EnvironmentConfig) -> EnvironmentConfig:
+    """Return the environment of an evaluation: where the data answer in training, the model does."""
+    return EnvironmentConfig("single_turn") if config.name == ON_DATA else config
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:

@@ -15,7 +15,7 @@ from reward.workers.pool import ScorePool
 from rollout.engines.base import Engine, Sampling
 from rollout.engines.registry import make_engine
 from rollout.environments.base import Environment
-from rollout.environments.registry import make_environment
+from rollout.environments.registry import evaluated, make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -48,7 +48,7 @@ class Scorer:
         self._settings = settings
         self.pool = pool
         self._renderer = renderer
-        self._environment: Environment = make_environment(settings.environment)
+        self._environment: Environment = make_environment(evaluated(settings.environment))
         self.engine = engine
 
     async def serve(self, manifest: WeightManifest) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
+from trainer.algorithms.registry import CRITIC
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, WeightConfig
 
 GIB = 1 << 30
@@ -120,9 +121,10 @@ def _check_fits(
 def _state_gb(
     parameters: int, trainer: TrainerConfig, algorithm: AlgorithmConfig, *, adapters: bool
 ) -> float:
-    """Return the GiB of parameters, gradients, masters, moments and, if there is one, the reference model."""
+    """Return the GiB of parameters, gradients, masters and moments; of reference model and critic, too."""
     item = ITEM_BYTES[trainer.dtype]
     masters = 0 if trainer.dtype == "float32" else 4
     state = item if adapters else item + 4 + masters + 8
-    reference = item if algorithm.kl_coef > 0 else 0
-    return parameters * (state + reference) / GIB
+    reference = item if algorithm.kl_coef > 0 and not adapters else 0
+    critic = item + 4 + masters + 8 if algorithm.name in CRITIC else 0
+    return parameters * (state + reference + critic) / GIB

@@ -8,17 +8,20 @@ from rollout.environments.registry import make_environment
 from rollout.prompts.base import PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
+from services.preflight.critic import critic_problems
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
 from services.preflight.lengths import length_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, model_problems, read_model
 from services.preflight.problem import Problem
+from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems
 from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import read_sets
 from services.settings.sections import Settings
 from services.settings.tracking import missing_libraries
+from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.remote import RemoteDirectory
 
 
@@ -63,8 +66,11 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     if source:
         problems += stream_problems(settings, source)
     problems += verifier_problems(settings, prompts)
+    problems += algorithm_problems(settings)
+    problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
+        problems += critic_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
     problems += _error_of_remote(settings)
@@ -98,11 +104,17 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"E={bound.max_staleness}, {bound.staleness_policy}",
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
         f"{parallel.world_size} rank(s): {ranks}{_on(services.trainer_gpus)}{_on_hosts(settings)}",
+        *([f"critic   {settings.critic_dir}"] if settings.needs_critic else []),
         f"rollout  {engines or f'{services.rollouts} on {engine.name}'}, {engine.dtype}, "
         f"tensor {engine.tensor_parallel_size}{_on(services.rollout_gpus)}; "
         f"weights by {settings.weights.transport}",
         f"reward   {services.rewards} worker(s): "
         + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
+        *(
+            f"{role:<8} {directory}, not trained"
+            for role in FROZEN_ROLES
+            if (directory := settings.frozen_dir(role)) is not None
+        ),
         *describe_memory(settings, model),
     ]
 

@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.memory import memory_available, memory_limit
+from services.preflight.critic import critic_architecture
 from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem
 from services.settings.automatic import visible_gpus
+from services.settings.hub import fetch_frozen
 from services.settings.sections import Settings
-from trainer.megatron.architecture.reading import architecture_of
+from trainer.megatron.architecture.reading import architecture_of, read_architecture
 from trainer.megatron.memory.budget import TOKENS_MOST, TOKENS_STEP
-from trainer.megatron.memory.expected import GIB, Workload, expected_memory
+from trainer.megatron.memory.expected import GIB, FrozenShape, Workload, expected_memory
 from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
+from trainer.roles.config import FROZEN_ROLES
 
 
 def workload_of(settings: Settings, model: ModelFacts) -> Workload:
@@ -28,9 +31,22 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
         trainer=settings.trainer,
         optimizer=settings.optimizer,
         adapters=settings.lora,
-        reference=settings.algorithm.kl_coef > 0,
+        reference=settings.algorithm.kl_coef > 0 and not settings.lora.rank and not settings.reference.path,
+        frozen=tuple(frozen_shapes(settings)),
         shared=settings.weights.transport == TRANSPORT,
+        critic=critic_architecture(settings, model) if settings.needs_critic else None,
     )
+
+
+def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
+    """Yield what the memory of the models that are not trained depends on.
+
+    Raises:
+        SettingsError: the backend does not support one.
+    """
+    for role in FROZEN_ROLES:
+        if directory := fetch_frozen(settings, role):
+            yield FrozenShape(read_architecture(directory), getattr(settings, role).offload)
 
 
 def expected_gb(settings: Settings, model: ModelFacts) -> float | None:

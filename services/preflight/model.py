@@ -22,6 +22,7 @@ from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import architecture_of
 from trainer.megatron.architecture.windows import windows_of
 from trainer.megatron.layout import Layout
+from trainer.megatron.memory.expected import frozen_layout
 from trainer.megatron.reshard import export_plan
 from trainer.random_model import check_scratch, config_of
 
@@ -59,7 +60,16 @@ def read_model(settings: Settings) -> ModelFacts:
         if not place.exists():
             config = config_of(scratch)
             return ModelFacts(place, config, _count_of(config), is_made=False)
-    path = fetch_model(settings) / "config.json"
+    return read_facts(fetch_model(settings))
+
+
+def read_facts(place: Path) -> ModelFacts:
+    """Return the facts of the model in a directory.
+
+    Raises:
+        SettingsError: its files cannot be read.
+    """
+    path = place / "config.json"
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -74,6 +84,28 @@ def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     yield from _trainer_problems(settings, model)
     for engine in _engines(settings):
         yield from _engine_problems(settings, engine, model)
+
+
+def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:
+    """Yield what the trainer cannot do with a model that it does not train."""
+    setting, backend = f"{role}.path", settings.trainer.backend
+    if backend == "scripted":
+        yield Problem("trainer.backend 'scripted' has no models", "use megatron or reference", setting, role)
+    if backend == "reference":
+        yield from _unknown_to_transformers(setting, str(model.place), model)
+    if backend == "megatron":
+        parallel = frozen_layout(settings.parallel)
+        try:
+            architecture = architecture_of(dict(model.config), model.place / "config.json")
+            if architecture.experts.count:
+                check_ranks(architecture.experts, parallel)
+            export_plan(architecture, Layout.of(parallel, architecture.layers))
+        except SettingsError as error:
+            yield Problem(f"section [parallel] with {model.place}: {error}", "", setting, str(model.place))
+        except (KeyError, TypeError, ValueError) as error:
+            yield Problem(f"{model.place / 'config.json'} lacks what a model needs: {error!r}")
+    if not any(model.place.glob("*.safetensors")):
+        yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
 
 
 def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:

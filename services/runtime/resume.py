@@ -1,11 +1,13 @@
 """Creates a run in the ledger, or continues it with what its settings may change."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 
 from protocol.errors import Reason, Refused, SettingsError
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound
 from services.ledger.interface import Ledger, LedgerStatus, RunSpec
+from services.runtime.frozen_models import checked_digests, record_digests
 from services.settings.load import FILE, dump_settings
 from services.settings.resume import Change, changes_since_last_start, check_drained
 from services.settings.resume_rules import ResumeRule
@@ -30,6 +32,7 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
         SettingsError: something changed that cannot; the ledger and settings.json are as they were.
     """
     changes = changes_since_last_start(settings)
+    digests = await asyncio.to_thread(checked_digests, settings)
     before = await _status(ledger)
     if before is not None:
         states = before.states
@@ -53,6 +56,7 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
         )
     await ledger.drain(False)
     dump_settings(settings, settings.run_dir / FILE)
+    record_digests(settings.run_dir, digests)
     after = await ledger.status()
     return [
         describe_start(settings, after),

@@ -4,20 +4,61 @@ from collections.abc import Sequence
 
 from protocol.device.shared_layout import TRANSPORT
 from services.ledger.interface import Taken
-from services.settings.hub import fetch_model
+from services.settings.hub import fetch_frozen, fetch_model
 from services.settings.sections import Settings
-from trainer.algorithms.registry import make_algorithm
-from trainer.backends.base import Backend
+from trainer.algorithms.registry import ON_DATA, make_algorithm
+from trainer.backends.base import Backend, FrozenSpec
 from trainer.backends.rank_commands import TrainCommand
-from trainer.registry import make_backend
+from trainer.registry import make_backend, make_critic
+from trainer.roles.config import FROZEN_ROLES
+from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
+from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
 
 
 def build_models(settings: Settings) -> RankModels:
     """Return this rank's parts of the run's models, loaded."""
+    policy, algorithm = build_backend(settings), make_algorithm(settings.algorithm)
     control = EntropyControl(settings.algorithm) if settings.algorithm.entropy_target else None
-    return RankModels(build_backend(settings), entropy=control)
+    roles = {
+        spec.role: FrozenRole(policy.load_frozen(spec), policy.device, offload=spec.offload)
+        for spec in frozen_specs(settings)
+    }
+    return RankModels(
+        policy,
+        entropy=control,
+        frozen=FrozenModels(algorithm, **roles),
+        critic=_critic(settings, policy),
+        algorithm=settings.algorithm,
+    )
+
+
+def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
+    """Return the models of a run that are not trained; those of the hub are fetched unless they are here.
+
+    Raises:
+        SettingsError: as `fetch_frozen`.
+    """
+    found = {role: fetch_frozen(settings, role) for role in FROZEN_ROLES}
+    return tuple(
+        FrozenSpec(role, directory, getattr(settings, role).offload)
+        for role, directory in found.items()
+        if directory is not None
+    )
+
+
+def _critic(settings: Settings, policy: Backend) -> Critic | None:
+    """Return this rank's part of the critic, loaded, if the algorithm needs one."""
+    if not settings.needs_critic:
+        return None
+    return make_critic(
+        policy,
+        settings.critic_dir,
+        optimizer=settings.optimizer,
+        trainer=settings.trainer,
+        config=settings.critic,
+    )
 
 
 def build_backend(settings: Settings) -> Backend:
@@ -30,6 +71,8 @@ def build_backend(settings: Settings) -> Backend:
         algorithm=make_algorithm(settings.algorithm),
         adapters=settings.lora,
         shared=settings.weights.transport == TRANSPORT,
+        frozen=frozen_specs(settings),
+        critic_dir=settings.critic_dir if settings.needs_critic else None,
     )
 
 
@@ -52,7 +95,7 @@ def train_command(
         temperature=settings.sampling.temperature or 1.0,
         recompute_logprobs=settings.trainer.recompute_logprobs,
         reference_logprobs=settings.algorithm.kl_coef > 0,
-        mismatch_share=settings.trainer.mismatch_share,
+        mismatch_share=0.0 if settings.algorithm.name in ON_DATA else settings.trainer.mismatch_share,
         epochs=settings.trainer.epochs_per_batch,
         mini_batches=settings.trainer.num_mini_batches,
         seed=settings.trainer.seed,

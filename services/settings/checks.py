@@ -17,7 +17,7 @@ from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
-from trainer.algorithms.registry import ALGORITHMS, GROUP_RELATIVE
+from trainer.algorithms.registry import ALGORITHMS, CRITIC, GROUP_RELATIVE
 from trainer.config import (
     DEVICES,
     ESS_SCALINGS,
@@ -39,7 +39,7 @@ from trainer.config import (
 )
 from trainer.hosts.place import check_cluster
 from trainer.recipe import check_recipe
-from trainer.registry import BACKENDS
+from trainer.registry import BACKENDS, CRITICS
 from trainer.weights.registry import LISTENING, TRANSPORTS
 
 CHOICES: Mapping[str, Collection[str]] = {
@@ -97,6 +97,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: _check_overlong(settings),
         lambda: _check_memory(settings.trainer, settings.optimizer),
         lambda: _check_learning_rate(settings.optimizer),
+        lambda: _check_critic(settings),
         lambda: _check_alternatives(settings),
         lambda: _check_model(settings),
         lambda: check_kinds(settings.tracking),
@@ -206,6 +207,27 @@ def _check_learning_rate(optimizer: OptimizerConfig) -> None:
         raise SettingsError(
             f"setting optimizer.lr_wsd_decay_steps: {optimizer.lr_wsd_decay_steps} has to be between 1 and "
             f"{steps - optimizer.lr_warmup_steps}, the steps from the warm-up to lr_decay_steps"
+        )
+
+
+def _check_critic(settings: Settings) -> None:
+    critic, name, backend = settings.critic, settings.algorithm.name, settings.trainer.backend
+    if name not in CRITIC:
+        if critic.path:
+            raise SettingsError(
+                f"setting critic.path: algorithm.name {name!r} has no critic; leave it out, or use "
+                f"{' or '.join(sorted(CRITIC))}"
+            )
+        return
+    if backend not in CRITICS:
+        raise SettingsError(
+            f"setting trainer.backend: {backend!r} has no critic, which algorithm.name {name!r} needs; use "
+            f"{' or '.join(sorted(CRITICS))}"
+        )
+    if critic.critic_warmup_steps >= settings.run.steps:
+        raise SettingsError(
+            f"setting critic.critic_warmup_steps: {critic.critic_warmup_steps} leaves none of the "
+            f"{settings.run.steps} steps of run.steps to the policy"
         )
 
 

@@ -19,6 +19,7 @@ from protocol.host.hub import Kind, fetch, is_commit, is_hub_name, resolve_commi
 from rollout.prompts.base import source_settings
 from rollout.prompts.named_source import SourceConfig
 from services.settings.sections import Settings
+from trainer.roles.config import FROZEN_ROLES
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,11 @@ def pin_names(settings: Settings) -> Settings:
 
     model, prompts, *others = map(commit, hub_names(settings))
     mixture, sets = settings.prompts.mixture, settings.eval.sets
-    of_mixture, of_sets = others[: len(mixture)], others[len(mixture) :]
+    roles = {
+        role: replace(getattr(settings, role), revision=commit or getattr(settings, role).revision)
+        for role, commit in zip(FROZEN_ROLES, others[-len(FROZEN_ROLES) :], strict=True)
+    }
+    of_mixture, of_sets = others[: len(mixture)], others[len(mixture) : -len(FROZEN_ROLES)]
     return replace(
         settings,
         model=replace(settings.model, revision=model or settings.model.revision),
@@ -71,6 +76,7 @@ def pin_names(settings: Settings) -> Settings:
             mixture=tuple(map(_pinned, mixture, of_mixture)),
         ),
         eval=replace(settings.eval, sets=tuple(map(_pinned, sets, of_sets))),
+        **roles,
     )
 
 
@@ -98,11 +104,8 @@ def fetch_model(settings: Settings) -> Path:
     Raises:
         SettingsError: it cannot be fetched, or there is no model.
     """
-    directory, name = settings.model_dir, settings.model.path
-    if is_hub_name(name):
-        fetch(Kind.MODEL, name, settings.model.revision)
-        if not any(directory.glob("*.safetensors")):
-            raise SettingsError(f"setting model.path: {name} on the hub has no safetensors")
+    directory = settings.model_dir
+    _fetch_named(settings.model.path, settings.model.revision, directory, "model.path")
     if not (directory / "config.json").is_file():
         raise SettingsError(
             f"no model in {directory}: set model.path to a Hugging Face directory or a name on the hub, or "
@@ -111,8 +114,33 @@ def fetch_model(settings: Settings) -> Path:
     return directory
 
 
+def fetch_frozen(settings: Settings, role: str) -> Path | None:
+    """Return the directory of a model that is not trained, as `fetch_model`; None: none is given.
+
+    Raises:
+        SettingsError: it cannot be fetched, or there is no model.
+    """
+    config, directory = getattr(settings, role), settings.frozen_dir(role)
+    if directory is None:
+        return None
+    _fetch_named(config.path, config.revision, directory, f"{role}.path")
+    if not (directory / "config.json").is_file():
+        raise SettingsError(
+            f"setting {role}.path: no config.json in {directory}; give a Hugging Face model directory, or "
+            "the name of a model on the hub, such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    return directory
+
+
+def _fetch_named(name: str, revision: str, directory: Path, setting: str) -> None:
+    if is_hub_name(name):
+        fetch(Kind.MODEL, name, revision)
+        if not any(directory.glob("*.safetensors")):
+            raise SettingsError(f"setting {setting}: {name} on the hub has no safetensors")
+
+
 def hub_names(settings: Settings) -> list[HubName | None]:
-    """Return the names of the hub in the settings: model, prompts, entries of the mixture, eval sets.
+    """Return the names of the hub in the settings: model, prompts, entries of the mixture, eval sets, roles.
 
     None stands for what is not on the hub.
     """
@@ -129,6 +157,10 @@ def hub_names(settings: Settings) -> list[HubName | None]:
             if source.source == "hf" and not source.mixture and is_hub_name(source.path)
             else None
             for source in sources
+        ),
+        *(
+            HubName(Kind.MODEL, config.path, config.revision) if is_hub_name(config.path) else None
+            for config in (getattr(settings, role) for role in FROZEN_ROLES)
         ),
     ]
 

@@ -35,6 +35,7 @@ _STATE = "the optimizer's state in the checkpoint is that of the trained tensors
 _DRAWN = (
     "samples that wait to be trained were drawn with the old value; their log-probabilities would not fit"
 )
+_FROZEN = "the run's steps were made with that model, whose digest RUN_DIR/frozen_models.json has"
 _STEP = "a step computes with it"
 
 RULES: Mapping[str, tuple[ResumeRule, str]] = {
@@ -79,7 +80,13 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "algorithm": (ResumeRule.REPEATED, _STEP),
     "algorithm.filter_groups": (ResumeRule.FREE, "groups that are scored from then on"),
     "algorithm.max_filtered_batches": (ResumeRule.FREE, "groups that are scored from then on"),
+    "critic": (ResumeRule.REPEATED, _STEP),
+    "critic.path": (ResumeRule.FIXED, "checkpoints hold the critic that was made of it"),
     "lora": (ResumeRule.FIXED, _STATE),
+    "reference": (ResumeRule.FIXED, _FROZEN),
+    "reference.offload": (ResumeRule.FREE, "the model computes the same"),
+    "teacher": (ResumeRule.FIXED, _FROZEN),
+    "teacher.offload": (ResumeRule.FREE, "the model computes the same"),
 }
 """Setting, or section for those of its settings that are not listed -> rule, and the reason."""
 DEFAULT = (ResumeRule.FREE, "")

@@ -28,6 +28,7 @@ from services.bus.config import BusConfig
 from services.ledger.limits import ARCHIVE_LIMIT
 from services.settings.placement import ServicesConfig
 from services.settings.tracking import TrackingConfig
+from trainer.algorithms.registry import CRITIC
 from trainer.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -37,6 +38,7 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
+from trainer.roles.config import CriticConfig, FrozenConfig, ReferenceConfig, TeacherConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,10 @@ class Settings:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -252,12 +257,35 @@ class Settings:
 
         For a name on the hub it is the place in this host's cache, and `model.revision` has to be a commit.
         """
-        path, revision = self.model.path, self.model.revision
-        if not is_hub_name(path):
-            return Path(path).absolute() if path else self.run_dir / "model"
-        if not is_commit(revision):
-            raise SettingsError(
-                f"model.path {path} has no commit yet: start the run by `tether up` or `python -m "
-                "services.prepare`; services that are started alone read RUN_DIR/settings.json"
-            )
-        return snapshot_dir(Kind.MODEL, path, revision)
+        path = self.model.path
+        return _model_dir(path, self.model.revision, "model.path") if path else self.run_dir / "model"
+
+    def frozen_dir(self, role: str) -> Path | None:
+        """Return the absolute path of a model that is not trained, by its section; None: none is given.
+
+        Raises:
+            SettingsError: as `model_dir`.
+        """
+        config: FrozenConfig = getattr(self, role)
+        return _model_dir(config.path, config.revision, f"{role}.path") if config.path else None
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return self.algorithm.name in CRITIC
+
+    @property
+    def critic_dir(self) -> Path:
+        """Absolute path of the model that the critic starts from: `critic.path`, or the policy's."""
+        return Path(self.critic.path).absolute() if self.critic.path else self.model_dir
+
+
+def _model_dir(path: str, revision: str, setting: str) -> Path:
+    if not is_hub_name(path):
+        return Path(path).absolute()
+    if not is_commit(revision):
+        raise SettingsError(
+            f"{setting} {path} has no commit yet: start the run by `tether up` or `python -m "
+            "services.prepare`; services that are started alone read RUN_DIR/settings.json"
+        )
+    return snapshot_dir(Kind.MODEL, path, revision)

@@ -22,18 +22,29 @@ import psutil  # type: ignore[import-untyped]
 
 from protocol.errors import SettingsError, TetherError
 from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS
-from services.settings.hub import fetch_model
+from services.settings.hub import fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from services.trainer.ranks import launch
 from trainer.backends.launch import torchrun_on_hosts
 from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
 from trainer.hosts.place import HostPlace
+from trainer.roles.config import FROZEN_ROLES
 
 log = logging.getLogger("tether.hosts")
 
-COMPARED = ("model", "trainer", "parallel", "optimizer", "algorithm", "lora")
+COMPARED = (
+    "model",
+    "trainer",
+    "parallel",
+    "optimizer",
+    "algorithm",
+    "critic",
+    "lora",
+    "reference",
+    "teacher",
+)
 """Sections that have to be the same on all hosts."""
-MAY_DIFFER = frozenset({"model.path", "trainer.threads"})
+MAY_DIFFER = frozenset({"model.path", "critic.path", "reference.path", "teacher.path", "trainer.threads"})
 """Settings in them that a host may have of its own."""
 SEE_S = 30.0
 """How long another host looks for the marker of host 0: a network file system may show it late, seconds."""
@@ -76,7 +87,7 @@ def run_on_hosts(settings: Settings, place: HostPlace) -> int:
 
 
 def host_settings(settings: Settings) -> dict[str, Any]:
-    """Return what has to be the same on all hosts, by name: settings, and a digest of the model's files.
+    """Return what has to be the same on all hosts, by name: settings, and a digest of each model's files.
 
     Raises:
         SettingsError: the model is not there.
@@ -88,7 +99,13 @@ def host_settings(settings: Settings) -> dict[str, Any]:
         for name, value in table.items()
         if f"{section}.{name}" not in MAY_DIFFER
     }
-    return compared | {"the model's files": _fingerprint(fetch_model(settings))}
+    models = {"the model's files": fetch_model(settings)}
+    for role in FROZEN_ROLES:
+        if directory := fetch_frozen(settings, role):
+            models[f"the files of [{role}]"] = directory
+    if settings.critic.path:
+        models["the files of [critic]"] = settings.critic_dir
+    return compared | {name: _fingerprint(directory) for name, directory in models.items()}
 
 
 def check_host(settings: Settings, place: HostPlace, mine: HostFacts, first: HostFacts) -> None:

@@ -80,7 +80,11 @@ class Uploader:
         """
         checkpoint = self._run_dir / "checkpoints" / f"step_{version:08d}"
         staged = self._run_dir / STAGED / checkpoint.name
-        files = {f"{CHECKPOINT}/{path.name}": path for path in checkpoint.iterdir()}
+        files = {
+            f"{CHECKPOINT}/{path.relative_to(checkpoint).as_posix()}": path
+            for path in checkpoint.rglob("*")
+            if path.is_file()
+        }
         try:
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)

@@ -11,12 +11,14 @@ from protocol.errors import RewardError
 from reward.config import RewardConfig, VerifierConfig
 from reward.verifiers.registry import VERIFIERS
 from reward.workers.pool import ScorePool
+from tests.reward.reward_models import write_reward_model
 
 pytestmark = [pytest.mark.xdist_group("sandbox"), pytest.mark.asyncio(loop_scope="module")]
 
 LIMITS = {"wall_s": 3.0, "cpu_s": 1, "memory_mb": 256, "processes": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
     "function": {"path": "own_reward:score"},
+    "reward_model": {"sigmoid": True},
     "json_schema": {
         "schema": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     },
@@ -38,7 +40,7 @@ RIGHT = {
     "python_tests": "def f(x): return x * x",
     "reasoning_gym": "<answer>42</answer>",
 }
-"""Verifier -> a response of score 1."""
+"""Verifier -> a response of score 1; a model knows no right one."""
 MEGABYTE = 1 << 20
 TEXTS = {
     "empty": "",
@@ -95,15 +97,18 @@ REWARD = "def score(response, metadata): return response == metadata['answer']\n
 async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ScorePool]:
     directory = tmp_path_factory.mktemp("modules")
     (directory / "own_reward.py").write_text(REWARD)
-    verifiers = tuple(VerifierConfig(name, options=OPTIONS.get(name, {})) for name in VERIFIERS)
+    model = write_reward_model(directory / "model")
+    options = OPTIONS | {"reward_model": {**OPTIONS["reward_model"], "path": str(model)}}
+    verifiers = tuple(VerifierConfig(name, options=options.get(name, {})) for name in VERIFIERS)
     config = RewardConfig(verifiers=verifiers, timeout_s=60.0, workers=1)
     async with ScorePool(config, [str(directory)]) as pool:
         yield pool
 
 
 async def test_the_right_response_of_each_verifier_scores_one(pool: ScorePool) -> None:
-    _, components = await pool.score("q", [RIGHT[name] for name in VERIFIERS], METADATA)
-    assert {name: components[name][i] for i, name in enumerate(VERIFIERS)} == dict.fromkeys(VERIFIERS, 1.0)
+    assert RIGHT.keys() == {*VERIFIERS} - {"constant", "reward_model"}
+    _, components = await pool.score("q", list(RIGHT.values()), METADATA)
+    assert {name: components[name][i] for i, name in enumerate(RIGHT)} == dict.fromkeys(RIGHT, 1.0)
 
 
 async def test_no_hostile_text_stops_a_verifier_or_gets_the_score_of_a_right_one(pool: ScorePool) -> None:

@@ -11,7 +11,8 @@ from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.reference.backend import ReferenceBackend
-from trainer.registry import make_backend
+from trainer.registry import make_backend, make_critic
+from trainer.roles.config import CriticConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHM = make_algorithm(AlgorithmConfig())
@@ -37,6 +38,13 @@ def test_what_cannot_be_made_is_refused(model_dir: Path) -> None:
         make("referense", model_dir)
     with pytest.raises(SettingsError, match="runs on one rank"):
         make("reference", model_dir, data_parallel_size=2)
+
+
+def test_a_backend_without_a_critic_is_refused(model_dir: Path) -> None:
+    trainer = TrainerConfig(backend="scripted")
+    options = {"optimizer": OptimizerConfig(), "trainer": trainer, "config": CriticConfig()}
+    with pytest.raises(SettingsError, match=r"with a critic: 'scripted' is not known"):
+        make_critic(ScriptedBackend(trainer=trainer), model_dir, **options)  # type: ignore[arg-type]
 
 
 def test_megatron_is_not_imported_for_others() -> None:

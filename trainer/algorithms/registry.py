@@ -14,13 +14,22 @@ ALGORITHMS = {
     "grpo": "trainer.algorithms.grpo:Grpo",
     "gspo": "trainer.algorithms.gspo:Gspo",
     "m2po": "trainer.algorithms.m2po:M2po",
+    "on_policy_distillation": "trainer.algorithms.on_policy_distillation:OnPolicyDistillation",
+    "ppo": "trainer.algorithms.ppo:Ppo",
     "reinforce_plus_plus": "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
     "reinforce_plus_plus_baseline": "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
     "rloo": "trainer.algorithms.rloo:Rloo",
+    "sft": "trainer.algorithms.sft:Sft",
 }
 """Algorithm -> its class, which takes an `AlgorithmConfig`."""
-GROUP_RELATIVE = frozenset(ALGORITHMS) - {"reinforce_plus_plus"}
+CRITIC = frozenset({"ppo"})
+"""Algorithms whose advantages are a critic's, which is trained beside the policy."""
+GROUP_RELATIVE = frozenset(ALGORITHMS) - {"on_policy_distillation", "reinforce_plus_plus", "sft"} - CRITIC
 """Algorithms whose advantages compare the samples of a group with each other."""
+DISTILLATION = "on_policy_distillation"
+"""The algorithm with a teacher."""
+ON_DATA = frozenset({"sft"})
+"""Algorithms that train on tokens that nobody sampled: there is no policy to compare with."""
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:

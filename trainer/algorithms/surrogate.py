@@ -36,6 +36,8 @@ class Surrogate:
                    the limit that second_moment_threshold has set, if any
             loss = w m policy_loss(pi / old, A) - entropy_coef * entropy + kl_coef * KL(pi, pi_ref)
 
+        With use_kl_in_reward the last term is in the rewards, of which A is made.
+
         pi_start is the policy at the start of the step, which is pi in its first update. With a pi_proximal
         this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641). Terms whose coefficient is
         0, or whose array is missing, are left out.
@@ -61,7 +63,7 @@ class Surrogate:
         if entropy is not None:
             bonus = config.entropy_coef if tokens.entropy_coef is None else tokens.entropy_coef
             loss = loss - bonus * entropy
-        if config.kl_coef and tokens.reference_logprobs is not None:
+        if config.kl_coef and not config.use_kl_in_reward and tokens.reference_logprobs is not None:
             loss = loss + config.kl_coef * KL[config.kl_estimator](logprobs, tokens.reference_logprobs)
         return TokenLoss(loss=loss, ratio=ratio, clipped=clipped)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from protocol.errors import SettingsError
 from protocol.messages import Mismatch, WeightPiece
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
+from trainer.config import AlgorithmConfig
 from trainer.weights.early_export import EarlyExport, Tensors
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
@@ -77,6 +78,8 @@ class StepStats:
     """Factor of the loss that the step was made with; None without one."""
     loss_scale_repeats: int | None = None
     """Times that the step was made again because its gradient overflowed; None without a factor."""
+    teacher_kl_k1: float | None = None
+    reward_kl_k1: float | None = None
     warnings: tuple[str, ...] = ()
     """What may be wrong with the step, a sentence each."""
     updates: int | None = None
@@ -89,6 +92,12 @@ class StepStats:
     """Bonus for entropy that the step was made with; None without `algorithm.entropy_target`."""
     sums: tuple[float, ...] = field(default=(), repr=False, compare=False)
     """What `StepMeasures` made the numbers of an update from; not reported."""
+    value_loss: float | None = None
+    critic_grad_norm: float | None = None
+    value_mean: float | None = None
+    return_mean: float | None = None
+    explained_variance: float | None = None
+    value_clip_fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,42 @@ class Publication:
     """Shapes of the whole tensors."""
     parts: tuple[tuple[WeightPiece, ...], ...]
     """By rank; together they have each element of each tensor once."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSpec:
+    """A model beside the policy that is never trained."""
+
+    role: str
+    """Section of the settings that names it, such as "teacher"."""
+    directory: Path
+    """Hugging Face directory."""
+    offload: bool = False
+    """Whether it is in host memory between its passes."""
+
+
+def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequence[FrozenSpec]) -> bool:
+    """Return whether the reference model is a copy of the policy's first weights.
+
+    It is not where a path names another model, and not under adapters, whose frozen base it is.
+    """
+    given = any(spec.role == "reference" for spec in frozen)
+    return algorithm.kl_coef > 0 and not adapters.rank and not given
+
+
+class FrozenModel(ABC):
+    """A rank's part of a model that is never trained, in the layout of the policy.
+
+    Every method is called on every rank in the same order (collectives inside).
+    """
+
+    @abstractmethod
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return the batch's log-probabilities under this model, as `Backend.logprobs` does."""
+
+    @abstractmethod
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Return everything that it has on the device."""
 
 
 class Backend(ABC):
@@ -153,10 +198,26 @@ class Backend(ABC):
 
     @abstractmethod
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights as the reference model.
+        """Keep the current weights as the reference model: a copy, or under adapters the frozen base itself.
 
-        Called before the first step, and before `restore`, if `kl_coef` > 0.
+        Called before the first step, and before `restore`, if `kl_coef` > 0 and no other reference is given.
         """
+
+    def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
+        """Load a model that is never trained, in the layout, dtype and device of this one.
+
+        Raises:
+            SettingsError: it cannot be loaded, or this backend has no models; names the setting.
+        """
+        raise SettingsError(
+            f"setting {spec.role}.path: {type(self).__name__} computes no log-probabilities of a model; "
+            "choose another trainer.backend"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        raise NotImplementedError(f"{type(self).__name__} has no device")
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

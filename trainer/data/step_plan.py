@@ -102,6 +102,7 @@ class StepPlan:
             weights=self.weights[rows],
             measured=self.measured[rows],
             mini_batch=self.mini_batches.of_sample[rows],
+            rows=rows,
             temperature=self.temperature,
             decoupled=self.decoupled,
             **by_token,

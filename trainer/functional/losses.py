@@ -93,3 +93,31 @@ def k3_kl(logprobs: FloatK, reference_logprobs: FloatK) -> FloatK:
     """
     log_q = (reference_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return log_q.exp() - log_q - 1.0
+
+
+def clipped_value_loss(
+    values: FloatK, old_values: FloatK, returns: FloatK, clip: float
+) -> tuple[FloatK, FloatK]:
+    """Return the loss of a critic, which bounds how far a batch moves its values.
+
+        loss = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
+
+    Schulman et al. 2017 (arXiv 1707.06347), section 5, L^VF; its clip as in their implementation (OpenAI
+    Baselines, ppo2).
+
+    Args:
+        values: [k]; gradients flow through it.
+        old_values: [k], at the start of the step.
+        returns: [k].
+        clip: 0 is off.
+
+    Returns:
+        (loss, clipped), both [k]: `clipped` is 1 where the clipped branch is the larger one, so that no
+        gradient flows.
+    """
+    plain = (values - returns).square() / 2
+    if not clip:
+        return plain, torch.zeros_like(plain)
+    moved = (values - old_values).clamp(-clip, clip)
+    bounded = (old_values + moved - returns).square() / 2
+    return torch.maximum(plain, bounded), (bounded > plain).to(values.dtype)

@@ -14,17 +14,16 @@ import torch.distributed as dist
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import NOTHING_TRAINED, Backend, Publication, StepStats
+from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Publication, StepStats, keeps_copy
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.lora import merged
+from trainer.lora import merged, without_adapters
 from trainer.megatron import cpu, parallel
 from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.architecture.reading import read_critic
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.checkpoint import load_checkpoint
@@ -33,12 +32,9 @@ from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layout import Layout
-from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.memory.expected import Workload
-from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.memory_plan import MemoryPlan
-from trainer.megatron.memory.oom_retry import OomRetry
-from trainer.megatron.memory.recompute import forget_passes, keep_input_gradient, set_recompute
+from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import (
     DTYPES,
     PackedModel,
@@ -47,9 +43,11 @@ from trainer.megatron.model import (
     transformer_config,
     whole_part,
 )
-from trainer.megatron.optimizer import Optimizer, is_distributed, wrap_model
+from trainer.megatron.optimizer import is_distributed, wrap_model
 from trainer.megatron.reshard import export_plan, plan_of, stage_rules
-from trainer.megatron.sharing import buffers_of, parts_of
+from trainer.megatron.roles.frozen import FrozenPart, shapes_of
+from trainer.megatron.sharing import buffers_of, parts_of, trained_architecture
+from trainer.megatron.stepping import ModelStepper
 from trainer.storage.host_state import HostCopies, HostState
 from trainer.weights.early_export import EarlyExport, Tensors
 
@@ -74,6 +72,8 @@ class MegatronBackend(Backend):
         algorithm: Algorithm,
         adapters: LoraConfig = NO_ADAPTERS,
         shared: bool = False,
+        frozen: Sequence[FrozenSpec] = (),
+        critic_dir: Path | None = None,
     ) -> None:
         """Load the model; arguments as those of `make_backend`. A collective.
 
@@ -84,9 +84,8 @@ class MegatronBackend(Backend):
             SettingsError: the model is not supported, or does not fit the layout, or several ranks are to
                 share weights with an engine.
         """
-        _check(parallel, trainer, shared=shared)
         self.algorithm, self._trainer = algorithm, trainer
-        self._model_spec = _read(model_dir, shared=shared)
+        self._model_spec = trained_architecture(model_dir, parallel, trainer, shared=shared)
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)
@@ -95,12 +94,11 @@ class MegatronBackend(Backend):
         self.replicas = self._position.replicas()
         self._closed = False
         try:
-            self._memory = self._plan_memory(optimizer, adapters, shared=shared)
+            self._memory = self._plan_memory(optimizer, adapters, shared, frozen, critic_dir)
             self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
             set_recompute(self._config, trainer, self._places)
             set_balance(self._config, self._model_spec.experts, trainer)
             chunks = self._build()
-            keep_input_gradient(chunks[0], trainer)
             part = whole_part(chunks)
             self._parameters: dict[str, torch.Tensor] = dict(part.named_parameters())
             self._load(model_dir)
@@ -121,37 +119,37 @@ class MegatronBackend(Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._memory.begin_step()
-        scale, warnings = self._optimizer.loss_scale, list[str]()
-
-        def attempt() -> tuple[StepStats, float]:
-            self._optimizer.zero_grad()
-            (vector, micro_batches, padding_share), told = self._passes.step(
-                self._runner, batch, lambda: self._runner.train(batch, self.algorithm, measures)
-            )
-            warnings.extend(told)
-            used = scale.value if scale is not None else None
-            norm, skipped = (
-                self._optimizer.step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
-            )
-            stats = measures.stats(vector, grad_norm=norm, skipped=skipped)
-            return dataclasses.replace(
-                stats, micro_batches=micro_batches, padding_share=padding_share, loss_scale=used
-            ), norm
-
-        stats, repeats = scale.repeated(attempt) if scale is not None else (attempt()[0], None)
-        if not stats.skipped:
+        made = self._stepper.step(
+            batch,
+            lambda: self._runner.train(batch, self.algorithm, measures),
+            lr_scale=measures.lr_scale if measures.tokens else None,
+        )
+        if not made.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
-            stats,
-            loss_scale_repeats=repeats,
+            measures.stats(made.vector, grad_norm=made.norm, skipped=made.skipped),
+            micro_batches=made.micro_batches,
+            padding_share=made.padding_share,
+            loss_scale=made.loss_scale,
+            loss_scale_repeats=made.loss_scale_repeats,
             memory_peak_gb=peak,
             memory_expected_gb=expected,
             expert_load_max=busiest,
             expert_load_min=idlest,
-            warnings=tuple(warnings),
+            warnings=made.warnings,
         )
+
+    @property
+    def position(self) -> parallel.Position:
+        """This rank's place in the layout."""
+        return self._position
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that are planned for the device."""
+        return self._memory.tokens
 
     @property
     def device_name(self) -> str:
@@ -167,24 +165,35 @@ class MegatronBackend(Backend):
         return self._logprobs(self._runner, batch)
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        if self._reference is None:
+        if (runner := self._reference) is None:
             raise RuntimeError("reference_logprobs before keep_reference: there is no reference model")
-        return self._logprobs(self._reference, batch)
+        with without_adapters(torch.nn.ModuleList(self._runner.chunks)):
+            return self._logprobs(runner, batch)
 
     def _logprobs(self, runner: Runner, batch: Batch) -> torch.Tensor:
         return self._passes.alone(runner, batch, lambda: runner.logprobs(batch))
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights as the reference model.
+        """Keep a copy of the current weights as the reference model, or use the base of the adapters.
 
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
+        if self.lora.rank:
+            self._reference = self._make_runner(self._runner.chunks, replays_routing=False)
+            return
         chunks = self._build()
         self._reference_model = whole_part(chunks).requires_grad_(False)
         with torch.no_grad():
             for name, parameter in self._reference_model.named_parameters():
                 parameter.copy_(self._parameters[name])
         self._reference = self._make_runner(chunks, replays_routing=False)
+
+    def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
+        return FrozenPart(spec, self._position, self._trainer, self._logprobs)
+
+    @property
+    def device(self) -> torch.device:
+        return self._position.device
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters or super().masters()
@@ -263,19 +272,11 @@ class MegatronBackend(Backend):
             )
         if self._host.in_use:
             return self._host.nbytes
-        self._optimizer.zero_grad()
-        kept: list[torch.Tensor] = [
-            *self._parameters.values(),
-            *self._trained.values(),
-            *self._optimizer.tensors(),
-        ]
+        stepped, blank = self._stepper.held()
+        kept: list[torch.Tensor] = [*self._parameters.values(), *self._trained.values(), *stepped]
         if self._reference_model is not None:
             kept += self._reference_model.parameters()
-        buffers = [
-            buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        ]
-        kept += [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-        return self._host.offload(self._position.device, kept, blank=[buffer.grad_data for buffer in buffers])
+        return self._host.offload(self._position.device, kept, blank=blank)
 
     def onload(self) -> None:
         self._host.onload(self._position.device)
@@ -312,39 +313,39 @@ class MegatronBackend(Backend):
             distributed=is_distributed(self._position),
         )
 
-    def _plan_memory(self, config: OptimizerConfig, adapters: LoraConfig, *, shared: bool) -> MemoryPlan:
+    def _plan_memory(
+        self,
+        config: OptimizerConfig,
+        adapters: LoraConfig,
+        shared: bool,
+        frozen: Sequence[FrozenSpec],
+        critic_dir: Path | None,
+    ) -> MemoryPlan:
         work = Workload(
             architecture=self._model_spec,
             parallel=self._position.config,
             trainer=self._trainer,
             optimizer=config,
             adapters=adapters,
-            reference=self.algorithm.config.kl_coef > 0,
+            reference=keeps_copy(self.algorithm.config, adapters, frozen),
+            frozen=shapes_of(frozen),
             shared=shared,
+            critic=read_critic(critic_dir) if critic_dir else None,
         )
         return MemoryPlan(work, self._position)
 
     def _wrap(self, chunks: list[PackedModel], config: OptimizerConfig, *, shared: bool) -> None:
         """Make what steps the model: gradients, passes and optimizer."""
-        position, dtype = self._position, DTYPES[self._trainer.dtype]
-        self._chunks = wrap_model(
-            chunks, self._config, position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
+        keep_input_gradient(chunks[0], self._trainer)
+        wrapped = wrap_model(
+            chunks, self._config, self._position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
         )
-        self._runner = self._make_runner(self._chunks, replays_routing=self._trainer.routing_replay)
-        kind = HostOptimizer if config.cpu_offload else Optimizer
-        self._optimizer = kind(config, self._chunks, position, dtype, apart=shared)
+        self._runner = self._make_runner(wrapped, replays_routing=self._trainer.routing_replay)
+        self._stepper = ModelStepper(
+            self._runner, self._config, config, tokens=self._memory.tokens, apart=shared
+        )
+        self._optimizer, self._passes = self._stepper.optimizer, self._stepper.passes
         self._masters = self._optimizer.masters
-        if dtype is torch.float16:
-            scale = self._optimizer.loss_scale = LossScale(config)
-            self._config.grad_scale_func = lambda loss: loss * scale.value
-
-        def reset() -> None:
-            self._optimizer.zero_grad()
-            for chunk in chunks:
-                forget_passes(chunk)
-
-        self._passes = OomRetry(position, self._memory.tokens, reset)
-        self._passes.agree_before(self._config)
 
     def _add_adapters(self, part: torch.nn.Module, adapters: LoraConfig) -> None:
         """Train adapters in place of the model."""
@@ -366,26 +367,6 @@ class MegatronBackend(Backend):
         place = self._position.place
         mark_split(self._parameters, stage_rules(self._model_spec, self._places, place.pp))
         load_checkpoint(model_dir, self._model_spec, self._parameters, self._places, place)
-
-
-def _check(parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool) -> None:
-    if shared and parallel.world_size != 1:
-        raise SettingsError(
-            f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "
-            "the trainer is one"
-        )
-    if trainer.dtype not in DTYPES:
-        raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
-
-
-def _read(model_dir: Path, *, shared: bool) -> Architecture:
-    architecture = read_architecture(model_dir)
-    if shared and architecture.experts.bias:
-        raise SettingsError(
-            "setting weights.transport: 'shared' publishes masters, and the biases of the routers of "
-            f"{architecture.model_type} have none: use shm"
-        )
-    return architecture
 
 
 def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:

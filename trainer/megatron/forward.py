@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import tee
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,14 @@ from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
+
+
+class Measures(Protocol):
+    """What joins the vectors of micro-batches and ranks, such as `StepMeasures`."""
+
+    def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor: ...
+
+    def split(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Runner:
@@ -85,10 +93,32 @@ class Runner:
             The vector of `measures` for the whole step, the forward passes of the busiest replica, and the
             share of padding in all of them; equal on every rank.
         """
+        return self._train(batch, partial(_loss, algorithm, measures), measures)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return the log-probabilities of the part's sampled tokens, 0 elsewhere.
+
+        float32 [t] on the CPU, on every rank of the replica.
+        """
+        return self._evaluate(batch)
+
+    @torch.no_grad()
+    def update_biases(self, rate: float) -> None:
+        """Move the biases of routers' choices after a step, by the loads of its passes; 0 leaves them."""
+        for router in self.routers if rate else ():
+            if router.bias is not None:
+                router.bias.copy_(updated_bias(router.bias, self.loads[router.layer].to(router.bias), rate))
+
+    def packing(self, batch: Batch) -> Packing:
+        """Return how a part is divided into micro-batches."""
+        return Packing.of(batch.lengths, self.position, self.micro_batch_tokens, self.micro_batch_size)
+
+    def _train(self, batch: Batch, finish: Any, measures: Measures) -> tuple[torch.Tensor, int, float]:
+        """Run forward and backward; `finish` turns what a micro-batch scored into its loss."""
         packing = self._together(self.packing(batch))
         for router in self.routers:
             router.forget()
-        finish = partial(_loss, algorithm, measures)
         outputs = self._run(batch, packing, finish)
         position = self.position
         speaks = position.tp == position.cp == 0 and position.last_stage
@@ -105,11 +135,8 @@ class Runner:
         return torch.cat([sums, largest[:-1]]), int(largest[-1]), float(padding / tokens)
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the log-probabilities of the part's sampled tokens, 0 elsewhere.
-
-        float32 [t] on the CPU, on every rank of the replica.
-        """
+    def _evaluate(self, batch: Batch) -> torch.Tensor:
+        """Run forward, and return what the head gives of each sampled token, 0 elsewhere: float32 [t]."""
         packing = self._together(self.packing(batch))
         outputs = self._run(batch, packing)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
@@ -121,17 +148,6 @@ class Runner:
         if parallel.context_parallel_size > 1:  # each token is on one of the ranks
             dist.all_reduce(result, group=mpu.get_context_parallel_group())
         return result.cpu()
-
-    @torch.no_grad()
-    def update_biases(self, rate: float) -> None:
-        """Move the biases of routers' choices after a step, by the loads of its passes; 0 leaves them."""
-        for router in self.routers if rate else ():
-            if router.bias is not None:
-                router.bias.copy_(updated_bias(router.bias, self.loads[router.layer].to(router.bias), rate))
-
-    def packing(self, batch: Batch) -> Packing:
-        """Return how a part is divided into micro-batches."""
-        return Packing.of(batch.lengths, self.position, self.micro_batch_tokens, self.micro_batch_size)
 
     def _together(self, packing: Packing) -> Packing:
         """Fill up a part's micro-batches to those of the replicas that this one shares experts with.
@@ -151,7 +167,7 @@ class Runner:
         return loads_by_layer(found, self.architecture.layers, self.architecture.experts.count)
 
     def _run(self, batch: Batch, packing: Packing, finish: Any = None) -> list[Any]:
-        """Run all passes; without `finish`, which makes a loss, forward alone for log-probabilities."""
+        """Run all passes; without `finish`, which makes a loss, forward alone."""
         if self.replays_routing:
             check_recorded(batch.experts, self.architecture.experts, self.architecture.layers)
         else:

@@ -25,7 +25,7 @@ from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
 from trainer.megatron.layers import weight_gradients
 from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.dense import NORMS
+from trainer.megatron.layers.dense import NORMS, ValueHead
 from trainer.megatron.layers.spec import layer_spec
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
@@ -44,6 +44,8 @@ class PackedModel(GPTModel):
     """Those of `Architecture.ropes`."""
     embedding_scale: float
     logit_softcap: float
+    value_head: ValueHead
+    """In the place of the output layer, on the last stage of a critic."""
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -204,6 +206,9 @@ def build_model(
     model.rotaries = tuple(
         Rotary.of(rope, architecture.positioned_dim, position.device) for rope in architecture.ropes
     )
+    if architecture.value_head and model.post_process:
+        del model.output_layer
+        model.value_head = ValueHead(architecture.hidden, config.params_dtype, position.device)
     # As transformers does, in the dtype of the weights.
     model.embedding_scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
     model.logit_softcap = architecture.logit_softcap

@@ -10,34 +10,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from protocol.choices import checked_name
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import NOTHING_TRAINED, Backend, StepStats
+from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
 from trainer.backends.engine_attach import check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.backends.step_measures import StepMeasures
 from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.data.packing import pack_padded
-from trainer.functional.learning_rate import learning_rate
 from trainer.functional.logprobs import token_logprobs
-from trainer.lora import merged
-from trainer.optimizers.registry import make_optimizer, steps_made
+from trainer.lora import merged, without_adapters
 from trainer.reference.attaching import check_model_buffers
+from trainer.reference.frozen import FrozenTransformer, in_dtype, load_model
 from trainer.reference.lora import attach
+from trainer.reference.padding import padded, passes
 from trainer.reference.state import copy_state, load_state
+from trainer.reference.stepping import MasterStepper
 from trainer.storage.host_state import HostCopies, HostState
 
-AUTO_TOKENS = 4096
-"""Tokens of a forward pass, padding included, where `trainer.micro_batch_tokens` is 0."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -75,22 +70,19 @@ class ReferenceBackend(Backend):
         self._config, self._trainer, self._algorithm = optimizer, trainer, algorithm
         self._model = _load(model_dir).to(self._device)
         self.architecture = type(self._model).__name__
-        self._selects = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._trained: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
         if adapters.rank:
             self.lora = adapters
             self.targets, self._trained = attach(self._model, adapters, trainer.seed)
         self._masters = dict(self._trained)
-        self._shared, self._attached = shared, False
+        self._shared = shared
         if shared or trainer.dtype != "float32":
             self._masters = {
                 name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()
             }
-        for (
-            parameter
-        ) in self._model.parameters():  # not buffers: an engine's rotary frequencies are fp32, too
-            parameter.data = parameter.data.to(DTYPES[trainer.dtype])
-        self._optimizer = make_optimizer(self._masters, optimizer, self._embeddings())
+        in_dtype(self._model, DTYPES[trainer.dtype])
+        self._stepper = MasterStepper(self._trained, self._masters, optimizer, self._embeddings())
+        self._optimizer = self._stepper.optimizer
         self._reference: torch.nn.Module | None = None
         self._host, self._copies = HostOffload(), HostCopies()
 
@@ -100,16 +92,17 @@ class ReferenceBackend(Backend):
         return self._model
 
     def train_step(self, batch: Batch) -> StepStats:
-        measures, passes = StepMeasures.of_batch(batch, self._algorithm.config), self._passes(batch)
-        vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in passes]
+        measures = StepMeasures.of_batch(batch, self._algorithm.config)
+        packed = passes(batch, self._trainer)
+        vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in packed]
         vector = measures.join(vectors, self._device)
         grad_norm, skipped = (
-            self._step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
+            self._stepper.step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
         )
         stats = measures.stats(vector, grad_norm=grad_norm, skipped=skipped)
-        computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in passes)
+        computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in packed)
         return dataclasses.replace(
-            stats, micro_batches=len(passes), padding_share=1 - len(batch.tokens) / computed
+            stats, micro_batches=len(packed), padding_share=1 - len(batch.tokens) / computed
         )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -118,15 +111,26 @@ class ReferenceBackend(Backend):
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         if self._reference is None:
             raise RuntimeError("keep_reference has not been called")
-        return self._evaluate(self._reference, batch)
+        with without_adapters(self._reference):
+            return self._evaluate(self._reference, batch)
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights; further calls do nothing.
+        """Keep a copy of the current weights, or use the base of the adapters; further calls do nothing.
 
         It is not part of checkpoints: call this before `restore`.
         """
-        if self._reference is None:
+        if self._reference is None and self.lora.rank:
+            self._reference = self._model
+        elif self._reference is None:
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
+
+    def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
+        model = load_model(spec.directory, f"{spec.role}.path").to(self._device)
+        return FrozenTransformer(in_dtype(model, DTYPES[self._trainer.dtype]), self._evaluate)
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters if self._shared else super().masters()
@@ -135,7 +139,7 @@ class ReferenceBackend(Backend):
         check_parameters(self._trained, self._masters, parameters)
         check_model_buffers(self._model, buffers)
         take_parameters(self._trained, parameters)
-        self._attached = True
+        self._stepper.publishes = False
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._shared or self.lora.rank:
@@ -159,7 +163,7 @@ class ReferenceBackend(Backend):
 
     def restore(self, directory: Path) -> None:
         load_state(directory, self._masters, self._optimizer, self._identity(), self._device)
-        self._publish_masters()
+        self._stepper.publish()
 
     def offload(self) -> int:
         if self._shared:
@@ -171,13 +175,7 @@ class ReferenceBackend(Backend):
         self._optimizer.zero_grad()
         models = [model for model in (self._model, self._reference) if model is not None]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        moments = [
-            value
-            for state in self._optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        every = [*weights, *self._masters.values(), *moments]
+        every = [*weights, *self._stepper.tensors()]
         return self._host.offload(self._device, list({id(tensor): tensor for tensor in every}.values()))
 
     def onload(self) -> None:
@@ -206,74 +204,32 @@ class ReferenceBackend(Backend):
             **optimizer,
         }
 
-    def _passes(self, batch: Batch) -> list[torch.Tensor]:
-        """Return the samples of each micro-batch, int64 [n], ascending."""
-        budget = self._trainer.micro_batch_tokens or AUTO_TOKENS
-        passes = pack_padded(batch.lengths.tolist(), budget, self._trainer.micro_batch_size)
-        return [torch.tensor(sorted(samples)) for samples in passes]
-
     def _accumulate(self, part: Batch, measures: StepMeasures) -> torch.Tensor:
         """Add one micro-batch's gradient to that of the masters; returns what was measured of it."""
         tokens = trained_tokens(part)
         logprobs, entropy = self._forward(self._model, part, tokens.place)
         loss, vector = micro_batch_loss(self._algorithm, measures, tokens, logprobs, entropy)
         loss.backward()
-        for name, parameter in self._trained.items():
-            master = self._masters[name]
-            if master is not parameter and parameter.grad is not None:
-                grad = parameter.grad.float()
-                master.grad = grad if master.grad is None else master.grad.add_(grad)
-                parameter.grad = None
+        self._stepper.collect()
         return vector
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate of the next step, by the steps that were not skipped."""
-        return learning_rate(self._config, steps_made(self._optimizer))
-
-    def _step(self, lr_scale: float) -> tuple[float, str]:
-        """Clip and apply the gradient; returns its norm, and why it was not applied."""
-        limit = self._config.clip_grad if self._config.clip_grad > 0 else float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit))
-        finite = torch.isfinite(torch.tensor(norm)).item()
-        if finite:
-            for group in self._optimizer.param_groups:
-                group["lr"] = self._learning_rate() * lr_scale
-            self._optimizer.step()
-            self._publish_masters()
-        self._optimizer.zero_grad()
-        return norm, "" if finite else f"the gradient's norm is {norm}"
-
-    @torch.no_grad()
-    def _publish_masters(self) -> None:
-        """Copy the masters to the parameters, unless an engine does so between two of its steps."""
-        if self._attached:
-            return
-        for name, parameter in self._trained.items():
-            if parameter is not self._masters[name]:
-                parameter.copy_(self._masters[name])
 
     def _forward(
         self, model: torch.nn.Module, part: Batch, place: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropy of the tokens at `place` (int64 [k]) of a micro-batch, [k].
-
-        Samples are padded on the right, which causal attention never reads: no mask is needed.
-        """
-        sample, lengths = part.sample_index, part.lengths
-        position = torch.arange(len(sample), device=self._device) - part.offsets[sample]
-        padded = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.int64, device=self._device)
-        padded[sample, position] = part.tokens.long()
+        """Return log-probabilities and entropy of the tokens at `place` (int64 [k]) of a micro-batch, [k]."""
+        tokens, sample, position = padded(part)
         before = position[place] - 1
-        asked = before.unique() if self._selects else torch.arange(padded.shape[1], device=self._device)
-        options = {"logits_to_keep": asked} if self._selects else {}
-        logits = model(input_ids=padded, use_cache=False, **options).logits
+        selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+        asked = before.unique() if selects else torch.arange(tokens.shape[1], device=self._device)
+        options = {"logits_to_keep": asked} if selects else {}
+        logits = model(input_ids=tokens, use_cache=False, **options).logits
         rows = logits[sample[place], torch.searchsorted(asked, before)]
         return token_logprobs(rows, part.tokens[place].long(), part.temperature)
 
     @torch.no_grad()
     def _evaluate(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         out = torch.zeros(len(batch.tokens))
-        for samples in self._passes(batch):
+        for samples in passes(batch, self._trainer):
             part = batch.select(samples).to(self._device)
             logprobs, _ = self._forward(model, part, part.sampled_mask.nonzero()[:, 0])
             sampled = batch.sampled_mask & torch.isin(batch.sample_index, samples)
@@ -303,17 +259,8 @@ def _device(name: str) -> torch.device:
 
 
 def _load(model_dir: Path) -> torch.nn.Module:
-    transformers_logging.disable_progress_bar()
-    try:
-        with MODEL_BUILDING:
-            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch.float32, local_files_only=True
-            )
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"model.path {model_dir}: not a model that transformers can load: {error}"
-        ) from error
+    model = load_model(model_dir, "model.path")
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # torch would not train that row, and other backends do
-    return model.eval()
+    return model

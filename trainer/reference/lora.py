@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
-from trainer.lora import initial_adapter
+from trainer.lora import AdapterSwitch, initial_adapter
 
 
-class LowRank(torch.nn.Module):
+class LowRank(torch.nn.Module, AdapterSwitch):
     """One adapter: x -> scaling * B A x, all in the dtype of x."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
@@ -43,4 +43,4 @@ def attach(
 
 
 def _add(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    return output + layer.lora(inputs[0])
+    return output + layer.lora(inputs[0]) if layer.lora.is_on else output

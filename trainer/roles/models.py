@@ -1,14 +1,26 @@
 """Holds a rank's parts of all models of a run."""
 
-from dataclasses import dataclass
+import dataclasses
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
+from protocol.errors import SettingsError
 from trainer.backends.base import Backend
 from trainer.backends.rank_commands import is_distributed
+from trainer.config import AlgorithmConfig
+from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
+from trainer.roles.frozen import NO_FROZEN, FrozenModels
 from trainer.storage.host_state import HostState
+
+log = logging.getLogger("tether.trainer")
+
+CRITIC = "critic"
+"""Directory of the critic's part in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,36 +34,68 @@ class RankModels:
     """The model that generates, and is published."""
     entropy: EntropyControl | None = None
     """The entropy bonus of a recipe that has a target for it; None: the bonus is that of the settings."""
+    frozen: FrozenModels = NO_FROZEN
+    """Those that are never trained."""
+    critic: Critic | None = None
+    """Estimates advantages; None: the algorithm needs none."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """How its values become advantages."""
 
     def copy_state(self) -> HostState:
         """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""
         state = self.policy.copy_state()
         if self.entropy is not None and not (is_distributed() and dist.get_rank()):
             state = self.entropy.added_to(state)
+        if self.critic is not None:
+            state = dataclasses.replace(state, parts={CRITIC: self.critic.copy_state()})
         return state
 
     def restore(self, directory: Path) -> None:
         """Load this rank's part of a checkpoint.
 
         Raises:
-            SettingsError: as `Backend.restore`, and `EntropyControl.restore`.
+            SettingsError: as `Backend.restore` and `EntropyControl.restore`; or there is a critic, and the
+                checkpoint has none.
         """
+        saved = (directory / CRITIC).is_dir()
+        if self.critic is not None and not saved:
+            raise SettingsError(
+                f"checkpoint {directory} has no critic: it was made with an algorithm.name that needs none; "
+                "continue with that one, or begin a new run from its export"
+            )
+        if self.critic is None and saved:
+            log.warning("checkpoint.critic_left_out directory=%s", directory)
+        if self.critic is not None:
+            self.critic.restore(directory / CRITIC)
         if self.entropy is not None:
             self.entropy.restore(directory)
         self.policy.restore(directory)
 
     def keep_reference(self) -> None:
-        """Keep the policy's current weights as the reference model."""
-        self.policy.keep_reference()
+        """Keep the policy's current weights as the reference model, unless that is a model of its own."""
+        if self.frozen.reference is None:
+            self.policy.keep_reference()
 
     def offload(self) -> None:
         """Move everything on the device to the host."""
-        self.policy.offload()
+        for model in self._trained():
+            model.offload()
+        for role in self.frozen.roles:
+            role.offload()
 
     def onload(self) -> None:
         """Move what `offload` moved back to the device."""
-        self.policy.onload()
+        for model in self._trained():
+            model.onload()
+        for role in self.frozen.roles:
+            role.onload()
 
     def close(self) -> None:
         """Release the models; idempotent."""
-        self.policy.close()
+        for model in reversed(list(self._trained())):
+            model.close()
+
+    def _trained(self) -> Iterator[Backend | Critic]:
+        yield self.policy
+        if self.critic is not None:
+            yield self.critic

@@ -8,7 +8,9 @@ from trainer.backends.base import StepStats
 from trainer.backends.rank_commands import StepCommand, of_all_replicas
 from trainer.batch import Batch
 from trainer.functional.corrections import second_moment_limit
+from trainer.roles.advantages import with_advantages
 from trainer.roles.models import RankModels
+from trainer.roles.token_rewards import with_frozen
 
 
 def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[StepStats]:
@@ -20,16 +22,23 @@ def run_step(models: RankModels, part: Batch, command: StepCommand) -> list[Step
     Returns:
         What each update measured, in order.
     """
-    part = _with_roles(models, part, command)
-    made = [_update(models, batch) for batch in _batches(part, command)]
+    part, measured = _with_roles(models, part, command)
+    made = [dataclasses.replace(_update(models, batch), **measured) for batch in _batches(part, command)]
     if models.entropy is not None:
         models.entropy.note(made)
     return made
 
 
 def _update(models: RankModels, batch: Batch) -> StepStats:
-    """Make an update of every model that is trained, on this replica's part of a mini-batch."""
-    stats = models.policy.train_step(batch)
+    """Make an update of every model that is trained, on this replica's part of a mini-batch.
+
+    The first steps of a run may train the critic alone.
+    """
+    critic, stats = models.critic, StepStats(trained_tokens=batch.totals.trained_tokens)
+    if critic is None or batch.step >= critic.config.critic_warmup_steps:
+        stats = models.policy.train_step(batch)
+    if critic is not None:
+        stats = critic.train_step(batch).added_to(stats)
     return dataclasses.replace(stats, entropy_coef=batch.entropy_coef)
 
 
@@ -42,7 +51,8 @@ def _batches(part: Batch, command: StepCommand) -> Iterator[Batch]:
         yield part.of_mini_batch(number, command.mini_batches[number])
 
 
-def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> Batch:
+def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> tuple[Batch, dict[str, Any]]:
+    """Return the part with what other models and the start of the step say, and what was measured of it."""
     found: dict[str, Any] = {}
     if command.start_logprobs:
         found["start_logprobs"] = start = models.policy.logprobs(part)
@@ -50,8 +60,11 @@ def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> Batch:
             moved = (start - part.behaviour_logprobs)[part.loss_mask]
             everywhere = of_all_replicas(moved, models.policy.replicas)
             found["second_moment_limit"] = second_moment_limit(everywhere, command.second_moment_threshold)
-    if command.reference_logprobs:
-        found["reference_logprobs"] = models.policy.reference_logprobs(part)
     if models.entropy is not None:
         found["entropy_coef"] = models.entropy.bonus.in_force
-    return dataclasses.replace(part, **found)
+    part = dataclasses.replace(part, **found)
+    part, measured = with_frozen(part, models.policy, models.frozen, reference=command.reference_logprobs)
+    if models.critic is not None:
+        values = models.critic.values(part)
+        part = with_advantages(part, values, models.algorithm, models.policy.replicas)
+    return part, measured

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 import xxhash
@@ -127,7 +127,7 @@ class Checkpoints:
         """
         path = self._path(version)
         try:
-            files = tuple(_part(file) for file in sorted(path.iterdir()))
+            files = tuple(_part(path, file) for file in sorted(path.rglob("*")) if file.is_file())
             manifest = CheckpointManifest(
                 version=version,
                 epoch=epoch,
@@ -201,7 +201,7 @@ def _open(path: Path) -> Checkpoint | None:
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
         whole = all(
-            Path(part.name).name == part.name and (path / part.name).stat().st_size == part.nbytes
+            _is_inside(part.name) and (path / part.name).stat().st_size == part.nbytes
             for part in manifest.files
         )
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
@@ -209,10 +209,16 @@ def _open(path: Path) -> Checkpoint | None:
     return Checkpoint(path, manifest) if whole and path.name == f"step_{manifest.version:08d}" else None
 
 
-def _part(path: Path) -> FilePart:
-    """Sync a file to the disk and describe it."""
+def _is_inside(name: str) -> bool:
+    """Return whether a relative path leads to a file of the checkpoint's directory or of one in it."""
+    path = PurePosixPath(name)
+    return len(path.parts) in (1, 2) and not path.is_absolute() and ".." not in path.parts
+
+
+def _part(directory: Path, path: Path) -> FilePart:
+    """Sync a file of a checkpoint to the disk and describe it."""
     sync(path)
-    return FilePart(path.name, path.stat().st_size, digest_of(path))
+    return FilePart(path.relative_to(directory).as_posix(), path.stat().st_size, digest_of(path))
 
 
 def digest_of(path: Path) -> str:

@@ -25,6 +25,8 @@ class HostState:
     """What each of these files says of itself."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Name of a text file -> its content."""
+    parts: Mapping[str, "HostState"] = field(default_factory=dict)
+    """Name of a directory -> what other models have in it."""
 
     def write(self, directory: Path) -> None:
         """Write the files into an existing directory, and sync them to the disk.
@@ -42,6 +44,10 @@ class HostState:
             except Exception as error:  # safetensors' own, which says no path
                 raise OSError(f"{path}: {error}") from error
             sync(path)
+        for name, part in self.parts.items():
+            (directory / name).mkdir(exist_ok=True)
+            part.write(directory / name)
+            sync(directory / name)
 
 
 class HostCopies:

@@ -123,13 +123,15 @@ class RemoteDirectory:
             manifest = msgspec.json.decode(text, type=RemoteManifest)
             for first, target in targets.items():
                 parts = {
-                    PurePosixPath(part.name).name: part
+                    "/".join(inside): part
                     for part in manifest.files
-                    if PurePosixPath(part.name).parts[:-1] == (first,)
+                    for top, *inside in [PurePosixPath(part.name).parts]
+                    if top == first and inside and ".." not in inside
                 }
                 aside = target.with_name(f"{target.name}.download")
                 with directory_written_aside(aside) as directory:
                     for name, part in parts.items():
+                        (directory / name).parent.mkdir(exist_ok=True)
                         self._get(self._path(version, part.name), directory / name, part)
                 _move(aside, target)
 

@@ -35,7 +35,7 @@ ANSWER: dict[str, dict[str, Any]] = {
 
 def score(name: str, response: str, metadata: Mapping[str, Any] | None = None, **options: Any) -> float:
     given = ResponseGroup(
-        "question", [response], ANSWER[name] if metadata is None else metadata, [1], ["stop"]
+        "question", [response], ANSWER.get(name, {}) if metadata is None else metadata, [1], ["stop"]
     )
     (value,) = make_verifier(name, options).score(given, [0])
     assert value is not None
@@ -223,7 +223,15 @@ def test_a_scorer_that_cannot_read_a_response_calls_it_wrong_or_fails_if_it_is_s
         score("reasoning_gym", "garbage", {**metadata, "answer": "junk"})
 
 
-@pytest.mark.parametrize("name", sorted(set(VERIFIERS) - {"function"}))
+def test_the_metadata_of_every_verifier_are_known() -> None:
+    assert set(VERIFIERS) == {*ANSWER, "constant", "function", "reward_model"}
+
+
+def test_a_constant_is_the_score_of_everything() -> None:
+    assert (score("constant", "42", {}), score("constant", "", {}, value=0.5)) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize("name", sorted(ANSWER))
 def test_missing_metadata_is_an_error_and_not_a_zero(name: str) -> None:
     with pytest.raises(RewardError, match=r"the metadata has no field '.*', but other"):
         score(name, "42", {"other": 1})
@@ -260,7 +268,7 @@ GARBAGE = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", sorted(set(VERIFIERS) - {"python_tests", "function"}))
+@pytest.mark.parametrize("name", sorted({*ANSWER, "constant"} - {"python_tests"}))
 @settings(
     max_examples=60,
     deadline=None,

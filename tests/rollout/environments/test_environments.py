@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import SettingsError
 from rollout.engines.base import Completion
 from rollout.environments.base import Environment, EnvironmentConfig, Sample
-from rollout.environments.registry import ENVIRONMENTS, make_environment
+from rollout.environments.registry import ENVIRONMENTS, evaluated, make_environment
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
 from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
@@ -122,3 +122,48 @@ def test_wrong_settings_say_what_to_do(make: Callable[[], Environment], why: str
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_every_environment_can_be_made_with_its_defaults(name: str) -> None:
     assert isinstance(make_environment(EnvironmentConfig(name)), Environment)
+
+
+def given(**options: object) -> Environment:
+    return make_environment(EnvironmentConfig("given", dict(options)))
+
+
+def test_given_answers_with_the_data_under_the_version_of_the_engine(renderer: Renderer) -> None:
+    player = Player(renderer, "anything")
+    sample = play(given(append_eos=False), renderer, player, Prompt("?", metadata={"answer": "3 and 4"}))
+    assert renderer.text(sample.tokens) == "3 and 4"
+    count = len(sample.tokens)
+    assert (sample.logprobs, sample.loss_mask, sample.spans) == ((0.0,) * count, (1,) * count, ((count, 0),))
+    assert (sample.finish_reason, sample.reward) == ("stop", None)
+    assert player.asked == [(renderer.prompt_tokens(PROMPT), 1)]
+
+
+def test_given_completions_may_have_a_prefix_an_end_and_a_limit(renderer: Renderer) -> None:
+    sample = play(given(prefix="so ", field="words"), renderer, Player(renderer, "x"), WORDS)
+    assert sample.tokens == renderer.completion_tokens("so a b", append_eos=True)
+    assert sample.tokens[-1] in renderer.stop_token_ids
+    cut = play(given(max_tokens=2, field="words"), renderer, Player(renderer, "x"), WORDS)
+    assert cut.tokens == renderer.completion_tokens("a b", append_eos=True)[:2]
+    assert cut.finish_reason == "length"
+
+
+WORDS = Prompt("?", metadata={"words": "a b", "empty": "", "number": 3}, index=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "needs text in the field 'answer'.*which has empty, number, words"),
+        ({"field": "number"}, "needs text in the field 'number'"),
+        ({"field": "empty", "append_eos": False}, "prompt 4: its completion has no tokens"),
+    ],
+)
+def test_given_names_what_the_data_lack(options: dict[str, object], words: str, renderer: Renderer) -> None:
+    with pytest.raises(SettingsError, match=words):
+        play(given(**options), renderer, Player(renderer, "x"), WORDS)
+
+
+def test_an_evaluation_has_the_model_answer() -> None:
+    guessing_config = EnvironmentConfig("guess_number", {"max_turns": 2})
+    assert evaluated(EnvironmentConfig("given", {"field": "words"})) == EnvironmentConfig("single_turn")
+    assert evaluated(guessing_config) == guessing_config

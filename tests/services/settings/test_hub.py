@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.host.hub import snapshot_dir
 from services.prepare import prepare
-from services.settings.hub import FILE, fetch_model, pin_names, record_pins
+from services.settings.hub import FILE, fetch_frozen, fetch_model, pin_names, record_pins
 from services.settings.load import dump_settings, load_settings, run_settings
 from services.settings.sections import Settings
 from tests.data_sets import write_gsm8k, write_model
 from tests.hub_server import HubServer, files_of
+from trainer.roles.config import ReferenceConfig, TeacherConfig
 
 pytestmark = pytest.mark.xdist_group("hub")  # one fixture for the module
 
@@ -83,6 +85,20 @@ def test_names_become_commits_and_are_recorded(hub: HubServer, asked: Settings) 
         f"dataset {DATA} v1": data["v1"],
     }
     assert run_settings(asked.run_dir).eval.sets == pinned.eval.sets
+
+
+def test_models_that_are_not_trained_are_pinned_and_fetched_too(hub: HubServer, asked: Settings) -> None:
+    named = replace(asked, teacher=TeacherConfig(path=MODEL), reference=ReferenceConfig(path="/models/here"))
+    pinned = started(named)
+    commit = hub.repository("model", MODEL).branches["main"]
+    assert (pinned.teacher.revision, pinned.reference.revision) == (commit, "")
+    assert [each.revision for each in pinned.eval.sets] == [
+        each.revision for each in started(asked).eval.sets
+    ]
+    assert fetch_frozen(pinned, "teacher") == pinned.frozen_dir("teacher") == pinned.model_dir
+    with pytest.raises(SettingsError, match=r"reference\.path: no config\.json in /models/here"):
+        fetch_frozen(pinned, "reference")
+    assert fetch_frozen(asked, "teacher") is None
 
 
 def test_a_start_fetches_and_a_later_one_needs_no_network(

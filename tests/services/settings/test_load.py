@@ -271,6 +271,19 @@ def test_a_schedule_that_never_ends_is_refused(changes: list[str], problem: str)
     assert f"setting optimizer.{problem}" in refusal(None, *(f"optimizer.{change}" for change in changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["critic.path=/models/c"], r"critic\.path: algorithm\.name 'grpo' has no critic; .* use ppo"),
+        (["algorithm.name=ppo", "trainer.backend=scripted"], r"trainer\.backend: 'scripted' has no critic"),
+        (["algorithm.name=ppo", "critic.critic_warmup_steps=100"], r"100 leaves none of the 100 steps"),
+    ],
+)
+def test_a_critic_that_nobody_trains_is_refused(changes: list[str], problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        load_settings(overrides=changes, environ={})
+
+
 @pytest.mark.parametrize("off", ["trainer.mismatch_limit=0", "trainer.mismatch_share=0"])
 def test_a_stop_that_could_never_happen_is_refused(off: str) -> None:
     said = refusal(None, "trainer.mismatch_action=stop", off)

@@ -11,7 +11,10 @@ import torch
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
 
-TOKEN_MEAN = ("dapo", "cispo", "m2po", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+TOKEN_MEAN = (
+    "dapo", "cispo", "m2po", "ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+    "on_policy_distillation", "sft",
+)  # fmt: skip
 
 
 def mean(values: list[float]) -> float:
@@ -33,6 +36,10 @@ def advantages(config: AlgorithmConfig, rewards: list[float], groups: list[int])
     eps = config.advantage_eps
     if config.name == "dr_grpo":
         return centred
+    if config.name == "on_policy_distillation":  # beside the teacher's
+        return [config.opd_reward_coef * value for value in centred]
+    if config.name == "ppo":  # before a critic says what a state is worth
+        return rewards
     if config.name == "rloo":
         return [reward - mean(rest) if rest else 0.0 for reward, rest in zip(rewards, others, strict=True)]
     if config.name == "reinforce_plus_plus":
@@ -130,6 +137,9 @@ def step_loss(
         if not tokens:
             continue
         new = [logprobs[token] for token in tokens]
+        if config.name == "sft":
+            total = total - sum(new) * token_weight(config, sampled, sample)
+            continue
         engine = [batch.behaviour_logprobs[token].double() for token in tokens]
         started = [value.detach() for value in new]
         if batch.start_logprobs is not None:
@@ -149,7 +159,7 @@ def step_loss(
                 gap = at_level(gaps, config.rejection_level)[place]
                 loss = loss * (config.rejection_low <= gap <= config.rejection_high)
             loss = loss - config.entropy_coef * entropy[token]
-            if batch.reference_logprobs is not None:
+            if batch.reference_logprobs is not None and not config.use_kl_in_reward:
                 log_q = batch.reference_logprobs[token].double() - new[place]
                 loss = loss + config.kl_coef * KL[config.kl_estimator](log_q)
             total = total + loss * token_weight(config, sampled, sample)

@@ -49,6 +49,8 @@ def configs(draw: st.DrawFn) -> AlgorithmConfig:
         kl_estimator=draw(st.sampled_from(KL_ESTIMATORS)),
         proximal_policy=draw(st.sampled_from(PROXIMAL_POLICIES)),
         second_moment_threshold=draw(st.sampled_from([0.0, 0.02, 0.2])),
+        use_kl_in_reward=draw(st.booleans()),
+        opd_reward_coef=draw(st.sampled_from([0.0, 0.5])),
         advantage_eps=0.01,
         length_normalizer=draw(st.sampled_from([0, 9])),
     )

@@ -49,6 +49,29 @@ def test_a_checkpoint_says_what_it_is(tmp_path: Path) -> None:
     ]
 
 
+def test_files_of_other_models_are_in_directories_of_their_own(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    directory = checkpoints.begin(3)
+    (directory / "rank_00000.safetensors").write_text("policy")
+    (directory / "critic").mkdir()
+    (directory / "critic/rank_00000.safetensors").write_text("critic")
+    checkpoints.finish(3, epoch="e1", digest=1, sequence=1)
+    found = checkpoints.latest()
+    assert found is not None
+    names = [part.name for part in found.manifest.files]
+    assert names == ["critic/rank_00000.safetensors", "rank_00000.safetensors"]
+    (directory / "critic/rank_00000.safetensors").unlink()
+    assert checkpoints.latest() is None
+
+
+@pytest.mark.parametrize("name", ["../rank", "/rank", "a/../../rank", "a/b/rank"])
+def test_files_elsewhere_are_no_part_of_a_checkpoint(name: str, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run", keep=2)
+    path = write(checkpoints, 3) / "manifest.json"
+    path.write_text(path.read_text().replace("rank_00000.safetensors", name))
+    assert checkpoints.latest() is None
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for version in (0, 5, 10, 15):

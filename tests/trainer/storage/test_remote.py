@@ -38,7 +38,12 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteDirectory:
 
 def files_of(directory: Path, text: str = "weights") -> dict[str, Path]:
     directory.mkdir(parents=True, exist_ok=True)
-    names = ("checkpoint/rank-00000.safetensors", "checkpoint/manifest.json", "run/audit.jsonl")
+    names = (
+        "checkpoint/rank-00000.safetensors",
+        "checkpoint/manifest.json",
+        "checkpoint/critic/rank",
+        "run/audit.jsonl",
+    )
     files = {name: directory / name.replace("/", "-") for name in names}
     for name, path in files.items():
         path.write_text(f"{text} of {name}")
@@ -53,7 +58,9 @@ def test_what_is_uploaded_is_downloaded(remote: RemoteDirectory, tmp_path: Path)
     checkpoint, run = tmp_path / "new/checkpoint", tmp_path / "new"
     run.mkdir()
     remote.download(20, {"checkpoint": checkpoint, "run": run})
-    assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", "rank-00000.safetensors"]
+    found = sorted(path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*"))
+    assert found == ["critic", "critic/rank", "manifest.json", "rank-00000.safetensors"]
+    assert (checkpoint / "critic/rank").read_text() == "weights 20 of checkpoint/critic/rank"
     assert (run / "audit.jsonl").read_text() == "weights 20 of run/audit.jsonl"
     remote.upload(20, files_of(tmp_path / "local", "other"))
     remote.download(20, {"run": run})
@@ -88,13 +95,13 @@ def test_a_damaged_file_is_named_and_nothing_is_left(remote: RemoteDirectory, tm
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_half_a_copy_counts_as_nothing_and_is_replaced(tmp_path: Path, room: int) -> None:
     remote = RemoteDirectory(f"fulldisk://{tmp_path}/remote")
-    FullDisk.room = 3
+    FullDisk.room = 4
     remote.upload(1, files_of(tmp_path / "local"))
     FullDisk.room = room
     with pytest.raises(RemoteError, match=r"fulldisk://.* cannot be written: .*No space left on device"):
         remote.upload(2, files_of(tmp_path / "local", "newer"))
     assert remote.versions() == [1]
-    FullDisk.room = 3
+    FullDisk.room = 4
     remote.upload(2, files_of(tmp_path / "local", "newer"))
     assert remote.versions() == [1, 2]
     FullDisk.room = 1  # a version that is made again replaces the complete one only when it is complete

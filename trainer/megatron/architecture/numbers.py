@@ -50,6 +50,8 @@ class Architecture:
     """Sizes of latent attention; None: it is not latent."""
     experts: Experts = NO_EXPERTS
     """Numbers of the layers that have any instead of an MLP."""
+    value_head: bool = False
+    """Whether it ends with one value for a token, in the place of the output layer: a critic."""
 
     @property
     def family(self) -> Family:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ def read_architecture(model_dir: Path) -> Architecture:
             f"cannot read {path}: {error}: the model must be a directory with a Hugging Face checkpoint"
         ) from error
     return architecture_of(config, path)
+
+
+def read_critic(model_dir: Path) -> Architecture:
+    """Read `config.json` of a model that is to have a value head; errors are those of `read_architecture`."""
+    return as_critic(read_architecture(model_dir))
+
+
+def as_critic(architecture: Architecture) -> Architecture:
+    """Return an architecture with a value head in the place of its output layer."""
+    return replace(architecture, value_head=True, tied=False)
 
 
 def architecture_of(config: dict[str, Any], path: Path) -> Architecture:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from protocol.errors import SettingsError
 from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.convert.families import EMBEDDING, OUTPUT, ignorable
+from trainer.megatron.convert.families import EMBEDDING, OUTPUT, VALUE_HEAD, ignorable
 from trainer.megatron.convert.rules import Rule, Segment
 from trainer.megatron.layout import Layout, Place
 from trainer.megatron.reshard import export_plan, stage_rules, stretch
@@ -116,7 +116,7 @@ def load_checkpoint(
                 parameter = parameters[rule.parameter].detach().zero_()
                 number = layout.number_of(place, expert=rule.expert)
                 for segment in rule.segments(layout.grid(expert=rule.expert)):
-                    if segment.rank == number:
+                    if segment.rank == number and segment.name in reader.names:
                         _read_segment(reader, parameter, rule.dim, segment)
 
 
@@ -137,10 +137,12 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, layout: L
         raise SettingsError(
             f"{reader.model_dir}: no rule of {architecture.model_type} maps {_some(unmapped)}"
         )
-    missing = sorted(set(shapes) - reader.names)
+    missing = sorted(set(shapes) - reader.names - set(VALUE_HEAD))
     if missing:
         raise SettingsError(f"{reader.model_dir} lacks {_some(missing)}, which its config.json asks for")
     for name, shape in shapes.items():
+        if name not in reader.names:
+            continue
         if reader.shape(name) != shape:
             raise SettingsError(
                 f"{reader.model_dir}: {name} has shape {reader.shape(name)}, but by config.json it should be "

@@ -18,6 +18,8 @@ from trainer.megatron.convert.rules import (
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
+VALUE_HEAD = ("score.weight", "score.bias")
+"""Names of the head of a classifier with one label; a critic that starts without one begins with zeros."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NOT_WEIGHTS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -180,11 +182,18 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
     """
     rules = _norm_rules(architecture, "decoder.final_layernorm", "model.norm")
     shape = (architecture.vocabulary, architecture.hidden)
-    if not architecture.tied:
+    if architecture.value_head:
+        sizes = zip(VALUE_HEAD, ((1, architecture.hidden), (1,)), strict=True)
+        rules += [Direct(parameter=_value_head(name), name=name, shape=size) for name, size in sizes]
+    elif not architecture.tied:
         rules.append(Vocabulary(parameter="output_layer.weight", name=OUTPUT, shape=shape))
     elif not with_embedding:
         rules.append(Vocabulary(parameter="output_layer.weight", name=EMBEDDING, shape=shape, owner=False))
     return rules
+
+
+def _value_head(name: str) -> str:
+    return name.replace("score.", "value_head.")
 
 
 def ignorable(architecture: Architecture, name: str) -> bool:
@@ -192,7 +201,7 @@ def ignorable(architecture: Architecture, name: str) -> bool:
 
     Such are a tied output layer that is saved twice, rotary buffers, and layers that predict further tokens.
     """
-    if architecture.tied and name == OUTPUT:
+    if (architecture.tied or architecture.value_head) and name == OUTPUT:
         return True
     layer = _LAYER.match(name)
     extra = layer is not None and int(layer[1]) >= architecture.layers

@@ -1,4 +1,4 @@
-"""Defines what a layer computes token by token: norms, activations and MLPs."""
+"""Defines what is computed token by token: norms, activations, MLPs, and the head of a critic."""
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
@@ -178,3 +178,20 @@ class BiasedRow(RowParallelLinear):
 
     def __init__(self, *sizes: int, bias: bool, **others: Any) -> None:
         super().__init__(*sizes, bias=True, **others)
+
+
+class ValueHead(torch.nn.Module):
+    """A linear layer from hidden states to one value each, in the place of a critic's output layer.
+
+    It is the same on every tensor rank.
+    """
+
+    def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Leave the weights uninitialized."""
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device))
+        self.bias = torch.nn.Parameter(torch.empty(1, dtype=dtype, device=device))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the values of hidden states [k, H], float32 [k]."""
+        return F.linear(hidden.float(), self.weight.float(), self.bias.float())[:, 0]

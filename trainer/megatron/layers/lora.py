@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
-from trainer.lora import initial_adapter
+from trainer.lora import AdapterSwitch, initial_adapter
 from trainer.megatron.convert.rules import Direct, ExpertStack, FusedQKV, Rule, Split, Stacked
 from trainer.megatron.layout import Grid
 from trainer.megatron.model import mark_split
@@ -38,7 +38,7 @@ class LowRank(torch.nn.Module):
         self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
 
 
-class Adapters(torch.nn.ModuleDict):
+class Adapters(torch.nn.ModuleDict, AdapterSwitch):
     """The adapters of one layer, whose submodule `lora` it is, by the last part of the weight's name."""
 
     scaling: float
@@ -162,6 +162,8 @@ def _share(first: Mapping[str, torch.Tensor], rule: Rule, grid: Grid, rank: int)
 def _column_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
     """Add the adapters' outputs to a column-parallel layer's output, in the order of its rows."""
     adapters: Adapters = layer.lora
+    if not adapters.is_on:
+        return output
     x = inputs[0]
     if adapters.sequence_parallel:
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
@@ -197,6 +199,8 @@ def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: to
 def _row_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
     """Add the adapter's output to a row-parallel layer's output."""
     adapters: Adapters = layer.lora
+    if not adapters.is_on:
+        return output
     pair: Any = next(iter(adapters.values()))
     inner = F.linear(inputs[0], pair.a)  # of this rank's columns only
     if adapters.sequence_parallel:

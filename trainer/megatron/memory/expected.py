@@ -28,6 +28,15 @@ SCORES_BYTES = 3 << 28
 `layers/attention/softcapped.py`, which needs torch."""
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenShape:
+    """A model that is never trained."""
+
+    architecture: Architecture
+    offload: bool = False
+    """Whether it is on the device only during its own passes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What the memory of a rank depends on."""
@@ -38,13 +47,27 @@ class Workload:
     optimizer: OptimizerConfig
     adapters: LoraConfig = NO_ADAPTERS
     reference: bool = False
-    """Whether a reference model is kept."""
+    """Whether a copy of the model is kept as the reference."""
+    frozen: tuple[FrozenShape, ...] = ()
+    """Models beside it that are never trained."""
     shared: bool = False
     """Whether an engine computes with the parameters, so that masters are apart in every dtype."""
+    critic: Architecture | None = None
+    """What is trained beside it as a critic, whose passes are made when those of the policy are over."""
 
     @property
     def layout(self) -> Layout:
         return Layout.of(self.parallel, self.architecture.layers)
+
+    @property
+    def models(self) -> tuple["Workload", ...]:
+        """The workload of each model that is trained, the policy's first."""
+        if self.critic is None:
+            return (self,)
+        critic = Workload(
+            architecture=self.critic, parallel=self.parallel, trainer=self.trainer, optimizer=self.optimizer
+        )
+        return dataclasses.replace(self, critic=None), critic
 
     def layers_of(self, stage: int) -> int:
         """Return how many layers a stage has."""
@@ -69,7 +92,7 @@ class ExpectedMemory:
     """Bytes on the device of one rank, by what they are for."""
 
     parameters: int
-    """With those of the reference model."""
+    """With those of models that are not trained."""
     gradients: int
     optimizer: int
     """Masters and moments."""
@@ -81,12 +104,15 @@ class ExpectedMemory:
     """What the backward pass of a layer takes for a moment."""
     update: int
     """What the optimizer takes for a moment, after the passes."""
+    visiting: int = 0
+    """Parameters of the largest model that is on the device only before the passes."""
 
     @property
     def peak(self) -> int:
         """The largest sum at one moment of a step."""
         passes = self.activations + max(self.head, self.workspace)
-        return self.parameters + self.gradients + self.optimizer + LIBRARIES + max(passes, self.update)
+        most = max(passes, self.update, self.visiting)
+        return self.parameters + self.gradients + self.optimizer + LIBRARIES + most
 
     def __str__(self) -> str:
         kinds = ("parameters", "gradients", "optimizer", "activations", "head", "workspace")
@@ -102,7 +128,21 @@ def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:
         tokens: of a micro-batch on each rank.
     """
     stages = range(work.parallel.pipeline_model_parallel_size)
-    return max((memory_of_stage(work, tokens, stage) for stage in stages), key=lambda found: found.peak)
+    return max((_memory_of_models(work, tokens, stage) for stage in stages), key=lambda found: found.peak)
+
+
+def _memory_of_models(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
+    """Return the memory of a rank of a pipeline stage with all models that it trains."""
+    found = [memory_of_stage(model, tokens, stage) for model in work.models]
+    larger = max(found, key=lambda one: one.activations + max(one.head, one.workspace))
+    return dataclasses.replace(
+        larger,
+        parameters=sum(one.parameters for one in found),
+        gradients=sum(one.gradients for one in found),
+        optimizer=sum(one.optimizer for one in found),
+        update=max(one.update for one in found),
+        visiting=max(one.visiting for one in found),
+    )
 
 
 def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
@@ -120,14 +160,29 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     tied_gradient = table * item if last and work.architecture.tied and not work.adapters.rank else 0
     most = max(_kept(work, tokens, chunk) for chunk in work.layout.stages[stage])
     return ExpectedMemory(
-        parameters=held * item,
+        parameters=held * item + sum(frozen_bytes(work, stage, offload=False)),
         gradients=trained * gradient_item,
         optimizer=share * (8 + masters) if on_device else 0,
         activations=most * passes_under_way(work.layout, stage),
         head=_head(work, tokens, table) if last else 0,
         workspace=_of_layer_backward(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
+        visiting=max(frozen_bytes(work, stage, offload=True), default=0),
     )
+
+
+def frozen_layout(parallel: ParallelConfig) -> ParallelConfig:
+    """Return the layout of a frozen model: that of the policy, its layers divided evenly between stages."""
+    return dataclasses.replace(
+        parallel, num_layers_in_first_pipeline_stage=0, num_layers_in_last_pipeline_stage=0
+    )
+
+
+def frozen_bytes(work: Workload, stage: int, *, offload: bool) -> list[int]:
+    """Return the bytes that a rank has of each frozen model that is, or is not, offloaded between passes."""
+    architectures = [shape.architecture for shape in work.frozen if shape.offload == offload]
+    parallel = frozen_layout(work.parallel)
+    return [sum(_sizes(a, Layout.of(parallel, a.layers), stage)) * work.item for a in architectures]
 
 
 def _trained(work: Workload, stage: int) -> int:
@@ -272,6 +327,8 @@ def _keys_seen(work: Workload, tokens: int) -> int:
 def _head(work: Workload, tokens: int, table: int) -> int:
     """Return the bytes of the head if every token is trained: logits, gradients of what made them."""
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
+    if a.value_head:  # it reads hidden states in float32
+        return 2 * tokens * a.hidden * 4
     logits = tokens * padded_vocabulary(a.vocabulary, tp) // tp * work.item
     if logits > HEAD_CHUNK_BYTES:  # the next chunk is computed while the one before is still there
         logits = 2 * HEAD_CHUNK_BYTES

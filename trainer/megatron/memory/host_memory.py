@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from trainer.config import ParallelConfig
@@ -10,6 +11,7 @@ from trainer.megatron.memory.expected import (
     GIB,
     Workload,
     expected_memory,
+    frozen_bytes,
     memory_of_stage,
     parameters_of_stage,
     stepped_of_stage,
@@ -135,14 +137,14 @@ def _fits(given: HostWorkload, room: int) -> bool:
 
 def _of_host(given: HostWorkload, host: int) -> ExpectedHostMemory:
     """Return the memory of one host: its ranks follow each other, and ranks of a stage do, too."""
-    work, layout = given.work, given.work.layout
     optimizer = transfers = checkpoint = model = 0
-    for rank in range(host * given.ranks, (host + 1) * given.ranks):
-        place = layout.place_of(rank)
+    ranks = range(host * given.ranks, (host + 1) * given.ranks)
+    for work, rank in product(given.work.models, ranks):
+        place = work.layout.place_of(rank)
         stepped = stepped_of_stage(work, place.pp)
         if work.parallel.use_distributed_optimizer or place.dp == place.cp == 0:
             checkpoint += stepped * STATE_BYTES  # of what several ranks have, the first one writes it
-        model += _of_device(given, place.pp)
+        model += _of_device(given, work, place.pp)
         if work.optimizer.cpu_offload:
             optimizer += stepped * STATE_BYTES
             transfers += _transfers(work, place.pp, stepped)
@@ -151,16 +153,16 @@ def _of_host(given: HostWorkload, host: int) -> ExpectedHostMemory:
         optimizer=optimizer,
         transfers=transfers,
         checkpoint=checkpoint,
-        export=_exported(work) if host == 0 else 0,
+        export=_exported(given.work) if host == 0 else 0,
     )
 
 
-def _of_device(given: HostWorkload, stage: int) -> int:
+def _of_device(given: HostWorkload, work: Workload, stage: int) -> int:
     """Return the bytes of a rank that are on the host because it has no device, or not always."""
-    found = memory_of_stage(given.work, 1, stage)
+    found, resting = memory_of_stage(work, 1, stage), sum(frozen_bytes(work, stage, offload=True))
     if not given.on_gpu:
-        return found.parameters + found.gradients + found.optimizer
-    return found.parameters + found.optimizer if given.turns else 0
+        return found.parameters + found.gradients + found.optimizer + resting
+    return resting + (found.parameters + found.optimizer if given.turns else 0)
 
 
 def _transfers(work: Workload, stage: int, stepped: int) -> int:

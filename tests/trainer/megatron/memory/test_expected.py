@@ -18,6 +18,7 @@ from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import (
     GIB,
     HEAD_CHUNK_BYTES,
+    FrozenShape,
     Workload,
     bytes_of_layer,
     expected_memory,
@@ -236,3 +237,38 @@ def test_the_heads_chunks_are_those_that_it_computes_with() -> None:
     few, many = (expected_memory(workload(), tokens).head for tokens in (1024, 32768))
     assert few == 1024 * (152064 * 2 + of_states) + table
     assert many == 2 * HEAD_CHUNK_BYTES + 32768 * of_states + table
+
+
+def test_frozen_models_take_their_parameters_and_no_gradient() -> None:
+    small = replace(QWEN_7B, layers=4)
+    plain = expected_memory(workload(), 2048)
+    resident = expected_memory(workload(frozen=(FrozenShape(small),)), 2048)
+    extra = 2 * parameters_of_stage(workload(architecture=small), 0)
+    assert resident.parameters - plain.parameters == extra
+    assert resident.peak - plain.peak == extra
+    assert (resident.gradients, resident.optimizer) == (plain.gradients, plain.optimizer)
+    visiting = expected_memory(workload(frozen=(FrozenShape(small, offload=True),)), 2048)
+    assert visiting.parameters == plain.parameters
+    assert visiting.visiting == extra
+    assert plain.peak <= visiting.peak <= resident.peak
+
+
+def test_a_frozen_model_divides_its_layers_evenly() -> None:
+    uneven = ParallelConfig(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=10)
+    work = workload(parallel=uneven, frozen=(FrozenShape(replace(QWEN_7B, layers=4)),))
+    assert (
+        expected_memory(work, 2048).parameters > expected_memory(workload(parallel=uneven), 2048).parameters
+    )
+
+
+def test_a_critic_adds_its_state_and_the_larger_passes_count() -> None:
+    alone, critic = workload(), replace(QWEN_7B, value_head=True)
+    both = expected_memory(workload(critic=critic), 2048)
+    policy, value = expected_memory(alone, 2048), expected_memory(workload(architecture=critic), 2048)
+    table = QWEN_7B.vocabulary * QWEN_7B.hidden
+    assert policy.parameters - value.parameters == 2 * (table - QWEN_7B.hidden - 1)
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert getattr(both, kind) == getattr(policy, kind) + getattr(value, kind)
+    assert (both.activations, both.head) == (policy.activations, policy.head)
+    larger = replace(critic, layers=2 * QWEN_7B.layers)
+    assert expected_memory(workload(critic=larger), 2048).activations > 1.5 * policy.activations

@@ -16,7 +16,7 @@ from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory import host_memory, host_optimizer
-from trainer.megatron.memory.expected import GIB, Workload
+from trainer.megatron.memory.expected import GIB, FrozenShape, Workload
 from trainer.megatron.memory.host_memory import (
     HostWorkload,
     expected_host_memory,
@@ -141,3 +141,22 @@ def test_a_refusal_names_both_sizes_and_settings_that_fit() -> None:
 
 def test_more_hosts_and_adapters_are_named_where_nothing_fits() -> None:
     assert "no setting of its ranks would fit: spread them" in host_refusal(HOST, 50 * GIB, "has")
+
+
+def test_frozen_models_rest_where_the_setting_says() -> None:
+    def model(*, offload: bool, turns: bool = False) -> int:
+        work = replace(HOST.work, frozen=(FrozenShape(QWEN_7B, offload),) * 2)
+        return expected_host_memory(replace(HOST, work=work, turns=turns)).model
+
+    assert model(offload=True) == 2 * 2 * PARAMETERS_7B
+    assert model(offload=False) == 0
+    assert model(offload=False, turns=True) == model(offload=True, turns=True) == 3 * 2 * PARAMETERS_7B
+
+
+def test_a_critic_takes_as_much_again_but_is_not_exported() -> None:
+    critic = replace(HOST.work.architecture, value_head=True)
+    both = expected_host_memory(replace(HOST, work=replace(HOST.work, critic=critic)))
+    alone = expected_host_memory(HOST)
+    assert both.export == alone.export
+    for kind in ("optimizer", "checkpoint"):
+        assert 1.9 < getattr(both, kind) / getattr(alone, kind) < 2

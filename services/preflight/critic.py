@@ -1,0 +1,101 @@
+"""Finds what a critic's model does not allow. Reads files, builds nothing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+from services.preflight.model import ModelFacts
+from services.preflight.problem import Problem
+from services.settings.sections import Settings
+from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.architecture.reading import architecture_of, as_critic
+from trainer.megatron.layout import Layout
+from trainer.megatron.reshard import export_plan
+
+SETTING = "critic.path"
+TOKENIZER = "tokenizer.json"
+
+
+def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    """Yield why the critic that the algorithm needs cannot be trained beside the policy's model."""
+    if not settings.needs_critic:
+        return
+    if settings.critic.path:
+        try:
+            config = critic_config(settings, model)
+        except SettingsError as error:
+            yield Problem(str(error))
+            return
+        yield from _token_problems(settings, model, config)
+        if not any(settings.critic_dir.glob("*.safetensors")):
+            yield Problem(
+                "it holds no *.safetensors, and the critic starts from weights", "", *_named(settings)
+            )
+    if settings.trainer.backend == "megatron":
+        try:
+            architecture = critic_architecture(settings, model)
+            export_plan(architecture, Layout.of(settings.parallel, architecture.layers))
+        except SettingsError as error:
+            yield Problem(f"the critic: {error}", "", *_named(settings))
+
+
+def critic_config(settings: Settings, model: ModelFacts) -> dict[str, Any]:
+    """Return config.json of the model that the critic starts from.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
+    if not settings.critic.path:
+        return dict(model.config)
+    path = settings.critic_dir / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"setting {SETTING}: {path}: {error}") from None
+    return found
+
+
+def critic_architecture(settings: Settings, model: ModelFacts) -> Architecture:
+    """Return the architecture of the backend `megatron`'s critic.
+
+    Raises:
+        SettingsError: the backend does not support the model.
+    """
+    config = critic_config(settings, model)
+    return as_critic(architecture_of(config, settings.critic_dir / "config.json"))
+
+
+def _token_problems(settings: Settings, model: ModelFacts, config: dict[str, Any]) -> Iterator[Problem]:
+    """Compare the tokens of both models: by their tokenizers, or by the size of their vocabularies."""
+    known = int(config.get("vocab_size") or 0)
+    own, theirs = _tokens(model.place), _tokens(settings.critic_dir)
+    if own and theirs and own != theirs:
+        yield Problem(
+            f"its tokenizer differs from that of {model.place}, so the critic would read other tokens",
+            "choose a model with the same tokenizer",
+            *_named(settings),
+        )
+    needed = max(own.values()) + 1 if own and theirs else model.vocabulary
+    if known < needed:
+        yield Problem(
+            f"it knows {known} tokens, and the policy's model has {needed}",
+            "choose a model with the same vocabulary",
+            *_named(settings),
+        )
+
+
+def _tokens(directory: Path) -> dict[str, int]:
+    """Return the number of each token of a tokenizer; empty if there is no file that says so."""
+    try:
+        found = json.loads((directory / TOKENIZER).read_text())
+        tokens = dict(found["model"]["vocab"])
+        tokens |= {token["content"]: token["id"] for token in found.get("added_tokens", ())}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {str(token): int(number) for token, number in tokens.items()}
+
+
+def _named(settings: Settings) -> tuple[str, object]:
+    return (SETTING, settings.critic.path) if settings.critic.path else ("", None)

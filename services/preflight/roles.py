@@ -1,0 +1,151 @@
+"""Finds what the models beside the policy, and the algorithms that need them or none, do not allow."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from protocol.errors import SettingsError
+from protocol.host.hub import is_hub_name
+from rollout.environments.registry import ON_DATA as DATA_ENVIRONMENT
+from rollout.render import vocabulary_of
+from services.preflight.model import ModelFacts, frozen_problems, read_facts
+from services.preflight.problem import Problem
+from services.settings.hub import fetch_frozen
+from services.settings.sections import Settings
+from trainer.algorithms.registry import DISTILLATION, ON_DATA
+from trainer.random_model import write_tokenizer
+from trainer.roles.config import FROZEN_ROLES
+
+
+def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Problem]:
+    """Yield what keeps the models that are not trained from being used.
+
+    Args:
+        settings: those of the run.
+        model: the policy; None if it cannot be read.
+    """
+    yield from _unused_roles(settings)
+    for role in FROZEN_ROLES:
+        config = getattr(settings, role)
+        if config.revision and not is_hub_name(config.path):
+            yield Problem(
+                f"it is for a model of the hub, and {role}.path is {config.path!r}",
+                "leave it out",
+                f"{role}.revision",
+                config.revision,
+            )
+        try:
+            directory = fetch_frozen(settings, role)
+            if directory is not None and model is not None:
+                yield from _other_vocabulary(settings, role, model, read_facts(directory))
+                yield from frozen_problems(settings, role, read_facts(directory))
+        except SettingsError as error:
+            yield Problem(str(error))
+
+
+def _unused_roles(settings: Settings) -> Iterator[Problem]:
+    algorithm = settings.algorithm
+    if algorithm.name == DISTILLATION and not settings.teacher.path:
+        yield Problem("there is no teacher", "set teacher.path to a model", "algorithm.name", algorithm.name)
+    if settings.teacher.path and algorithm.name != DISTILLATION:
+        yield Problem(
+            f"algorithm.name {algorithm.name!r} has no teacher",
+            f"leave it out, or use {DISTILLATION!r}",
+            "teacher.path",
+            settings.teacher.path,
+        )
+    if settings.reference.path and not algorithm.kl_coef:
+        yield Problem(
+            "nothing uses a reference model with algorithm.kl_coef = 0",
+            "leave it out, or set algorithm.kl_coef",
+            "reference.path",
+            settings.reference.path,
+        )
+
+
+def algorithm_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield settings that the chosen algorithm does not use, or cannot be used with."""
+    algorithm = settings.algorithm
+    if algorithm.use_kl_in_reward and (
+        not algorithm.kl_coef or algorithm.name in ON_DATA or algorithm.name == DISTILLATION
+    ):
+        yield Problem(
+            f"it needs algorithm.kl_coef above 0, and rewards, which {algorithm.name!r} does not need"
+            if algorithm.kl_coef
+            else "it does nothing with algorithm.kl_coef = 0",
+            "leave it out" if algorithm.kl_coef else "set algorithm.kl_coef",
+            "algorithm.use_kl_in_reward",
+            True,
+        )
+    if algorithm.name == DISTILLATION and not algorithm.opd_kl_coef:
+        yield Problem("nothing is learned from the teacher", "set it above 0", "algorithm.opd_kl_coef", 0.0)
+    if (algorithm.name in ON_DATA) != (settings.environment.name == DATA_ENVIRONMENT):
+        yield Problem(
+            f"algorithm 'sft' trains on what environment {DATA_ENVIRONMENT!r} gives; they go together",
+            "set algorithm.name and environment.name",
+            "environment.name",
+            settings.environment.name,
+        )
+    if algorithm.name in ON_DATA:
+        yield from _of_no_use_on_data(settings)
+
+
+def _of_no_use_on_data(settings: Settings) -> Iterator[Problem]:
+    algorithm, sampling = settings.algorithm, settings.sampling
+    wanted = {
+        "sampling.samples_per_prompt": (sampling.samples_per_prompt, 1, "the data have one answer"),
+        "sampling.temperature": (sampling.temperature, 1.0, "it divides the logits of the loss, too"),
+        "algorithm.kl_coef": (algorithm.kl_coef, 0.0, "its estimators need tokens of the policy"),
+        "algorithm.entropy_coef": (algorithm.entropy_coef, 0.0, "the loss has no such term"),
+        "algorithm.second_moment_threshold": (
+            algorithm.second_moment_threshold,
+            0.0,
+            "there is no policy to compare with",
+        ),
+        "algorithm.ess_scaling": (algorithm.ess_scaling, "", "there is no policy to compare with"),
+        "algorithm.entropy_target": (algorithm.entropy_target, 0.0, "the loss has no bonus for entropy"),
+        "algorithm.rejection_level": (algorithm.rejection_level, "", "there is no policy to compare with"),
+        "trainer.recompute_logprobs": (
+            settings.trainer.recompute_logprobs,
+            False,
+            "there is no policy to compare with",
+        ),
+    }
+    for setting, (value, needed, why) in wanted.items():
+        if value != needed:
+            yield Problem(f"with algorithm {algorithm.name!r} {why}", f"set it to {needed!r}", setting, value)
+
+
+def _other_vocabulary(
+    settings: Settings, role: str, model: ModelFacts, frozen: ModelFacts
+) -> Iterator[Problem]:
+    """Compare the tokens of a model with the policy's: it has to know all of them by the same ids."""
+    path = getattr(settings, role).path
+    if frozen.vocabulary < model.vocabulary:
+        yield Problem(
+            f"its vocab_size is {frozen.vocabulary}, that of the policy {model.vocabulary}: it has to know "
+            "every token that the policy can sample",
+            "choose a model of the same vocabulary",
+            f"{role}.path",
+            path,
+        )
+    theirs, own = vocabulary_of(frozen.place), _own_vocabulary(settings, model)
+    if theirs == own:
+        return
+    here, there = ({number: token for token, number in tokens.items()} for tokens in (own, theirs))
+    first = min(number for number in here.keys() | there.keys() if here.get(number) != there.get(number))
+    yield Problem(
+        f"its tokenizer has {len(theirs)} tokens, that of the policy {len(own)}, and token {first} is "
+        f"{there.get(first)!r} there and {here.get(first)!r} here",
+        "choose a model of the same tokenizer",
+        f"{role}.path",
+        path,
+    )
+
+
+def _own_vocabulary(settings: Settings, model: ModelFacts) -> Mapping[str, int]:
+    if model.is_made or settings.model.scratch is None:
+        return vocabulary_of(model.place)
+    with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:
+        write_tokenizer(settings.model.scratch, Path(directory))
+        return vocabulary_of(Path(directory))

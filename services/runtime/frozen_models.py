@@ -1,0 +1,68 @@
+"""Holds a run to the bytes of the models that it does not train, from its first start on.
+
+RUN_DIR/frozen_models.json has the digest of each. A directory may move; its contents may not change.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from protocol.errors import SettingsError
+from protocol.host.atomic_file import write_atomically
+from services.settings.hub import fetch_frozen
+from services.settings.sections import Settings
+from trainer.roles.config import FROZEN_ROLES
+
+FILE = "frozen_models.json"
+"""File of the run directory: section -> digest of its model."""
+CHUNK = 1 << 24
+
+
+def checked_digests(settings: Settings) -> Mapping[str, str]:
+    """Return the digest of each model of the run that is not trained, by its section. Reads all of them.
+
+    Raises:
+        SettingsError: one is not what it was at the first start; names both digests.
+    """
+    directories = {role: fetch_frozen(settings, role) for role in FROZEN_ROLES}
+    found = {role: digest_of(directory) for role, directory in directories.items() if directory is not None}
+    for role, recorded in _recorded(settings.run_dir / FILE).items():
+        if role in found and found[role] != recorded:
+            raise SettingsError(
+                f"setting {role}.path: the model in {directories[role]} has the digest {found[role]}, and "
+                f"the run was made with {recorded}: give it back the old files, or start a new run in "
+                f"another directory than {settings.run_dir} (docs/resume.md)"
+            )
+    return found
+
+
+def record_digests(run_dir: Path, digests: Mapping[str, str]) -> None:
+    """Write the digests that a run was started with; without any, nothing."""
+    if digests:
+        write_atomically(run_dir / FILE, json.dumps(dict(digests), indent=2).encode() + b"\n")
+
+
+def digest_of(directory: Path) -> str:
+    """Return 32 hex digits over a model's config.json and safetensors, names and contents."""
+    digest = xxhash.xxh3_128()
+    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _recorded(path: Path) -> Mapping[str, str]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise SettingsError(
+            f"{path}: {error}; it says which models the run was made with: restore it, or delete it to take "
+            "those of now"
+        ) from None

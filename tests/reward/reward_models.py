@@ -1,0 +1,40 @@
+"""Writes tiny random reward models of transformers."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+from trainer.config import ScratchConfig
+from trainer.random_model import write_tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+LETTERS = "0123456789 abcdefghijklmnopqrstuvwxyz:?\n"
+
+
+def write_reward_model(
+    directory: Path, *, labels: int = 1, template: bool = False, pad: int | None = None
+) -> Path:
+    """One layer, weights that make scores of both signs; `pad` is the padding that its config names."""
+    directory.mkdir(parents=True)
+    config = Qwen2Config(
+        vocab_size=2 + len(LETTERS),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.5,
+        num_labels=labels,
+        pad_token_id=pad,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen2ForSequenceClassification(config).save_pretrained(directory)
+    write_tokenizer(ScratchConfig(vocabulary=LETTERS), directory)
+    if template:
+        path = directory / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+    return directory

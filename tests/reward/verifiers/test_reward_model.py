@@ -1,0 +1,102 @@
+"""Tests that a reward model's scores are those of transformers for each text alone, and what it refuses."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from protocol.errors import SettingsError
+from reward.config import RewardConfig, VerifierConfig
+from reward.group import ResponseGroup
+from reward.verifiers.registry import make_verifier
+from reward.workers.pool import ScorePool
+from tests.reward.reward_models import write_reward_model
+
+PROMPT = "what is 6 times 7?"
+RESPONSES = ["42", "it is 42 i think", "", "no idea", "4" * 300]
+
+
+def scored(path: Path, **options: Any) -> list[float]:
+    group = ResponseGroup(PROMPT, RESPONSES, {}, [1] * len(RESPONSES), ["stop"] * len(RESPONSES))
+    found = make_verifier("reward_model", {"path": str(path), **options}).score(group, range(len(RESPONSES)))
+    assert None not in found
+    return [score for score in found if score is not None]
+
+
+def expected(path: Path, texts: list[str], *, special: bool = True, limit: int = 256) -> list[float]:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    found = []
+    for text in texts:
+        tokens = tokenizer.encode(text, add_special_tokens=special)[:limit]
+        with torch.no_grad():
+            found.append(float(model(input_ids=torch.tensor([tokens])).logits[0, 0]))
+    return found
+
+
+@pytest.mark.parametrize("pad", [None, 0])
+@pytest.mark.parametrize("batch_size", [1, 2, 16])
+def test_scores_are_those_of_each_text_alone(pad: int | None, batch_size: int, tmp_path: Path) -> None:
+    path = write_reward_model(tmp_path / "model", pad=pad)
+    wanted = expected(path, [PROMPT + response for response in RESPONSES])
+    assert scored(path, batch_size=batch_size) == pytest.approx(wanted, abs=1e-5)
+    assert len({round(score, 3) for score in wanted}) == len(RESPONSES)
+
+
+def test_a_chat_template_is_used_where_there_is_one(tmp_path: Path) -> None:
+    path = write_reward_model(tmp_path / "model", template=True)
+    chat = [f"user: {PROMPT}\nassistant: {response}\n" for response in RESPONSES]
+    wanted = expected(path, chat, special=False)
+    assert scored(path) == scored(path, text="chat") == pytest.approx(wanted, abs=1e-5)
+    plain = expected(path, [f"{PROMPT} {response}" for response in RESPONSES])
+    assert scored(path, text="plain", separator=" ") == pytest.approx(plain, abs=1e-5)
+
+
+def test_lengths_are_limited_and_scores_squashed(tmp_path: Path) -> None:
+    path = write_reward_model(tmp_path / "model")
+    wanted = expected(path, [PROMPT + response for response in RESPONSES], limit=20)
+    found = scored(path, max_length=20, sigmoid=True)
+    assert found == pytest.approx([1 / (1 + math.exp(-score)) for score in wanted], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"path": "nowhere"}, "no model in nowhere"),
+        ({"path": "labels"}, r"with 2 label\(s\)"),
+        ({"path": "good", "text": "chatty"}, "did you mean 'chat'"),
+        ({"path": "good", "dtype": "int8"}, "dtype"),
+        ({"path": "good", "device": "tpu"}, "use cpu, cuda"),
+        ({"path": "good", "batch_size": 0}, ">= 1"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(
+    options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_reward_model(tmp_path / "good")
+    write_reward_model(tmp_path / "labels", labels=2)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match=words):
+        make_verifier("reward_model", options)
+
+
+async def test_a_worker_loads_the_model_at_its_start_and_names_what_fails(tmp_path: Path) -> None:
+    path = write_reward_model(tmp_path / "model")
+
+    def config(**options: Any) -> RewardConfig:
+        verifier = VerifierConfig("reward_model", options={"path": str(path), **options})
+        return RewardConfig(verifiers=(verifier,), workers=1)
+
+    async with ScorePool(config()) as pool:
+        found, _ = await pool.score(PROMPT, RESPONSES, {})
+    assert found == pytest.approx(scored(path), abs=1e-5)
+    with pytest.raises(SettingsError, match=r"reward\.memory_mb: 4096 .* set it to 0"):
+        async with ScorePool(config(device="cuda")):
+            raise AssertionError("it started")
+    (path / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(SettingsError, match="cannot be loaded on cpu"):
+        async with ScorePool(config()):
+            raise AssertionError("it started")

@@ -1,0 +1,119 @@
+"""Tests what is found of teacher, reference and the algorithms that need them, before a run starts."""
+
+from pathlib import Path
+
+import pytest
+
+from services.preflight.memory import workload_of
+from services.preflight.model import read_model
+from services.preflight.roles import algorithm_problems
+from services.settings.load import load_settings
+from services.settings.sections import Settings
+from tests.services.preflight.test_check import demo, found, model_in, with_model
+from trainer.config import ScratchConfig
+from trainer.random_model import build_scratch
+
+VOCABULARY = "0123456789= "
+"""That of the demo's model."""
+DISTILLS = 'algorithm.name="on_policy_distillation"'
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another family and size, the demo's tokens."""
+    config = ScratchConfig(architecture="llama", hidden_size=32, num_hidden_layers=1, vocabulary=VOCABULARY)
+    return build_scratch(config, tmp_path_factory.mktemp("teacher") / "model")
+
+
+def test_a_teacher_of_the_same_tokens_is_accepted_and_named(teacher: Path, tmp_path: Path) -> None:
+    settings = demo(tmp_path / "run", DISTILLS, f'teacher.path="{teacher}"')
+    assert found(settings) == []
+    with_other = demo(tmp_path / "run", "algorithm.kl_coef=0.1", f'reference.path="{teacher}"')
+    assert found(with_other) == []
+
+
+def test_another_vocabulary_is_refused_with_both_values(tmp_path: Path) -> None:
+    build_scratch(ScratchConfig(vocabulary="0123456789="), tmp_path / "fewer")
+    few = found(demo(tmp_path / "run", DISTILLS, f'teacher.path="{tmp_path / "fewer"}"'))
+    assert any("its vocab_size is 13, that of the policy 14" in problem for problem in few)
+    build_scratch(ScratchConfig(vocabulary="0123456789+= "), tmp_path / "other")
+    (problem,) = found(demo(tmp_path / "run", DISTILLS, f'teacher.path="{tmp_path / "other"}"'))
+    assert "its tokenizer has 15 tokens, that of the policy 14" in problem
+    assert "token 12 is '+' there and '=' here" in problem
+
+
+def test_more_rows_than_tokens_are_padding(tmp_path: Path) -> None:
+    """Families pad their vocabularies to other sizes; the tokens count."""
+    own = model_in(tmp_path / "own", vocab_size=13)
+    model_in(tmp_path / "padded", vocab_size=64)
+    settings = with_model(
+        tmp_path / "run", own, 'trainer.backend="reference"', 'engine.name="hf"', DISTILLS,
+        f'teacher.path="{tmp_path / "padded"}"',
+    )  # fmt: skip
+    assert [problem for problem in found(settings) if "teacher" in problem] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ((DISTILLS,), "there is no teacher; set teacher.path"),
+        (('teacher.path="TEACHER"',), "algorithm.name 'grpo' has no teacher"),
+        (('reference.path="TEACHER"',), "nothing uses a reference model with algorithm.kl_coef = 0"),
+        ((DISTILLS, 'teacher.path="nowhere"'), "setting teacher.path: no config.json in"),
+        ((DISTILLS, 'teacher.path="TEACHER"', 'teacher.revision="main"'), "setting teacher.revision"),
+        ((DISTILLS, 'teacher.path="TEACHER"', "algorithm.opd_kl_coef=0"), "algorithm.opd_kl_coef"),
+        ((DISTILLS, 'teacher.path="TEACHER"', 'trainer.backend="scripted"'), "has no models"),
+        (("algorithm.use_kl_in_reward=true",), "it does nothing with algorithm.kl_coef = 0"),
+        (('algorithm.name="sft"',), "they go together"),
+        (('environment.name="given"',), "they go together"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    overrides: tuple[str, ...], words: str, teacher: Path, tmp_path: Path
+) -> None:
+    given = [override.replace("TEACHER", str(teacher)) for override in overrides]
+    problems = found(demo(tmp_path / "run", *given))
+    assert any(words in problem for problem in problems), problems
+
+
+def test_training_on_data_refuses_what_it_does_not_use(tmp_path: Path) -> None:
+    def problems(*overrides: str) -> list[str]:
+        base = ('algorithm.name="sft"', 'environment.name="given"', "sampling.samples_per_prompt=1")
+        settings: Settings = demo(tmp_path / "run", *base, *overrides)
+        return [problem.setting for problem in algorithm_problems(settings)]
+
+    assert problems() == []
+    wrong = {
+        "sampling.samples_per_prompt": "8",
+        "sampling.temperature": "0.7",
+        "algorithm.kl_coef": "0.1",
+        "algorithm.entropy_coef": "0.1",
+        "algorithm.rejection_level": '"token"',
+        "trainer.recompute_logprobs": "true",
+        "algorithm.ess_scaling": '"sqrt"',
+        "algorithm.entropy_target": "0.1",
+        "algorithm.second_moment_threshold": "0.04",
+    }
+    for setting, value in wrong.items():
+        assert setting in problems(f"{setting}={value}")
+
+
+def test_memory_is_expected_for_what_is_there(teacher: Path, tmp_path: Path) -> None:
+    def workload(*overrides: str) -> tuple[bool, list[bool]]:
+        settings = demo(tmp_path / "run", *overrides)
+        work = workload_of(settings, read_model(settings))
+        return work.reference, [shape.offload for shape in work.frozen]
+
+    near, path = "algorithm.kl_coef=0.1", f'reference.path="{teacher}"'
+    assert workload() == (False, [])
+    assert workload(near) == (True, [])
+    assert workload(near, "lora.rank=4") == (False, [])
+    assert workload(near, path) == (False, [False])
+    assert workload(near, path, "reference.offload=true") == (False, [True])
+
+
+def test_a_frozen_path_of_a_file_is_relative_to_that_file(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    config = tmp_path / "here/run.toml"
+    config.write_text('[teacher]\npath = "../teacher"\n')
+    assert load_settings(str(config), [], environ={}).teacher.path == str(tmp_path / "teacher")

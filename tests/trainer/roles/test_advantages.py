@@ -1,0 +1,78 @@
+"""Tests which tokens get a critic's advantages, and what these are whitened over."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.trainer.groups import by_sample, whole
+from tests.trainer.roles.ppo_steps import ALGORITHM, command
+from trainer.algorithms import make_algorithm
+from trainer.backends.step import plan_command
+from trainer.batch import Batch
+from trainer.roles.advantages import token_rewards, whitened, with_advantages
+
+ALONE = ((0,),)
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return whole(plan_command(command(2), make_algorithm(ALGORITHM)))
+
+
+def values_of(batch: Batch) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(len(batch.tokens), generator=generator) * batch.sampled_mask
+
+
+def test_advantages_of_trained_tokens_have_mean_0_and_deviation_1(batch: Batch) -> None:
+    made = with_advantages(batch, values_of(batch), replace(ALGORITHM, advantage_eps=1e-8), ALONE)
+    trained = made.advantages[batch.loss_mask]
+    assert trained.mean().item() == pytest.approx(0, abs=1e-6)
+    assert trained.std(unbiased=False).item() == pytest.approx(1, abs=1e-6)
+    assert not made.advantages[~batch.loss_mask].any()
+
+
+def test_returns_are_not_whitened(batch: Batch) -> None:
+    values = values_of(batch)
+    made, plain = (
+        with_advantages(batch, values, replace(ALGORITHM, whiten_advantages=white), ALONE)
+        for white in (True, False)
+    )
+    assert made.returns is not None
+    assert plain.returns is not None
+    assert torch.equal(made.returns, plain.returns)
+    trained = batch.loss_mask
+    torch.testing.assert_close((plain.returns - values)[trained], plain.advantages[trained])
+    assert not made.returns[~batch.sampled_mask].any()
+
+
+def test_rewards_and_values_pass_through_tokens_over_the_bound(batch: Batch) -> None:
+    late = batch.sampled_mask & ~batch.loss_mask
+    assert late.any()
+    config = replace(ALGORITHM, gamma=1.0, gae_lambda=1.0, whiten_advantages=False)
+    made = with_advantages(batch, values_of(batch), config, ALONE)
+    assert made.returns is not None
+    for returns, sampled, reward in zip(
+        by_sample(batch, made.returns), by_sample(batch, batch.sampled_mask), batch.rewards, strict=True
+    ):
+        found = [value for value, is_sampled in zip(returns, sampled, strict=True) if is_sampled]
+        assert found == pytest.approx([float(reward)] * len(found), abs=1e-5)
+
+
+def test_a_part_without_samples_has_no_advantages(batch: Batch) -> None:
+    part = batch.select(torch.zeros(0, dtype=torch.int64))
+    made = with_advantages(part, torch.zeros(0), ALGORITHM, ALONE)
+    assert [len(made.advantages), len(token_rewards(part, ALGORITHM))] == [0, 0]
+
+
+def test_nothing_is_whitened_where_nothing_is_trained() -> None:
+    values = torch.ones(3, dtype=torch.float64)
+    assert not whitened(values, torch.zeros(3, dtype=torch.bool), 1e-4, ALONE).any()
+
+
+def test_a_penalty_in_the_reward_follows_each_sampled_token(batch: Batch) -> None:
+    config = replace(ALGORITHM, use_kl_in_reward=True, kl_coef=0.5)
+    behind = replace(batch, reference_logprobs=batch.behaviour_logprobs - 0.2)
+    plain, penalised = token_rewards(behind, ALGORITHM), token_rewards(behind, config)
+    torch.testing.assert_close(plain - penalised, 0.1 * batch.sampled_mask.double(), atol=1e-6, rtol=0)

@@ -1,0 +1,23 @@
+"""Implements on-policy distillation with the token loss of `surrogate.py`.
+
+Agarwal et al. 2023 (arXiv 2306.13649), on the student's own samples with the reverse KL; as a reward of each
+token, with discount 0: Thinking Machines, "On-Policy Distillation" (2025).
+"""
+
+import torch
+
+from trainer.algorithms.surrogate import Surrogate
+from trainer.functional.advantages import group_centred
+from trainer.functional.weights import token_mean
+
+
+class OnPolicyDistillation(Surrogate):
+    """Every token learns from the teacher's opinion of it alone; the mean over all tokens."""
+
+    def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+        """Return opd_reward_coef (r - mean of the group), float32 [N], to which the teacher's are added."""
+        return self.config.opd_reward_coef * group_centred(rewards, group_index)
+
+    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return 1 / sum_i |o_i| for every trained token, float32 [N]."""
+        return token_mean(sampled_tokens)

@@ -1,0 +1,31 @@
+"""Implements supervised fine-tuning on completions that come with the data: their negative log-likelihood."""
+
+from dataclasses import dataclass
+
+import torch
+
+from trainer.algorithms.base import TokenLoss
+from trainer.batch import TrainedTokens
+from trainer.config import AlgorithmConfig
+from trainer.functional.weights import token_mean
+
+
+@dataclass(frozen=True, slots=True)
+class Sft:
+    """-log pi of every token, the mean over all tokens. No advantage, no ratio, no correction."""
+
+    config: AlgorithmConfig
+
+    def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+        """Return zeros, float32 [N]: rewards count for nothing."""
+        return torch.zeros_like(rewards)
+
+    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return 1 / sum_i |o_i| for every trained token, float32 [N]."""
+        return token_mean(sampled_tokens)
+
+    def token_loss(
+        self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> TokenLoss:
+        """Return -log pi of each token, [k], not reduced."""
+        return TokenLoss(loss=-logprobs, ratio=torch.ones_like(logprobs), clipped=torch.zeros_like(logprobs))

@@ -1,0 +1,182 @@
+"""Trains a critic with megatron-core, on the policy's ranks and in its layout."""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+from protocol.weights.lora import NO_ADAPTERS
+from trainer.backends.host_offload import HostOffload
+from trainer.batch import Batch
+from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.megatron import parallel
+from trainer.megatron.architecture.experts import check_ranks
+from trainer.megatron.architecture.reading import read_critic
+from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.checkpoint.state import copy_part, restore_part
+from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.convert.export import Exporter
+from trainer.megatron.forward import Runner
+from trainer.megatron.layers.experts.balance import set_balance
+from trainer.megatron.layout import Layout
+from trainer.megatron.memory.expected import GIB
+from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
+from trainer.megatron.micro_batches import MicroBatch
+from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config, whole_part
+from trainer.megatron.optimizer import is_distributed, wrap_model
+from trainer.megatron.reshard import export_plan, stage_rules
+from trainer.megatron.stepping import ModelStepper
+from trainer.roles.config import CriticConfig
+from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.value_measures import ValueMeasures
+from trainer.storage.host_state import HostCopies, HostState
+
+
+class ValueRunner(Runner):
+    """Runs a critic over batches, in the place of log-probabilities with values."""
+
+    def train_values(self, batch: Batch, measures: ValueMeasures) -> tuple[torch.Tensor, int, float]:
+        """Run forward and backward over the part, as `train` does."""
+        return self._train(batch, partial(_loss, measures), measures)
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Return the values of the part's sampled tokens, 0 elsewhere; as `logprobs` does."""
+        return self._evaluate(batch)
+
+    def _score(
+        self, temperature: float, finish: Any, micro: MicroBatch, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        if self.position.sequence_parallel:  # every tensor rank computes all values
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        values = self._inner[-1].value_head(hidden[:, 0].index_select(0, micro.rows))[: micro.wanted]
+        loss, output = (values.sum(), (micro.places, values)) if finish is None else finish(micro, values)
+        return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
+
+
+class MegatronCritic(Critic):
+    """A Hugging Face checkpoint whose output layer is a value head."""
+
+    def __init__(
+        self,
+        policy: MegatronBackend,
+        model_dir: Path,
+        *,
+        optimizer: OptimizerConfig,
+        trainer: TrainerConfig,
+        config: CriticConfig,
+    ) -> None:
+        """Load the model; arguments as those of `make_critic`. A collective.
+
+        Raises:
+            SettingsError: the model is not supported, or does not fit the layout.
+        """
+        self.config, self._trainer = config, trainer
+        self._spec = read_critic(model_dir)
+        layout = policy.position.config
+        check_ranks(self._spec.experts, layout)
+        self._places = Layout.of(layout, self._spec.layers)
+        self._position = parallel.initialize(layout, trainer.device, trainer.seed)
+        self._closed = False
+        try:
+            self._build(model_dir, policy.tokens, config.optimizer(optimizer))
+        except BaseException:
+            self.close()
+            raise
+        self._host, self._copies = HostOffload(), HostCopies()
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.values(batch))
+
+    def train_step(self, batch: Batch) -> CriticStats:
+        measures = ValueMeasures.of_batch(batch, self.config.value_clip)
+        made = self._stepper.step(
+            batch,
+            lambda: self._runner.train_values(batch, measures),
+            lr_scale=(lambda _: 1.0) if measures.tokens else None,
+        )
+        if not made.skipped:
+            self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
+        stats = measures.stats(made.vector, grad_norm=made.norm, skipped=made.skipped)
+        return dataclasses.replace(
+            stats, memory_peak_gb=self._peak_gb(), warnings=stats.warnings + made.warnings
+        )
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield copies of the trained tensors on rank 0, as `Backend.export` does."""
+        dtype = DTYPES[self._trainer.dtype]
+        exporter = Exporter(self._places, self._position, dtype, self._parameters.__getitem__)
+        yield from exporter.gathered(export_plan(self._spec, self._places))
+
+    def copy_state(self) -> HostState:
+        optimizer, model = self._stepper.optimizer, self._trained_model()
+        return copy_part(self._copies, self._parameters, optimizer, model, self._position.rank)
+
+    def restore(self, directory: Path) -> None:
+        optimizer, model = self._stepper.optimizer, self._trained_model()
+        restore_part(directory, self._parameters, optimizer, model, self._position.rank)
+
+    def offload(self) -> int:
+        if self._host.in_use:
+            return self._host.nbytes
+        kept, blank = self._stepper.held()
+        return self._host.offload(self._position.device, [*self._parameters.values(), *kept], blank=blank)
+
+    def onload(self) -> None:
+        self._host.onload(self._position.device)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            parallel.finalize()
+
+    def _build(self, model_dir: Path, tokens: int, optimizer: OptimizerConfig) -> None:
+        """Load this rank's part, and make what steps it."""
+        spec, position, trainer = self._spec, self._position, self._trainer
+        config = transformer_config(spec, position, DTYPES[trainer.dtype])
+        set_recompute(config, trainer, self._places)
+        set_balance(config, spec.experts, trainer)
+        chunks = [build_model(spec, config, position, chunk=chunk) for chunk in range(self._places.chunks)]
+        keep_input_gradient(chunks[0], trainer)
+        self._parameters: dict[str, torch.Tensor] = dict(whole_part(chunks).named_parameters())
+        mark_split(self._parameters, stage_rules(spec, self._places, position.pp))
+        load_checkpoint(model_dir, spec, self._parameters, self._places, position.place)
+
+        wrapped = wrap_model(chunks, config, position, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32)
+        self._runner = ValueRunner(wrapped, spec, position, tokens, trainer.micro_batch_size)
+        self._stepper = ModelStepper(self._runner, config, optimizer, tokens=tokens)
+
+    def _trained_model(self) -> TrainedModel:
+        return TrainedModel(
+            self._spec,
+            self._places,
+            self._trainer.dtype,
+            NO_ADAPTERS,
+            distributed=is_distributed(self._position),
+        )
+
+    def _peak_gb(self) -> float | None:
+        """Return the largest memory that a rank had allocated since its policy's step began. A collective."""
+        device = self._position.device
+        if device.type != "cuda":
+            return None
+        peak = torch.tensor(torch.cuda.max_memory_allocated(device) / GIB, device=device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return float(peak)
+
+
+def _loss(
+    measures: ValueMeasures, micro: MicroBatch, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if micro.trained is None:
+        raise RuntimeError("the last stage has no trained tokens to make a loss of")
+    return measures.micro_batch_loss(micro.trained, values)

@@ -1,0 +1,190 @@
+"""Trains a critic with plain torch and transformers: the oracle of the other backends' critics."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModel
+from transformers.utils import logging as transformers_logging
+
+from protocol.device.hf_build_lock import MODEL_BUILDING
+from protocol.errors import SettingsError
+from trainer.backends.host_offload import HostOffload
+from trainer.batch import Batch, trained_tokens
+from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.reference.backend import DTYPES, ReferenceBackend
+from trainer.reference.padding import padded, passes
+from trainer.reference.state import copy_state, load_state
+from trainer.reference.stepping import MasterStepper
+from trainer.roles.config import CriticConfig
+from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.value_measures import ValueMeasures
+from trainer.storage.host_state import HostCopies, HostState
+
+HEAD = ("score.weight", "score.bias")
+"""Names of the value head in a checkpoint of Hugging Face."""
+
+
+class ValueModel(torch.nn.Module):
+    """A transformer without its output layer, and a linear layer from hidden states to values."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Load both; a head that is not in the checkpoint is zero.
+
+        Raises:
+            SettingsError: transformers cannot load the directory, or its head has several labels.
+        """
+        super().__init__()
+        self.model = _load_body(model_dir)
+        hidden = self.model.get_input_embeddings().weight.shape[1]
+        self.score = torch.nn.Linear(hidden, 1)
+        found = read_head(model_dir, hidden)
+        with torch.no_grad():
+            for name in HEAD:
+                self.get_parameter(name).zero_()
+                if name in found:
+                    self.get_parameter(name).copy_(found[name])
+
+    def forward(self, part: Batch, place: torch.Tensor) -> torch.Tensor:
+        """Return the values of the states in which the tokens at `place` (int64 [k]) were sampled, [k]."""
+        tokens, sample, position = padded(part)
+        hidden = self.model(input_ids=tokens, use_cache=False).last_hidden_state
+        rows = hidden[sample[place], position[place] - 1]
+        weight, bias = self.score.weight.float(), self.score.bias.float()
+        return torch.nn.functional.linear(rows.float(), weight, bias)[:, 0]
+
+
+class ReferenceCritic(Critic):
+    """AdamW on fp32 masters, on one rank; deterministic on the CPU."""
+
+    def __init__(
+        self,
+        policy: ReferenceBackend,
+        model_dir: Path,
+        *,
+        optimizer: OptimizerConfig,
+        trainer: TrainerConfig,
+        config: CriticConfig,
+    ) -> None:
+        """Load the model of a Hugging Face directory; arguments as those of `make_critic`.
+
+        Raises:
+            SettingsError: as `ValueModel`.
+        """
+        self.config, self._trainer, self._device = config, trainer, policy.device
+        self._architecture = f"{policy.architecture} with a value head"
+        self._model = ValueModel(model_dir).to(self._device)
+        self._trained = dict(self._model.named_parameters())
+        self._masters: dict[str, torch.nn.Parameter] = self._trained
+        if trainer.dtype != "float32":
+            self._masters = {
+                name: torch.nn.Parameter(p.detach().clone()) for name, p in self._trained.items()
+            }
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.to(DTYPES[trainer.dtype])
+        ends = ("model.embed_tokens.weight", HEAD[0])
+        self._optimizer = config.optimizer(optimizer)
+        self._stepper = MasterStepper(
+            self._trained,
+            self._masters,
+            self._optimizer,
+            [self._masters[name] for name in ends if name in self._masters],
+        )
+        self._host, self._copies = HostOffload(), HostCopies()
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The live parameters, by the names of a checkpoint."""
+        return self._trained
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> torch.Tensor:
+        out = torch.zeros(len(batch.tokens))
+        for samples in passes(batch, self._trainer):
+            part = batch.select(samples).to(self._device)
+            found = self._model(part, part.sampled_mask.nonzero()[:, 0])
+            out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = found.cpu()
+        return out
+
+    def train_step(self, batch: Batch) -> CriticStats:
+        measures = ValueMeasures.of_batch(batch, self.config.value_clip)
+        packed = passes(batch, self._trainer)
+        vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in packed]
+        norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
+        return measures.stats(measures.join(vectors, self._device), grad_norm=norm, skipped=skipped)
+
+    def copy_state(self) -> HostState:
+        optimizer = self._stepper.optimizer
+        return copy_state(self._copies, self._masters, optimizer, self._identity(), self._device)
+
+    def restore(self, directory: Path) -> None:
+        load_state(directory, self._masters, self._stepper.optimizer, self._identity(), self._device)
+        self._stepper.publish()
+
+    def offload(self) -> int:
+        if self._host.in_use:
+            return self._host.nbytes
+        self._stepper.optimizer.zero_grad()
+        weights = [*self._model.parameters(), *self._model.buffers()]
+        return self._host.offload(self._device, [*weights, *self._stepper.tensors()])
+
+    def onload(self) -> None:
+        self._host.onload(self._device)
+
+    def close(self) -> None:
+        """Release the gradients."""
+        self._stepper.optimizer.zero_grad()
+
+    def _identity(self) -> dict[str, str]:
+        optimizer = {} if self._optimizer.name == "adamw" else {"optimizer": self._optimizer.name}
+        return {
+            "backend": "reference", "role": "critic", "architecture": self._architecture, **optimizer
+        }  # fmt: skip
+
+    def _accumulate(self, part: Batch, measures: ValueMeasures) -> torch.Tensor:
+        """Add one micro-batch's gradient to that of the masters; returns what was measured of it."""
+        tokens = trained_tokens(part)
+        loss, vector = measures.micro_batch_loss(tokens, self._model(part, tokens.place))
+        loss.backward()
+        self._stepper.collect()
+        return vector
+
+
+def read_head(model_dir: Path, hidden: int) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint has of a value head, by its names there.
+
+    Raises:
+        SettingsError: it has several labels.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in HEAD if name in file.keys()}  # noqa: SIM118 (not a mapping)
+    for name, shape in zip(HEAD, ((1, hidden), (1,)), strict=True):
+        if name in found and tuple(found[name].shape) != shape:
+            raise SettingsError(
+                f"setting critic.path: {name} in {model_dir} has shape {tuple(found[name].shape)}, and a "
+                f"critic has one label, {shape}"
+            )
+    return found
+
+
+def _load_body(model_dir: Path) -> Any:
+    transformers_logging.disable_progress_bar()
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it reports tensors of the output layer as unexpected
+    try:
+        with MODEL_BUILDING:
+            model: Any = AutoModel.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"setting critic.path: {model_dir} is not a model that transformers can load: {error}"
+        ) from error
+    finally:
+        transformers_logging.set_verbosity(before)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # torch would not train that row, and other backends do
+    return model.eval()

@@ -1,0 +1,62 @@
+"""Holds a model of transformers that is never trained."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from protocol.device.hf_build_lock import MODEL_BUILDING
+from protocol.errors import SettingsError
+from trainer.backends.base import FrozenModel
+from trainer.batch import Batch
+
+Evaluate = Callable[[torch.nn.Module, Batch], torch.Tensor]
+"""(model, batch) -> its log-probabilities of the batch's tokens."""
+
+
+class FrozenTransformer(FrozenModel):
+    """A model that only gives log-probabilities."""
+
+    def __init__(self, model: torch.nn.Module, evaluate: Evaluate) -> None:
+        self._model, self._evaluate = model.requires_grad_(False), evaluate
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        return self._evaluate(self._model, batch)
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return [*self._model.parameters(), *self._model.buffers()]
+
+
+def load_model(model_dir: Path, setting: str) -> torch.nn.Module:
+    """Return the model of a directory, float32, on the CPU.
+
+    Args:
+        model_dir: a Hugging Face directory.
+        setting: what names it, for errors.
+
+    Raises:
+        SettingsError: transformers cannot load it.
+    """
+    transformers_logging.disable_progress_bar()
+    try:
+        with MODEL_BUILDING:
+            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+                model_dir, dtype=torch.float32, local_files_only=True
+            )
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"{setting} {model_dir}: not a model that transformers can load: {error}"
+        ) from error
+    return model.eval()
+
+
+def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Convert a model's parameters in place, and return it.
+
+    Buffers stay: rotary frequencies are float32 in an engine, too.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

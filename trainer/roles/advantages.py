@@ -1,0 +1,91 @@
+"""Gives a batch the advantages that follow from a critic's values.
+
+Shapes: n samples and t tokens of a replica's part.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from trainer.backends.rank_commands import control_device, is_distributed
+from trainer.batch import Batch
+from trainer.config import AlgorithmConfig
+from trainer.functional.gae import generalized_advantages, terminal_rewards
+
+
+def with_advantages(
+    batch: Batch, values: torch.Tensor, config: AlgorithmConfig, replicas: Sequence[Sequence[int]]
+) -> Batch:
+    """Return the batch with the critic's values, returns, and advantages of single tokens. A collective.
+
+    Tokens over the bound carry no gradient, so they have no advantage and do not count in the whitening, but
+    rewards and values pass through them to the tokens before. Returns are advantages before the whitening,
+    plus values.
+
+    Args:
+        batch: a replica's part, on the CPU.
+        values: float32 [t], of `Critic.values`.
+        config: discount, lambda, and whether advantages are whitened over all replicas.
+        replicas: ranks of each replica.
+    """
+    sample, sampled = batch.sample_index, batch.sampled_mask
+    advantages = generalized_advantages(
+        token_rewards(batch, config),
+        values,
+        sampled,
+        sample,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+    )
+    returns = (advantages + values.double()) * sampled
+    if config.whiten_advantages:
+        advantages = whitened(advantages, batch.loss_mask, config.advantage_eps, replicas)
+    return dataclasses.replace(
+        batch,
+        values=values,
+        returns=returns.float(),
+        advantages=(advantages * batch.loss_mask).float(),
+    )
+
+
+def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
+    """Return the reward that follows each sampled token, float64 [t]: that of the sample at its last one.
+
+    With `use_kl_in_reward` less kl_coef (log pi_behaviour - log pi_ref) of each token: Ziegler et al. 2019
+    (arXiv 1909.08593).
+    """
+    rewards = terminal_rewards(batch.rewards, batch.sampled_mask, batch.sample_index)
+    if config.use_kl_in_reward and batch.reference_logprobs is not None:
+        k1 = torch.where(batch.sampled_mask, batch.behaviour_logprobs - batch.reference_logprobs, 0.0)
+        rewards -= config.kl_coef * k1.double()
+    return rewards
+
+
+def whitened(
+    values: torch.Tensor, mask: torch.Tensor, eps: float, replicas: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Return (x - mean) / (std + eps) of the entries under a mask, [t], over all replicas; 0 elsewhere.
+
+    std divides by the number of entries. A collective.
+    """
+    chosen = values[mask].double()
+    tokens, total = _over_replicas([float(len(chosen)), float(chosen.sum())], replicas)
+    mean = total / max(tokens, 1.0)
+    (squares,) = _over_replicas([float((chosen - mean).square().sum())], replicas)
+    deviation = (squares / max(tokens, 1.0)) ** 0.5
+    result = torch.zeros_like(values, dtype=torch.float64)
+    result[mask] = (chosen - mean) / (deviation + eps)
+    return result
+
+
+def _over_replicas(found: Sequence[float], replicas: Sequence[Sequence[int]]) -> list[float]:
+    """Add up numbers that all ranks of a replica have alike, over the replicas."""
+    if not is_distributed():
+        return list(found)
+    speaks = any(ranks[0] == dist.get_rank() for ranks in replicas)
+    sums = torch.tensor(found if speaks else [0.0] * len(found), dtype=torch.float64, device=control_device())
+    dist.all_reduce(sums)
+    added: list[float] = sums.tolist()
+    return added

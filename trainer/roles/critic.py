@@ -1,0 +1,98 @@
+"""Defines the critic: a model that is trained to say what a state is worth."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.backends.base import StepStats
+from trainer.roles.config import CriticConfig
+
+if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+    import torch
+
+    from trainer.batch import Batch
+    from trainer.storage.host_state import HostState
+
+
+@dataclass(frozen=True, slots=True)
+class CriticStats:
+    """What one optimizer step of the critic measured, reduced over all ranks; equal on every rank.
+
+    Names and meanings are those of `StepReport`. None is what was not measured.
+    """
+
+    value_loss: float | None = None
+    critic_grad_norm: float | None = None
+    value_mean: float | None = None
+    return_mean: float | None = None
+    explained_variance: float | None = None
+    value_clip_fraction: float | None = None
+    memory_peak_gb: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    def added_to(self, stats: StepStats) -> StepStats:
+        """Return the statistics of the policy's step with these."""
+        peaks = [peak for peak in (self.memory_peak_gb, stats.memory_peak_gb) if peak is not None]
+        return replace(
+            stats,
+            value_loss=self.value_loss,
+            critic_grad_norm=self.critic_grad_norm,
+            value_mean=self.value_mean,
+            return_mean=self.return_mean,
+            explained_variance=self.explained_variance,
+            value_clip_fraction=self.value_clip_fraction,
+            memory_peak_gb=max(peaks, default=None),
+            warnings=stats.warnings + self.warnings,
+        )
+
+
+class Critic(ABC):
+    """A critic under training. Every method is called on every rank in the same order (collectives inside).
+
+    Its layout is the policy's.
+    """
+
+    config: CriticConfig
+
+    @abstractmethod
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Return the value of the state in which each token of a replica's part was sampled.
+
+        It is read from the model's last hidden state at the token before. float32 [t] on the CPU, on each of
+        the replica's ranks; 0 where not sampled.
+        """
+
+    @abstractmethod
+    def train_step(self, batch: Batch) -> CriticStats:
+        """Make one optimizer step on a replica's part, which has `values` and `returns`."""
+
+    @abstractmethod
+    def copy_state(self) -> HostState:
+        """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""
+
+    @abstractmethod
+    def restore(self, directory: Path) -> None:
+        """Load what this rank has of a checkpoint of any layout, bit for bit.
+
+        Raises:
+            SettingsError: the checkpoint is of another model; names both.
+        """
+
+    @abstractmethod
+    def offload(self) -> int:
+        """Move everything on the device to the host, and return the number of bytes."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Move what `offload` moved back to the device, bit for bit.
+
+        Raises:
+            TetherError: the device has no room for it; nothing changed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the model; idempotent."""

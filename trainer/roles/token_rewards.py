@@ -1,0 +1,103 @@
+"""Adds to a part of a batch what frozen models say of its tokens: a penalty, or a teacher's advantages.
+
+Every function is called on every rank, with the part of its replica. Both are of the behaviour policy, which
+sampled the tokens: k1 = log pi_behaviour - log pi_other estimates KL(pi_behaviour || pi_other) from one token
+without bias (Schulman, "Approximating KL divergence", 2020).
+
+Shapes: n samples of the part, t tokens of them, N samples of the step.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.algorithms.base import Algorithm
+from trainer.backends.base import Backend
+from trainer.backends.rank_commands import control_device, is_distributed
+from trainer.batch import Batch
+from trainer.roles.frozen import FrozenModels
+
+
+def with_frozen(
+    part: Batch, policy: Backend, frozen: FrozenModels, *, reference: bool
+) -> tuple[Batch, dict[str, Any]]:
+    """Return the part with what the frozen models give, and what was measured of it, by `StepStats`' names.
+
+    Args:
+        part: that of this rank's replica.
+        policy: keeps the initial weights, where they are the reference model.
+        frozen: the other models.
+        reference: whether there is a reference model.
+    """
+    found: dict[str, Any] = {}
+    algorithm = frozen.algorithm
+    if reference:
+        part = dataclasses.replace(part, reference_logprobs=frozen.reference_logprobs(policy, part))
+    if algorithm is not None and algorithm.config.use_kl_in_reward:
+        part, found["reward_kl_k1"] = _penalised(part, policy, algorithm)
+    if algorithm is not None and frozen.teacher is not None:
+        part, kl = _distilled(part, policy, frozen.teacher.logprobs(part), algorithm.config.opd_kl_coef)
+        found |= {} if kl is None else {"teacher_kl_k1": kl}
+    return part, found
+
+
+def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batch, float]:
+    """Compute advantages again, from penalised rewards of the whole step; return the mean penalty, too.
+
+        r'_i = r_i - kl_coef sum_t (log pi_behaviour(o_t) - log pi_ref(o_t)),  t: sampled tokens of sample i
+
+    As the penalty of PPO's reward (Ziegler et al. 2019, arXiv 1909.08593) and of REINFORCE++
+    (arXiv 2501.03262), of the whole sample at once.
+    """
+    if part.reference_logprobs is None or part.rows is None:
+        raise RuntimeError("a penalty needs reference log-probabilities and the samples' places in the step")
+    sums = _sums_of_samples(token_k1(part, part.reference_logprobs, part.sampled_mask), part)
+    columns = torch.stack([part.rewards.double(), part.group_index.double(), sums], dim=1)
+    rewards, groups, penalties = _of_all_replicas(columns, part, policy).unbind(1)
+    advantages = algorithm.advantages((rewards - algorithm.config.kl_coef * penalties).float(), groups.long())
+    of_tokens = advantages[part.rows][part.sample_index]
+    penalised = dataclasses.replace(part, advantages=torch.where(part.loss_mask, of_tokens, 0.0))
+    return penalised, float(penalties.mean())
+
+
+def _distilled(
+    part: Batch, policy: Backend, teacher_logprobs: torch.Tensor, coef: float
+) -> tuple[Batch, float | None]:
+    """Add the teacher's advantages; return the mean of k1 over the step's trained tokens, too.
+
+    A_t = A_i - coef (log pi_behaviour(o_t) - log pi_teacher(o_t))
+    """
+    k1 = token_k1(part, teacher_logprobs, part.loss_mask)
+    total = float(_of_all_replicas(_sums_of_samples(k1, part)[:, None], part, policy).sum())
+    trained = part.totals.trained_tokens
+    distilled = dataclasses.replace(part, advantages=part.advantages - coef * k1)
+    return distilled, total / trained if trained else None
+
+
+def token_k1(part: Batch, logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return log pi_behaviour - `logprobs` where `mask` is, 0 elsewhere, float32 [t]."""
+    return torch.where(mask, part.behaviour_logprobs - logprobs, 0.0)
+
+
+def _sums_of_samples(values: torch.Tensor, part: Batch) -> torch.Tensor:
+    """Return the sum of `values` [t] over each sample's tokens, float64 [n]."""
+    sums = torch.zeros(len(part.group_index), dtype=torch.float64)
+    return sums.index_add_(0, part.sample_index, values.double())
+
+
+def _of_all_replicas(values: torch.Tensor, part: Batch, policy: Backend) -> torch.Tensor:
+    """Return the rows of all samples of the step, float64 [N, C], from those of each replica's, [n, C].
+
+    A collective. Each row comes from one rank, so it is the same bits in every layout.
+    """
+    if part.rows is None:
+        raise RuntimeError("the part does not say which samples of the step it has")
+    whole = torch.zeros(part.totals.samples, values.shape[1], dtype=torch.float64)
+    if not is_distributed() or dist.get_rank() in {ranks[0] for ranks in policy.replicas}:
+        whole[part.rows] = values
+    if is_distributed():
+        whole = whole.to(control_device())
+        dist.all_reduce(whole)
+    return whole.cpu()
