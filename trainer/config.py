@@ -254,7 +254,8 @@ class AlgorithmConfig:
     nothing."""
     use_kl_in_reward: bool = False
     """Whether that divergence, by k1, is subtracted from the reward instead of added to the loss, as in PPO
-    and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards."""
+    and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards; with
+    ppo that of each token."""
     opd_kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     """on_policy_distillation: factor of the reverse KL of each token, log pi - log pi_teacher, in its
     advantage."""
