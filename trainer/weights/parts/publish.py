@@ -41,6 +41,7 @@ def publish_parts(backend: Backend, sender: PartSender, epoch: str, version: int
         except WeightError as error:
             problem = error
     sender.settle(agreed(manifest is not None))
+    gather_bytes(b"")  # rank 0 announces the version only when every rank serves it
     if problem is not None:
         raise problem
     return manifest
