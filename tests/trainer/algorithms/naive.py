@@ -59,19 +59,20 @@ def token_weight(config: AlgorithmConfig, sampled: list[int], sample: int) -> fl
 
 
 def policy_losses(
-    config: AlgorithmConfig, logprobs: list[torch.Tensor], old: list[torch.Tensor], advantage: float
+    config: AlgorithmConfig, logprobs: list[torch.Tensor], old: list[torch.Tensor], scores: list[float]
 ) -> list[torch.Tensor]:
-    """Return the loss of each trained token of a sample."""
+    """Return the loss of each trained token of a sample; `scores` are their advantages."""
     ratios = [torch.exp(new - before) for new, before in zip(logprobs, old, strict=True)]
     low, high = 1 - config.clip_low, 1 + config.clip_high
     if config.name == "gspo":
         ratios = [torch.stack(ratios).prod() ** (1 / len(ratios))] * len(ratios)
     if config.name == "cispo":
         weights = [min(max(ratio.item(), low), high) for ratio in ratios]
-        return [-weight * advantage * new for weight, new in zip(weights, logprobs, strict=True)]
+        return [-w * score * new for w, score, new in zip(weights, scores, logprobs, strict=True)]
+    pairs = list(zip(ratios, scores, strict=True))
     if config.name == "m2po":
-        return [-ratio * advantage for ratio in ratios]
-    return [-torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage) for ratio in ratios]
+        return [-ratio * score for ratio, score in pairs]
+    return [-torch.minimum(ratio * score, ratio.clamp(low, high) * score) for ratio, score in pairs]
 
 
 def at_level(ratios: list[float], level: str) -> list[float]:
@@ -117,6 +118,7 @@ def step_loss(
     entropy: torch.Tensor,
     scores: list[float] | None = None,
     trust: set[int] | None = None,
+    of_tokens: dict[int, float] | None = None,
 ) -> torch.Tensor:
     """Return the loss of an update.
 
@@ -127,6 +129,7 @@ def step_loss(
         entropy: of the distribution that each token was drawn from.
         scores: advantages of the samples; None: the batch is whole groups, from whose rewards they follow.
         trust: tokens that M2PO keeps; None: all.
+        of_tokens: advantages of the trained tokens; None: those of their samples.
     """
     sampled = [int(mask.sum()) for mask in batch.sampled_mask.split(batch.lengths.tolist())]
     scores = scores or advantages(config, batch.rewards.tolist(), batch.group_index.tolist())
@@ -148,7 +151,8 @@ def step_loss(
         if batch.decoupled:
             rows = zip(tokens, new, started, strict=True)
             old = [proximal(config, batch, token, now, start) for token, now, start in rows]
-        losses = policy_losses(config, new, old, scores[sample])
+        own = [scores[sample] if of_tokens is None else of_tokens[token] for token in tokens]
+        losses = policy_losses(config, new, old, own)
         weights = [math.exp(now.item() - then.item()) for now, then in zip(old, engine, strict=True)]
         gaps = [math.exp(now.item() - then.item()) for now, then in zip(started, engine, strict=True)]
         for place, (token, loss) in enumerate(zip(tokens, losses, strict=True)):

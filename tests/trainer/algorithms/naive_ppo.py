@@ -108,7 +108,7 @@ class NaivePpo:
             for t in tokens:
                 row = table[t - first - 1]
                 new, engine = row[batch.tokens[t].long()], batch.behaviour_logprobs[t]
-                (loss,) = policy_losses(self.algorithm, [new], [engine], advantages[t])
+                (loss,) = policy_losses(self.algorithm, [new], [engine], [advantages[t]])
                 entropy = -(row.exp() * row).sum()
                 losses[0] = losses[0] + (loss - self.algorithm.entropy_coef * entropy) / total
                 losses[1] = losses[1] + self._value_loss(values[t], old[t], returns[t]) / total

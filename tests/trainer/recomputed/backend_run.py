@@ -9,23 +9,62 @@ import torch
 
 from tests.trainer.groups import whole
 from tests.trainer.measured import flat
-from tests.trainer.recomputed.cases import FIRST, TEMPERATURE, WITHOUT_TOKENS, Case, records
-from trainer.backends.base import Backend
+from tests.trainer.recomputed.cases import (
+    CRITIC,
+    FIRST,
+    OPTIMIZER,
+    TEMPERATURE,
+    WITHOUT_TOKENS,
+    Case,
+    other_model,
+    records,
+)
+from trainer.backends.base import FrozenSpec
 from trainer.backends.rank_commands import StepCommand
+from trainer.config import ParallelConfig, TrainerConfig
 from trainer.data.packing import balance
-from trainer.data.step_plan import plan_step
+from trainer.data.step_plan import StepPlan, plan_step
+from trainer.megatron.roles.critic import MegatronCritic
+from trainer.reference.critic import ReferenceCritic
+from trainer.registry import make_backend, make_critic
+from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
 from trainer.roles.step import run_step
 
 NOT_OF_THE_RECIPE = ("micro_batches", "padding_share", "imbalance")
 """Statistics of how a batch is divided."""
+OF_RECORDS = ("truncated_tokens", "shaped_reward_mean")
+"""Statistics of the plan that a recipe changes."""
 
 
-def run_case(backend: Backend, case: Case, directory: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Make all steps; returns what each reported of the recipe."""
+def make_models(kind: str, case: Case, directory: Path, parallel: ParallelConfig | None = None) -> RankModels:
+    """This rank's parts of all models of a case."""
+    trainer = TrainerConfig(backend=kind, micro_batch_tokens=40, micro_batch_size=5, device="cpu")
+    specs = [FrozenSpec(role, other_model(directory), offload=True) for role in case.frozen]
+    policy = make_backend(
+        directory,
+        parallel=parallel or ParallelConfig(),
+        optimizer=OPTIMIZER,
+        trainer=trainer,
+        algorithm=case.made(),
+        frozen=specs,
+        critic_dir=directory if case.has_critic else None,
+    )
+    frozen = {spec.role: FrozenRole(policy.load_frozen(spec), policy.device, offload=True) for spec in specs}
+    critic = None
+    if case.has_critic:
+        critic = make_critic(policy, directory, optimizer=OPTIMIZER, trainer=trainer, config=CRITIC)
+    models = RankModels(
+        policy, frozen=FrozenModels(case.made(), **frozen), critic=critic, algorithm=case.config
+    )
     if case.config.kl_coef:
-        backend.keep_reference()
-    reports = []
+        models.keep_reference()
+    return models
+
+
+def run_case(models: RankModels, case: Case, directory: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Make all steps; returns what each reported of the recipe."""
+    backend, threshold, reports = models.policy, case.config.second_moment_threshold, []
     for step, groups in enumerate(records(directory)):
         plan = plan_step(
             groups,
@@ -38,16 +77,31 @@ def run_case(backend: Backend, case: Case, directory: Path, rank: int = 0) -> li
         pieces = balance(backend.costs(batch.lengths).tolist(), len(backend.replicas))
         replica = next(index for index, ranks in enumerate(backend.replicas) if rank in ranks)
         part = batch.select(torch.tensor(pieces[replica], dtype=torch.int64))
-        threshold = case.config.second_moment_threshold
         command = StepCommand(
             reference_logprobs=case.config.kl_coef > 0,
             start_logprobs=threshold > 0,
             second_moment_threshold=threshold,
         )
-        (stats,) = run_step(RankModels(backend), part, command)
-        report = flat(stats)
+        (stats,) = run_step(models, part, command)
+        report = flat(stats) | of_records(plan)
         reports.append({key: value for key, value in report.items() if key not in NOT_OF_THE_RECIPE})
     return reports
+
+
+def of_records(plan: StepPlan) -> dict[str, float]:
+    """What the recipe makes of the records before any model sees them."""
+    found = {name: getattr(plan.stats, name) for name in OF_RECORDS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def weights_of(models: RankModels) -> dict[str, torch.Tensor]:
+    """The weights of the policy, and of the critic if there is one; called on every rank."""
+    weights, critic = dict(models.policy.export()), models.critic
+    if isinstance(critic, MegatronCritic):
+        weights |= {f"critic.{name}": tensor for name, tensor in critic.export()}
+    if isinstance(critic, ReferenceCritic):
+        weights |= {f"critic.{name}": tensor.detach() for name, tensor in critic.weights.items()}
+    return weights
 
 
 def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

@@ -10,11 +10,16 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from tests.trainer.megatron.models import save_model
-from tests.trainer.recomputed.loop import Groups, NaiveTrainer
+from tests.trainer.recomputed.loop import NaiveTrainer
+from tests.trainer.recomputed.records import Groups
 from trainer.algorithms import Algorithm, make_algorithm
+from trainer.algorithms.registry import CRITIC as WITH_CRITIC
+from trainer.algorithms.registry import DISTILLATION
 from trainer.config import AlgorithmConfig, OptimizerConfig
+from trainer.roles.config import CriticConfig
 
-MODEL = "qwen2"
+MODEL, OTHER = "qwen2", "qwen3-tied"
+"""The policy, and a frozen model beside it: of one vocabulary, of two families."""
 TEMPERATURE = 0.9
 BOUND = 2
 FIRST = 3
@@ -24,6 +29,7 @@ WITHOUT_TOKENS = 1
 """The step all of whose tokens are over the bound: it changes nothing."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.5)
 """With an `adam_eps` above the rounding of float32 gradients: a smaller one makes steps of noise."""
+CRITIC = CriticConfig(lr=3e-3, lr_warmup_steps=2, weight_decay=0.05, clip_grad=2.0, value_clip=0.1)
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,17 @@ class Case:
 
     algorithm: dict[str, Any] = field(default_factory=dict)
     decoupled: bool = False
+    reference: bool = False
+    """Whether the reference is another model than the initial policy."""
+
+    @property
+    def has_critic(self) -> bool:
+        return self.config.name in WITH_CRITIC
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Roles of the other model."""
+        return ("reference",) * self.reference + ("teacher",) * (self.config.name == DISTILLATION)
 
     @property
     def config(self) -> AlgorithmConfig:
@@ -41,6 +58,7 @@ class Case:
         return make_algorithm(self.config)
 
 
+GAE = {"name": "ppo", "gamma": 0.97, "gae_lambda": 0.9}
 NARROW = {"rejection_low": 0.8, "rejection_high": 1.3}
 CASES = {
     "grpo": Case({"name": "grpo"}),
@@ -52,6 +70,37 @@ CASES = {
     "rloo": Case({"name": "rloo"}),
     "reinforce_plus_plus": Case({"name": "reinforce_plus_plus"}),
     "reinforce_plus_plus_baseline": Case({"name": "reinforce_plus_plus_baseline"}),
+    "ppo": Case({**GAE, "entropy_coef": 0.01}),
+    "ppo-kl-in-reward": Case(
+        {
+            **GAE,
+            "kl_coef": 0.1,
+            "use_kl_in_reward": True,
+            "whiten_advantages": False,
+            "truncated": "mask",
+        },
+        reference=True,
+    ),
+    "on_policy_distillation": Case({"name": "on_policy_distillation", "opd_kl_coef": 0.7}),
+    "on_policy_distillation-rewards": Case(
+        {"name": "on_policy_distillation", "opd_reward_coef": 0.4, "importance_cap": 1.1}, decoupled=True
+    ),
+    "sft": Case({"name": "sft"}),
+    "kl-in-reward": Case({"name": "rloo", "kl_coef": 0.05, "use_kl_in_reward": True}),
+    "kl-in-reward-path": Case(
+        {"name": "reinforce_plus_plus", "kl_coef": 0.05, "use_kl_in_reward": True}, reference=True
+    ),
+    "kl-path": Case({"name": "grpo", "kl_coef": 0.1}, reference=True),
+    "overlong-mask": Case({"name": "grpo", "truncated": "mask"}),
+    "overlong-shape": Case(
+        {
+            "name": "dapo",
+            "truncated": "shape",
+            "overlong_length": 5,
+            "overlong_buffer": 3,
+            "overlong_penalty": 0.5,
+        }
+    ),
     "decoupled": Case({"name": "grpo", "importance_cap": 1e6}, decoupled=True),
     "truncated": Case({"name": "grpo", "importance_cap": 1.1}, decoupled=True),
     "truncated-sequence": Case(
@@ -85,14 +134,21 @@ CASES = {
 
 
 def model_dir(root: Path) -> Path:
-    """The model of all cases, saved once."""
+    """The policy of all cases, saved once, beside the other model."""
+    save_model(OTHER, root)
     return save_model(MODEL, root)
+
+
+def other_model(directory: Path) -> Path:
+    """The frozen model of a case with one."""
+    return directory.parent / OTHER
 
 
 @lru_cache(maxsize=1)
 def records(directory: Path) -> tuple[Groups, ...]:
     """The groups of each step: lags 0 to 3 under a bound of 2, inserted tokens, a sample without a trained
-    one, a group without signal, and a step without a token within the bound.
+    one, a truncated sample in every group, a group without signal, and a step without a token within the
+    bound.
 
     The engine's log-probabilities are those of the initial model, with noise.
     """
@@ -129,6 +185,7 @@ def _group(model: torch.nn.Module, step: int, number: int, generator: torch.Gene
                 reward=0.5 if number == 1 else draw(3) / 2 + 0.1 * place,
                 mask=[0 if place == 1 and token == 1 else 1 for token in range(length)],
                 logprobs=(log_p + noise).tolist(),
+                finish="length" if place == 0 else "stop",
             )
         )
     return scored(GroupSpec(group=10 * step + number, prompt=prompt, samples=samples))
@@ -138,7 +195,9 @@ def _group(model: torch.nn.Module, step: int, number: int, generator: torch.Gene
 def recomputed(name: str, directory: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """What each step of a case reports, and the weights after the last, by the naive loop."""
     case = CASES[name]
-    trainer = NaiveTrainer(directory, case.config, OPTIMIZER, TEMPERATURE)
+    paths = {role: other_model(directory) for role in case.frozen}
+    critic = CRITIC if case.has_critic else None
+    trainer = NaiveTrainer(directory, case.config, OPTIMIZER, TEMPERATURE, **paths, critic=critic)
     reports = [
         trainer.step(groups, FIRST + step, decoupled=case.decoupled)
         for step, groups in enumerate(records(directory))

@@ -3,7 +3,6 @@
 import faulthandler
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,27 +11,19 @@ from safetensors.torch import save_file
 
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import LAYOUTS
-from tests.trainer.recomputed.backend_run import run_case
-from tests.trainer.recomputed.cases import CASES, OPTIMIZER
-from trainer.config import TrainerConfig
-from trainer.megatron.backend import MegatronBackend
+from tests.trainer.recomputed.backend_run import make_models, run_case, weights_of
+from tests.trainer.recomputed.cases import CASES
 
 
 def run(layout: str, directory: Path, out: Path, names: list[str]) -> None:
     """Make the steps of each case."""
     torch.set_num_threads(1)
     for name in names:
-        backend = MegatronBackend(
-            directory,
-            parallel=replace(LAYOUTS[layout]),
-            optimizer=OPTIMIZER,
-            trainer=TrainerConfig(micro_batch_tokens=40, micro_batch_size=5, device="cpu"),
-            algorithm=CASES[name].made(),
-        )
+        models = make_models("megatron", CASES[name], directory, LAYOUTS[layout])
         rank = dist.get_rank() if dist.is_initialized() else 0
-        reports = run_case(backend, CASES[name], directory, rank)
-        weights = dict(backend.export())
-        backend.close()
+        reports = run_case(models, CASES[name], directory, rank)
+        weights = {tensor: values.clone() for tensor, values in weights_of(models).items()}
+        models.close()
         if rank == 0:
             (out / name).mkdir(parents=True)
             (out / name / "reports.json").write_text(json.dumps(reports))

@@ -4,21 +4,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.recomputed.backend_run import assert_equal, differences, run_case
+from tests.trainer.recomputed.backend_run import (
+    assert_equal,
+    differences,
+    make_models,
+    run_case,
+    weights_of,
+)
 from tests.trainer.recomputed.cases import (
     BOUND,
     CASES,
     FIRST,
-    OPTIMIZER,
     STEPS,
     WITHOUT_TOKENS,
     model_dir,
     recomputed,
     records,
 )
-from tests.trainer.recomputed.loop import read
-from trainer.config import TrainerConfig
-from trainer.reference.backend import ReferenceBackend
+from tests.trainer.recomputed.records import read
+from trainer.algorithms.registry import ALGORITHMS
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +33,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_three_steps_are_those_of_the_naive_loop(name: str, directory: Path) -> None:
     expected, weights = recomputed(name, directory)
-    backend = ReferenceBackend(
-        directory,
-        optimizer=OPTIMIZER,
-        trainer=TrainerConfig(backend="reference", micro_batch_size=5, device="cpu"),
-        algorithm=CASES[name].made(),
-    )
-    found = run_case(backend, CASES[name], directory)
+    models = make_models("reference", CASES[name], directory)
+    found = run_case(models, CASES[name], directory)
     assert_equal(found, expected)
-    assert max(differences(backend.export(), weights).values()) < 1e-6
+    assert max(differences(weights_of(models).items(), weights).values()) < 1e-6
 
 
 def test_the_records_have_what_is_hard(directory: Path) -> None:
     lags, untrained, inserted = set(), 0, 0
     for step, groups in enumerate(records(directory)):
-        batch = read(groups, FIRST + step, decoupled=False)
+        batch = read(groups, FIRST + step, CASES["grpo"].config, decoupled=False)
         lags |= {int(lag) for lag in (batch.step - batch.versions[batch.loss_mask])}
         untrained += [not tokens for tokens in batch.trained].count(True)
         inserted += int((~batch.sampled_mask & (batch.versions >= 0)).sum())
@@ -58,12 +57,27 @@ def test_the_records_have_what_is_hard(directory: Path) -> None:
 
 
 def test_the_cases_use_what_they_test(directory: Path) -> None:
+    assert {case.config.name for case in CASES.values()} == ALGORITHMS.keys()
     for name, case in CASES.items():
-        first = recomputed(name, directory)[0][0]
+        first, *_, last = recomputed(name, directory)[0]
         assert first["grad_norm"] > 0
         if case.config.rejection_level or case.config.second_moment_threshold:
             assert 0 < first["importance_rejected"] < 1
         if case.decoupled and 0 < case.config.importance_cap < 2:
             assert 0 < first["importance_capped"] < 1
-        if not case.decoupled and name != "m2po":
+        if not case.decoupled and name not in ("m2po", "sft"):
             assert 0 < first["clip_fraction"] < 1
+        if case.has_critic:
+            assert first["value_mean"] == 0 != last["value_mean"]
+        if case.config.truncated == "mask":
+            assert first["truncated_tokens"] > 0
+        if case.config.truncated == "shape":
+            assert first["shaped_reward_mean"] < naive_mean_reward(directory)
+        if case.config.use_kl_in_reward:
+            assert first["reward_kl_k1"]
+        if "teacher" in case.frozen:
+            assert first["teacher_kl_k1"]
+
+
+def naive_mean_reward(directory: Path) -> float:
+    return read(records(directory)[0], FIRST, CASES["grpo"].config, decoupled=False).rewards.mean().item()

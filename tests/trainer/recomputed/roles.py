@@ -1,0 +1,60 @@
+"""Computes the advantage of every token from rewards and the opinions of other models, from the papers."""
+
+from tests.trainer.algorithms import naive
+from tests.trainer.algorithms.naive_ppo import gae
+from tests.trainer.recomputed.records import NaiveBatch
+from trainer.config import AlgorithmConfig
+
+
+def with_a_teacher(
+    config: AlgorithmConfig, batch: NaiveBatch, teacher: list[float] | None
+) -> tuple[dict[int, float], dict[str, float]]:
+    """Return the advantages of trained tokens where there is no critic, and what is reported of them.
+
+    A penalty in the reward is that of all sampled tokens of a sample (Ziegler et al. 2019); a teacher's
+    log-probabilities, [t], give each token its own part (Agarwal et al. 2023).
+    """
+    rewards, found = batch.rewards.tolist(), {}
+    if config.use_kl_in_reward:
+        gaps = penalties(batch)
+        sums = [sum(gaps[token] for token in tokens) for tokens in batch.sampled]
+        rewards = [reward - config.kl_coef * total for reward, total in zip(rewards, sums, strict=True)]
+        found["reward_kl_k1"] = naive.mean(sums)
+    scores = naive.advantages(config, rewards, batch.group_index.tolist())
+    advantages = {token: scores[i] for i, tokens in enumerate(batch.trained) for token in tokens}
+    if teacher is not None and advantages:
+        gaps = {token: batch.behaviour_logprobs[token].item() - teacher[token] for token in advantages}
+        found["teacher_kl_k1"] = naive.mean(list(gaps.values()))
+        advantages = {token: score - config.opd_kl_coef * gaps[token] for token, score in advantages.items()}
+    return advantages, found
+
+
+def with_a_critic(
+    config: AlgorithmConfig, batch: NaiveBatch, values: dict[int, float]
+) -> tuple[dict[int, float], dict[int, float], dict[str, float]]:
+    """Return the advantages of trained tokens, the returns of sampled ones, and what is reported of them.
+
+    Schulman et al. 2015 and 2017; `values` are those of the states in which the tokens were sampled.
+    """
+    gaps = penalties(batch) if config.use_kl_in_reward else {}
+    advantages: dict[int, float] = {}
+    for tokens, reward in zip(batch.sampled, batch.rewards.tolist(), strict=True):
+        rewards = [-config.kl_coef * gaps.get(token, 0.0) for token in tokens]
+        rewards[-1] += reward
+        found = gae(rewards, [values[token] for token in tokens], config.gamma, config.gae_lambda)
+        advantages |= dict(zip(tokens, found, strict=True))
+    returns = {token: score + values[token] for token, score in advantages.items()}
+    trained = {token: advantages[token] for tokens in batch.trained for token in tokens}
+    if config.whiten_advantages and trained:
+        scores = list(trained.values())
+        center, scale = naive.mean(scores), naive.deviation(scores) + config.advantage_eps
+        trained = {token: (score - center) / scale for token, score in trained.items()}
+    sums = [sum(gaps[token] for token in tokens) for tokens in batch.sampled] if gaps else []
+    return trained, returns, {"reward_kl_k1": naive.mean(sums)} if gaps else {}
+
+
+def penalties(batch: NaiveBatch) -> dict[int, float]:
+    """Return log pi_engine - log pi_reference of every sampled token."""
+    assert batch.reference_logprobs is not None
+    gaps = (batch.behaviour_logprobs - batch.reference_logprobs).tolist()
+    return {token: gaps[token] for tokens in batch.sampled for token in tokens}
