@@ -49,6 +49,16 @@ def advantages(config: AlgorithmConfig, rewards: list[float], groups: list[int])
     return [value / (deviation(group) + eps) for value, group in zip(centred, whole, strict=True)]
 
 
+def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Schulman et al. 2015, eq. 16: the sum of (gamma lambda)^l delta_(t + l)."""
+    after = [*values, 0.0][1:]
+    deltas = [r + gamma * later - v for r, later, v in zip(rewards, after, values, strict=True)]
+    return [
+        sum((gamma * lam) ** (late - t) * deltas[late] for late in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
+
+
 def token_weight(config: AlgorithmConfig, sampled: list[int], sample: int) -> float:
     """Return what a token's loss is multiplied by; `sampled` counts the sampled tokens of every sample."""
     if config.name == "dr_grpo":

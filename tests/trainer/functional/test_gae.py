@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainer.algorithms.naive_ppo import gae
+from tests.trainer.algorithms.naive import gae
 from trainer.functional.gae import generalized_advantages, terminal_rewards
 
 NUMBERS = st.floats(-3, 3, width=32)

@@ -7,31 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.groups import whole
 from tests.trainer.measured import flat
 from tests.trainer.recomputed.cases import (
     CRITIC,
     FIRST,
     OPTIMIZER,
-    TEMPERATURE,
     WITHOUT_TOKENS,
     Case,
     other_model,
     records,
 )
 from trainer.backends.base import FrozenSpec
-from trainer.backends.rank_commands import StepCommand
+from trainer.backends.follow import follow_commands
+from trainer.backends.leader import LeaderRank
 from trainer.config import ParallelConfig, TrainerConfig
-from trainer.data.packing import balance
-from trainer.data.step_plan import StepPlan, plan_step
+from trainer.data.step_plan import StepPlan
 from trainer.megatron.roles.critic import MegatronCritic
 from trainer.reference.critic import ReferenceCritic
 from trainer.registry import make_backend, make_critic
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
-from trainer.roles.step import run_step
 
-NOT_OF_THE_RECIPE = ("micro_batches", "padding_share", "imbalance")
+NOT_OF_THE_RECIPE = ("micro_batches", "padding_share", "imbalance", "updates", "updates_skipped")
 """Statistics of how a batch is divided."""
 OF_RECORDS = ("truncated_tokens", "shaped_reward_mean")
 """Statistics of the plan that a recipe changes."""
@@ -63,28 +60,17 @@ def make_models(kind: str, case: Case, directory: Path, parallel: ParallelConfig
 
 
 def run_case(models: RankModels, case: Case, directory: Path, rank: int = 0) -> list[dict[str, Any]]:
-    """Make all steps; returns what each reported of the recipe."""
-    backend, threshold, reports = models.policy, case.config.second_moment_threshold, []
+    """Make all steps; returns what each reported of the recipe, on rank 0."""
+    if rank:
+        follow_commands(models)
+        return []
+    leader, reports = LeaderRank(models, case.made()), []
     for step, groups in enumerate(records(directory)):
-        plan = plan_step(
-            groups,
-            step=FIRST + step,
-            algorithm=case.made(),
-            temperature=TEMPERATURE,
-            decoupled=case.decoupled,
-        )
-        batch = whole(plan)
-        pieces = balance(backend.costs(batch.lengths).tolist(), len(backend.replicas))
-        replica = next(index for index, ranks in enumerate(backend.replicas) if rank in ranks)
-        part = batch.select(torch.tensor(pieces[replica], dtype=torch.int64))
-        command = StepCommand(
-            reference_logprobs=case.config.kl_coef > 0,
-            start_logprobs=threshold > 0,
-            second_moment_threshold=threshold,
-        )
-        (stats,) = run_step(models, part, command)
+        plan, stats = leader.train(case.command(FIRST + step, groups))
+        assert (stats.updates, stats.updates_skipped)[bool(stats.skipped)] == case.epochs
         report = flat(stats) | of_records(plan)
         reports.append({key: value for key, value in report.items() if key not in NOT_OF_THE_RECIPE})
+    leader.exit()
     return reports
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from protocol.codec import encode_payload
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from tests.trainer.megatron.models import save_model
 from tests.trainer.recomputed.loop import NaiveTrainer
@@ -15,6 +16,7 @@ from tests.trainer.recomputed.records import Groups
 from trainer.algorithms import Algorithm, make_algorithm
 from trainer.algorithms.registry import CRITIC as WITH_CRITIC
 from trainer.algorithms.registry import DISTILLATION
+from trainer.backends.rank_commands import TrainCommand
 from trainer.config import AlgorithmConfig, OptimizerConfig
 from trainer.roles.config import CriticConfig
 
@@ -40,6 +42,8 @@ class Case:
     decoupled: bool = False
     reference: bool = False
     """Whether the reference is another model than the initial policy."""
+    epochs: int = 1
+    """Updates of a step, each on the whole batch."""
 
     @property
     def has_critic(self) -> bool:
@@ -57,6 +61,19 @@ class Case:
     def made(self) -> Algorithm:
         return make_algorithm(self.config)
 
+    def command(self, step: int, groups: Groups) -> TrainCommand:
+        """The step on these groups that starts from version `step`."""
+        return TrainCommand(
+            step=step,
+            records=[encode_payload(scored) for scored, _ in groups],
+            bounds=[bound for _, bound in groups],
+            mask_late=True,
+            temperature=TEMPERATURE,
+            recompute_logprobs=self.decoupled,
+            reference_logprobs=self.config.kl_coef > 0,
+            epochs=self.epochs,
+        )
+
 
 GAE = {"name": "ppo", "gamma": 0.97, "gae_lambda": 0.9}
 NARROW = {"rejection_low": 0.8, "rejection_high": 1.3}
@@ -71,6 +88,7 @@ CASES = {
     "reinforce_plus_plus": Case({"name": "reinforce_plus_plus"}),
     "reinforce_plus_plus_baseline": Case({"name": "reinforce_plus_plus_baseline"}),
     "ppo": Case({**GAE, "entropy_coef": 0.01}),
+    "ppo-two-updates": Case(GAE, epochs=2),
     "ppo-kl-in-reward": Case(
         {
             **GAE,
@@ -199,7 +217,7 @@ def recomputed(name: str, directory: Path) -> tuple[list[dict[str, Any]], dict[s
     critic = CRITIC if case.has_critic else None
     trainer = NaiveTrainer(directory, case.config, OPTIMIZER, TEMPERATURE, **paths, critic=critic)
     reports = [
-        trainer.step(groups, FIRST + step, decoupled=case.decoupled)
+        trainer.step(groups, FIRST + step, decoupled=case.decoupled, epochs=case.epochs)
         for step, groups in enumerate(records(directory))
     ]
     return reports, trainer.weights()

@@ -18,6 +18,12 @@ from tests.trainer.recomputed.records import Groups, NaiveBatch, read
 from trainer.config import AlgorithmConfig, OptimizerConfig
 from trainer.roles.config import CriticConfig
 
+OF_ALL_UPDATES = {
+    "loss", "grad_norm", "entropy", "ratio_mean", "clip_fraction", "reference_kl_k3", "value_loss",
+    "critic_grad_norm", "value_mean", "return_mean", "explained_variance", "value_clip_fraction",
+}  # fmt: skip
+"""What is reported as a mean over all updates of a step; the rest is of its first one."""
+
 
 class NaiveTrainer:
     """The policy and, where the recipe has them, the models beside it."""
@@ -40,8 +46,11 @@ class NaiveTrainer:
         self.critic = NaiveCritic(model_dir, critic, optimizer) if critic else None
         self.adam = NaiveAdam(list(self.model.parameters()), optimizer)
 
-    def step(self, groups: Groups, version: int, *, decoupled: bool) -> dict[str, Any]:
-        """Make a step and return what it should report; without a trained token nothing changes."""
+    def step(self, groups: Groups, version: int, *, decoupled: bool, epochs: int) -> dict[str, Any]:
+        """Make a step of so many updates on the whole batch and return what it should report.
+
+        Without a trained token nothing changes.
+        """
         config = self.algorithm
         batch = read(groups, version, config, decoupled=decoupled)
         with torch.no_grad():
@@ -57,15 +66,22 @@ class NaiveTrainer:
         found |= batch.measured
         if not batch.loss_mask.any():
             return {"trained_tokens": 0, **found}
-        found |= self._update(batch, scores)
-        return {**found, **self.critic.update(batch, old, returns)} if self.critic else found
+        made = []
+        for _ in range(epochs):
+            made.append(self._update(batch, scores))
+            if self.critic:
+                made[-1] |= self.critic.update(batch, old, returns)
+        of_all = {name: naive.mean([update[name] for update in made]) for name in made[0]}
+        at_start = {name: made[0][name] for name in made[0] if name not in OF_ALL_UPDATES}
+        return {**found, **of_all, **at_start}
 
     def _update(self, batch: NaiveBatch, scores: dict[int, float]) -> dict[str, Any]:
         config = self.algorithm
         logprobs, entropy = self.forward(self.model, batch)
+        if batch.start_logprobs is None:
+            batch.start_logprobs = logprobs.detach()
         trust = None
         if config.second_moment_threshold:
-            batch.start_logprobs = logprobs.detach()
             trust = naive.trusted(batch, config.second_moment_threshold)  # type: ignore[arg-type]
         loss = naive.step_loss(config, batch, logprobs, entropy, trust=trust, of_tokens=scores)  # type: ignore[arg-type]
         found = measured(config, batch, logprobs.tolist(), entropy.tolist(), scores, trust)

@@ -1,7 +1,6 @@
 """Computes the advantage of every token from rewards and the opinions of other models, from the papers."""
 
 from tests.trainer.algorithms import naive
-from tests.trainer.algorithms.naive_ppo import gae
 from tests.trainer.recomputed.records import NaiveBatch
 from trainer.config import AlgorithmConfig
 
@@ -41,7 +40,7 @@ def with_a_critic(
     for tokens, reward in zip(batch.sampled, batch.rewards.tolist(), strict=True):
         rewards = [-config.kl_coef * gaps.get(token, 0.0) for token in tokens]
         rewards[-1] += reward
-        found = gae(rewards, [values[token] for token in tokens], config.gamma, config.gae_lambda)
+        found = naive.gae(rewards, [values[token] for token in tokens], config.gamma, config.gae_lambda)
         advantages |= dict(zip(tokens, found, strict=True))
     returns = {token: score + values[token] for token, score in advantages.items()}
     trained = {token: advantages[token] for tokens in batch.trained for token in tokens}

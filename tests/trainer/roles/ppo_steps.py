@@ -19,7 +19,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5, adam_eps=1
 CRITIC = CriticConfig(lr=3e-3, lr_warmup_steps=2, weight_decay=0.05, clip_grad=2.0, value_clip=0.1)
 
 
-def command(step: int, epochs: int = 1) -> TrainCommand:
+def command(step: int) -> TrainCommand:
     """Groups of one and three samples, with lags of 0 to 2, inserted tokens, and a sample that is late."""
     generator = torch.Generator().manual_seed(step)
     records = []
@@ -47,7 +47,6 @@ def command(step: int, epochs: int = 1) -> TrainCommand:
         temperature=0.8,
         recompute_logprobs=False,
         reference_logprobs=False,
-        epochs=epochs,
     )
 
 
