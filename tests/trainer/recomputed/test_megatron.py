@@ -12,8 +12,9 @@ from tests.trainer.recomputed.backend_run import assert_equal, differences
 from tests.trainer.recomputed.cases import CASES, model_dir, recomputed
 from tests.trainer.recomputed.ranks import run
 
-FEW = ("grpo", "rejection-geometric")
-MANY_RANKS = ("tp2", "pp2", "cp2", "dp2", "tp2-dp2")
+FEW = ("rejection-geometric", "ppo-kl-in-reward")
+OTHER_MODELS = ("on_policy_distillation-rewards", "kl-in-reward-path", "sft")
+MANY_RANKS = ("tp2", "tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2")
 
 pytestmark = pytest.mark.xdist_group("recomputed")
 
@@ -38,11 +39,18 @@ def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) 
     assert_naive(name, directory, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", MANY_RANKS)
-def test_every_layout_is_the_naive_loop(layout: str, directory: Path, tmp_path: Path) -> None:
-    arguments = (layout, str(directory), str(tmp_path), *CASES)
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        pytest.param("tp2", OTHER_MODELS, id="tp2-other-models"),
+        *(pytest.param(layout, tuple(CASES), marks=pytest.mark.slow, id=layout) for layout in MANY_RANKS),
+    ],
+)
+def test_every_layout_is_the_naive_loop(
+    layout: str, names: tuple[str, ...], directory: Path, tmp_path: Path
+) -> None:
+    arguments = (layout, str(directory), str(tmp_path), *names)
     module = "tests.trainer.recomputed.ranks"
     launch(LAYOUTS[layout].world_size, module, *arguments, logs=tmp_path / "logs")
-    for name in CASES:
+    for name in names:
         assert_naive(name, directory, tmp_path)
