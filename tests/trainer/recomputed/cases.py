@@ -31,7 +31,7 @@ WITHOUT_TOKENS = 1
 """The step all of whose tokens are over the bound: it changes nothing."""
 OPTIMIZER = OptimizerConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.1, adam_eps=1e-4, clip_grad=0.5)
 """With an `adam_eps` above the rounding of float32 gradients: a smaller one makes steps of noise."""
-CRITIC = CriticConfig(lr=3e-3, lr_warmup_steps=2, weight_decay=0.05, clip_grad=2.0, value_clip=0.1)
+CRITIC = CriticConfig(lr=1e-3, lr_warmup_steps=2, weight_decay=0.05, clip_grad=2.0, value_clip=0.02)
 
 
 @dataclass(frozen=True)
