@@ -7,28 +7,18 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
+from rollout.weights.key_directory import KEYS
 from rollout.weights.verification import Deadline
 
-KEYS = "_TETHER_CURVE_DIR"
-"""Environment variable: directory of the bus's keys, with which the processes of an engine fetch weights."""
 MAX_LINE = 1 << 20
 """Bytes of an answer; the handle of a bucket takes a few hundred."""
 HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Event of `poll` when the other end disconnects; on systems other than Linux it may come later."""
-
-
-def fetch_with_keys(directory: str) -> None:
-    """Have this process, and engine processes that it starts, fetch weights with these keys; empty: none."""
-    if directory:
-        os.environ[KEYS] = str(Path(directory).absolute())
-    else:
-        os.environ.pop(KEYS, None)
 
 
 class SenderConnection:

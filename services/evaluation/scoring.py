@@ -19,7 +19,7 @@ from rollout.environments.registry import evaluated, make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
-from rollout.weights.sender_connection import fetch_with_keys
+from rollout.weights.key_directory import fetch_with_keys
 from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
 from services.observability.evaluations import Evaluation
 from services.runtime.user_modules import add_user_modules

@@ -18,7 +18,7 @@ from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
-from rollout.weights.sender_connection import fetch_with_keys
+from rollout.weights.key_directory import fetch_with_keys
 from services.bus.broadcast import Listener
 from services.bus.sender import Sender
 from services.gpu_sharing.device_lock import DeviceLock

@@ -49,23 +49,18 @@ def trained_architecture(
     """
     if trainer.dtype not in DTYPES:
         raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
-    architecture = read_architecture(model_dir)
-    if shared:
-        _check_sharing(parallel, architecture)
-    return architecture
-
-
-def _check_sharing(parallel: ParallelConfig, architecture: Architecture) -> None:
-    if parallel.world_size != 1:
+    if shared and parallel.world_size != 1:
         raise SettingsError(
             f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "
             "the trainer is one"
         )
-    if architecture.experts.bias:
+    architecture = read_architecture(model_dir)
+    if shared and architecture.experts.bias:
         raise SettingsError(
             "setting weights.transport: 'shared' publishes masters, and the biases of the routers of "
             f"{architecture.model_type} have none: use shm"
         )
+    return architecture
 
 
 def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:

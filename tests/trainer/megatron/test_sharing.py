@@ -211,7 +211,7 @@ def test_an_attached_model_lies_where_the_engine_has_it_and_nowhere_else(place: 
     describe(room, place.directory / "e.msgpack", engine.parameters, buffers)
     found = map_tensors(place.directory / "e.msgpack")
     backend.attach(found["parameters"], found["buffers"])
-    assert_lies_in_shared_memory(backend._chunks[0].module)
+    assert_lies_in_shared_memory(backend._runner.chunks[0].module)
     assert all(storage.expired() for storage in own)
     room.close()
 

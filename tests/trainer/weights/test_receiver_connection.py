@@ -13,8 +13,8 @@ import torch
 from protocol.errors import WeightError
 from protocol.host.key_proof import ReceiverKeys, SenderKeys
 from protocol.messages import WeightManifest
+from rollout.weights.key_directory import KEYS, fetch_with_keys
 from rollout.weights.registry import make_receiver
-from rollout.weights.sender_connection import KEYS, fetch_with_keys
 from services.bus.curve import create_keys
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
