@@ -37,6 +37,7 @@ def check(sft: Path, distilled: Path, steps: int) -> None:
     assert all(value is not None for value in kl)
 
 
+@pytest.mark.slow
 def test_given_tokens_make_a_teacher_to_which_a_run_is_held(tmp_path: Path) -> None:
     sft, distilled = tmp_path / "sft", tmp_path / "distilled"
     up("sft", sft, 4)
