@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
-from rollout.environments.base import Environment, Generate, Sample, SampleBuilder
+from rollout.environments.base import Environment, EpisodeOver, Generate, Sample, SampleBuilder
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 
@@ -46,7 +46,10 @@ class GuessNumber(Environment):
         sample = SampleBuilder()
         turns = self._options.max_turns
         for turn in range(turns):
-            completion = await generate(prompt_tokens + sample.tokens, self._options.turn_tokens)
+            try:
+                completion = await generate(prompt_tokens + sample.tokens, self._options.turn_tokens)
+            except EpisodeOver:
+                return sample.finish("length", 0.0)
             sample.sampled(completion)
             numbers = GUESS.findall(renderer.text(completion.tokens))
             guess = int(numbers[-1]) if numbers else None

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.errors import EngineError, SettingsError
+from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.messages import Rollout, ScoredRollout, WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from reward.score import score_rollout
@@ -120,8 +120,10 @@ class Scorer:
                 n=samples,
                 engine_name="eval",
                 sampling=sampling,
+                config=self._settings.environment,
+                max_model_len=eval_engine(self._settings).max_model_len,
             )
-        except (SettingsError, EngineError) as error:
+        except (SettingsError, EngineError, EpisodeError) as error:
             await self.engine.check()  # a dead engine ends the evaluation; a bad prompt only its own score
             return PromptScore(error=f"prompt {index}: {error}")
         check_versions(rollout, version)

@@ -1,0 +1,105 @@
+"""Plays single-player games of the package textarena.
+
+Its games draw from Python's global random numbers, and some take seconds to begin. So they run in one thread
+of their own, and the state of these numbers is kept with each game: the same seed and the same actions give
+the same game, however many are played at the same time.
+"""
+
+import asyncio
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from protocol.choices import checked_name, did_you_mean
+from protocol.errors import SettingsError
+
+SUFFIXES = ("-raw", "-train")
+"""Of names that textarena gives to the same game with other wrappers; here games have none."""
+
+_thread = ThreadPoolExecutor(1, thread_name_prefix="textarena")
+
+
+class TextGame:
+    """One game in progress. Its methods block; `in_game_thread` is where they may."""
+
+    def __init__(self, name: str, seed: int, params: Mapping[str, Any]) -> None:
+        """Begin a game.
+
+        Args:
+            name: of the game, such as "GuessTheNumber-v0".
+            seed: of its random numbers.
+            params: parameters of the game instead of its own.
+
+        Raises:
+            SettingsError: the game cannot be made, needs several players, the network, or data that is not
+                there.
+        """
+        import textarena
+
+        outside = random.getstate()
+        try:
+            random.seed(seed)
+            self._game = textarena.make(f"{name}-raw", **params)
+            self._game.reset(num_players=1, seed=seed)
+            self.opening = self._told()
+            """What the game says first."""
+            self._random = random.getstate()
+        except Exception as error:  # games raise anything
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise SettingsError(f"textarena game {name} with seed {seed} cannot begin: {problem}") from None
+        finally:
+            random.setstate(outside)
+
+    def step(self, action: str) -> str | None:
+        """Act; return what the game says then, or None if it has ended.
+
+        An action without brackets is put into brackets, as the games expect it.
+        """
+        outside = random.getstate()
+        random.setstate(self._random)
+        try:
+            done, _ = self._game.step(action if "[" in action or "]" in action else f"[{action.strip()}]")
+            return None if done else self._told()
+        finally:
+            self._random = random.getstate()
+            random.setstate(outside)
+
+    def reward(self) -> float:
+        """Return the player's reward; the game has ended."""
+        rewards, _ = self._game.close()
+        return float(rewards[0])
+
+    def _told(self) -> str:
+        """Return what the game says since the last time."""
+        from textarena import GAME_ID
+
+        _, observation = self._game.get_observation()
+        return "\n".join(text for sender, text, _ in observation if sender == GAME_ID)
+
+
+async def in_game_thread(function: Any, *arguments: Any) -> Any:
+    """Call a function in the thread of the games. If this is cancelled, the call that runs still ends."""
+    return await asyncio.get_running_loop().run_in_executor(_thread, function, *arguments)
+
+
+def checked_games(names: tuple[str, ...], setting: str) -> tuple[str, ...]:
+    """Return names of games that textarena has.
+
+    Raises:
+        SettingsError: the package is missing, there is no name, or one is unknown.
+    """
+    try:
+        from textarena.envs.registration import ENV_REGISTRY
+    except ImportError as error:
+        raise SettingsError(
+            f"textarena is not installed ({error}); pip install 'tether-rl[textarena]'"
+        ) from None
+    known = [name for name in ENV_REGISTRY if not name.endswith(SUFFIXES)]
+    if not names:
+        raise SettingsError(f"{setting}: name at least one game, such as GuessTheNumber-v0")
+    for name in names:
+        if name.endswith(SUFFIXES):
+            raise SettingsError(f"{setting}: {name!r} is not known; {did_you_mean(name, known)}")
+        checked_name(name, known, f"{setting}: game")
+    return names
