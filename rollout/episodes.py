@@ -47,7 +47,7 @@ class ModelCalls:
     def __init__(
         self, engine: Engine, sampling: Sampling, config: EnvironmentConfig, max_model_len: int, name: str
     ) -> None:
-        """Args as for `run_episodes`; `name` contains `{turn}` and becomes the requests' ids."""
+        """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
         self._engine, self._sampling, self._config = engine, sampling, config
         self._max_model_len, self._name = max_model_len, name
         self._asked = 0
@@ -61,7 +61,7 @@ class ModelCalls:
             raise RuntimeError("the episode has ended; its model cannot be called any more")
         limit = self._limit(len(tokens), max_tokens)
         request = Request(
-            self._name.format(turn=self._asked), tokens, replace(self._sampling, max_tokens=limit)
+            self._name.replace("{turn}", str(self._asked)), tokens, replace(self._sampling, max_tokens=limit)
         )
         self._asked += 1
         try:
@@ -118,26 +118,48 @@ class Episodes:
     """Tokens of prompt and sample together; 0: no limit is known."""
     report: Callable[[EpisodeReport], None]
 
-    async def sample(self, index: int, name: str) -> Sample | EpisodeError:
-        """Return a sample, or why its last attempt failed.
+    async def samples(self, n: int, least: int, name: str) -> list[Sample]:
+        """Return the samples of `n` that did not fail, at least `least`.
+
+        If the group fails, all samples are cancelled. Cancelling leaves no request on the engine.
 
         Args:
-            index: of the sample.
-            name: of its requests, with `{turn}` in it; contains the lease token, so that it differs if the
-                group is leased again.
+            n: samples to generate.
+            least: samples that must remain.
+            name: ids of requests, with `{sample}` and `{turn}` in it; contains the lease token, so that they
+                differ if the group is leased again.
 
         Raises:
-            EngineError: the engine failed.
+            EngineError: the engine failed, or aborted a request itself.
             SettingsError: the prompt does not fit the environment.
+            EpisodeError: fewer samples remain.
         """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._sample(i, name), name=f"sample-{self.prompt.index}/{i}")
+                    for i in range(n)
+                ]
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from None
+        results = [task.result() for task in running]
+        samples = [result for result in results if isinstance(result, Sample)]
+        failed = [result for result in results if isinstance(result, EpisodeError)]
+        if failed and len(samples) < least:
+            text = f"{len(failed)} of {n} episodes failed, such as: {failed[0].error}"
+            raise EpisodeError(failed[0].reason, text)
+        return samples
+
+    async def _sample(self, index: int, name: str) -> Sample | EpisodeError:
+        """Return a sample, or why its last attempt failed."""
         failed = EpisodeError("error", "not tried")
         began = time.monotonic()
         for attempt in range(self.config.attempts):
             left_s = began + self.config.episode_s - time.monotonic()
             if left_s <= 0:
                 break
-            suffix = f".{attempt}" if attempt else ""
-            calls = ModelCalls(self.engine, self.sampling, self.config, self.max_model_len, f"{name}{suffix}")
+            ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
+            calls = ModelCalls(self.engine, self.sampling, self.config, self.max_model_len, ids)
             result = await self._reported(index, attempt, calls, left_s)
             if isinstance(result, Sample):
                 return result
@@ -148,18 +170,16 @@ class Episodes:
         self, index: int, attempt: int, calls: ModelCalls, left_s: float
     ) -> Sample | EpisodeError:
         began = time.monotonic()
+        result: Sample | EpisodeError
         try:
-            result: Sample | EpisodeError = await self._attempt(calls, left_s)
+            result = await self._attempt(calls, left_s)
         except EpisodeError as error:
             result = error
         finally:
             calls.close()
-        failure, error_text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
-        self.report(
-            EpisodeReport(
-                index, attempt, calls.turns, calls.tokens, time.monotonic() - began, failure, error_text
-            )
-        )
+        failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
+        seconds = time.monotonic() - began
+        self.report(EpisodeReport(index, attempt, calls.turns, calls.tokens, seconds, failure, text))
         return result
 
     async def _attempt(self, calls: ModelCalls, left_s: float) -> Sample:
@@ -193,3 +213,8 @@ class Episodes:
         if not isinstance(sample, Sample) or not any(sample.loss_mask):
             raise EpisodeError("error", "the environment returned no sample with tokens of the model")
         return sample
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,6 +1,5 @@
 """Generates one prompt group: n samples of one prompt, concurrently on one engine."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,10 +7,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from protocol.errors import EpisodeError
 from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
-from rollout.environments.base import Environment, EnvironmentConfig, Sample
+from rollout.environments.base import Environment, EnvironmentConfig
 from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -71,39 +69,16 @@ async def generate_group(
         report: called after each attempt at a sample.
 
     Raises:
-        EngineError: the engine failed, or aborted a request itself.
-        SettingsError: the prompt cannot be rendered, or does not fit the environment.
-        EpisodeError: so many samples failed that fewer than `least` remain.
+        SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
     """
     began = time.perf_counter()
     prompt_tokens = renderer.prompt_tokens(prompt)
     episodes = Episodes(
         environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report
     )
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    episodes.sample(i, f"{group}/{i}.{{turn}}.{token}"), name=f"sample-{group}/{i}"
-                )
-                for i in range(n)
-            ]
-    except BaseExceptionGroup as failures:
-        raise _first(failures) from None
+    samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     generate_s = time.perf_counter() - began
-    results = [task.result() for task in running]
-    samples = [result for result in results if isinstance(result, Sample)]
-    failed = [result for result in results if isinstance(result, EpisodeError)]
-    if failed and len(samples) < (n if least is None else least):
-        raise EpisodeError(
-            failed[0].reason, f"{len(failed)} of {n} episodes failed, such as: {failed[0].error}"
-        )
     return assemble(
         prompt, prompt_tokens, samples, [renderer.text(sample.tokens) for sample in samples],
         group=group, token=token, engine=engine_name, generate_s=generate_s,
     )  # fmt: skip
-
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = failures.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -15,7 +15,7 @@ from protocol.choices import checked_name, did_you_mean
 from protocol.errors import SettingsError
 
 SUFFIXES = ("-raw", "-train")
-"""Of names that textarena gives to the same game with other wrappers; here games have none."""
+"""Ends of the names of the same game with wrappers, which are not used here."""
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="textarena")
 

@@ -33,7 +33,7 @@ class Options:
     turn_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
     """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
     output_characters: Annotated[int, Meta(ge=1, le=10**6)] = 2000
-    """Of an answer of a tool; the middle of a longer one is left out."""
+    """Longest answer of a tool, characters; the middle of a longer one is left out."""
     parallel: Annotated[int, Meta(ge=0, le=10**4)] = 0
     """python: sandboxes at once in one rollout worker. 0: as many as there are processors."""
     limits: Limits = field(default_factory=Limits)

@@ -1,7 +1,7 @@
 """Generates the openings of single-player games of textarena, for the environment `textarena`.
 
 Game i of F names is played with seed `seed + i // F`. Openings may be equal although the games differ in
-what they hide, so held-out games are told apart by their seeds.
+what they hide, so what makes a game held out is its seed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,7 +54,7 @@ class TextArenaSource:
         return [self._item(number, seed, -1) for number in range(self._config.held_out)]
 
     def trained_texts(self) -> Iterable[str]:
-        """Yield nothing: an opening says too little of its game to tell two games apart."""
+        """Yield nothing: equal openings may belong to different games."""
         return ()
 
     def _item(self, number: int, seed: int, index: int) -> Prompt:

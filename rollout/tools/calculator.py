@@ -8,7 +8,7 @@ from typing import Any
 
 MOST_CHARACTERS = 1000
 MOST_DIGITS = 300
-"""Of a number between two operations; a larger one is refused before it is computed."""
+"""Digits of a number, at most; a larger one is refused, if possible before it is computed."""
 
 BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

@@ -42,7 +42,7 @@ class PythonTool:
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="tool-python")
 
     async def run(self, text: str) -> str:
-        """Return what the code printed. Cancelling kills it, and waits until it is gone.
+        """Return what the code printed. Cancelling kills it, and waits until it has ended.
 
         Raises:
             RewardError: the sandbox cannot be set up.
