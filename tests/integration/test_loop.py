@@ -199,6 +199,22 @@ async def test_a_game_of_several_turns_trains_on_what_the_model_said(tmp_path: P
     assert {group: accepted[group] for group in sampled} == sampled
 
 
+async def test_a_failed_episode_costs_one_sample_and_too_many_their_group(tmp_path: Path) -> None:
+    settings = small(
+        tmp_path, "environment.name=tests.integration.failing_environment:play",
+        "environment.options={group=1}", "environment.attempts=1", "reward.verifiers=[]",
+        "sampling.samples_per_prompt=4",
+        'model.scratch.vocabulary="0123456789=+ "', "run.steps=2", "bound.drop_share=1",
+    )  # fmt: skip
+    run = await run_to_end(settings)
+    assert (run.status.version, run.audit.violations) == (2, [])
+    assert {(event["group"], event["reason"]) for event in of(run, "drop")} == {(1, "episode")}
+    samples = settings.sampling.samples_per_prompt
+    sizes = {len(record.rewards.numpy()) for record in scored(tmp_path, run)}
+    assert sizes == {samples - 2}
+    assert all(step["trained_tokens"] == 2 * step["groups"] * (samples - 2) for step in run.steps)
+
+
 def scored(run_dir: Path, run: Finished) -> list[ScoredRollout]:
     """What the spool holds of the accepted groups."""
     spool = Spool(run_dir / "spool.sqlite")

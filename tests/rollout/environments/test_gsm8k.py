@@ -1,7 +1,6 @@
 """Problems of GSM8K: which number counts."""
 
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
