@@ -5,11 +5,15 @@ an exception.
 """
 
 import asyncio
+import functools
 import json
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from reward.sandbox.runner import Limits, Verdict, run_programs
+from reward.sandbox.runner import NEEDED, Limits, Verdict, run_programs
+
+log = logging.getLogger("tether.tools")
 
 PROGRAM = """\
 import ast, sys, traceback
@@ -53,6 +57,7 @@ class PythonTool:
         finally:
             os.close(read)
             os.close(write)
+        _warn(verdict.isolation)
         if 0 in verdict.outputs:
             return str(json.loads(verdict.outputs[0])) or "(no output)"
         if verdict.timed_out:
@@ -71,3 +76,10 @@ class PythonTool:
                 if not wrapped.cancelled():
                     wrapped.exception()  # it is of no interest any more
             raise
+
+
+@functools.cache
+def _warn(isolation: frozenset[str]) -> None:
+    """Log, once for each worker, which kinds of isolation this machine does not offer."""
+    if missing := sorted(NEEDED - isolation):
+        log.warning("sandbox.weak missing=%s (see docs/security.md)", ",".join(missing))

@@ -212,7 +212,6 @@ async def test_a_failed_episode_costs_one_sample_and_too_many_their_group(tmp_pa
     samples = settings.sampling.samples_per_prompt
     sizes = {len(record.rewards.numpy()) for record in scored(tmp_path, run)}
     assert sizes == {samples - 2}
-    assert all(step["trained_tokens"] == 2 * step["groups"] * (samples - 2) for step in run.steps)
 
 
 def scored(run_dir: Path, run: Finished) -> list[ScoredRollout]:
