@@ -37,7 +37,8 @@ class EnvironmentConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that environment; of your own: keyword arguments of the class or the function."""
     call_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
-    """How long one call of the model may take, seconds. A longer one fails the sample's attempt."""
+    """How long one call of the model may take, seconds, waiting for the engine included. A longer one fails
+    the sample's attempt."""
     episode_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
     """How long one sample may take, all its attempts together, seconds. A longer one fails the sample."""
     max_turns: Annotated[int, Meta(ge=0, le=10**6)] = 0

@@ -13,7 +13,7 @@ from protocol.rollout_view import decode_rollout
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.base import EnvironmentConfig
-from rollout.environments.registry import ENVIRONMENTS, make_environment
+from rollout.environments.registry import ENVIRONMENTS, ON_DATA, make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt, PromptConfig
 from rollout.prompts.registry import make_source
@@ -22,7 +22,7 @@ from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 
 QUESTION = Prompt("3+4=", metadata={"answer": "7"}, index=12)
 SENTENCES = ("```calculator\n3+4\n```", "```python\n3+4\n```", "[4]", "8", "#### 7", "[up]")
-NAMES = ("my_own", *ENVIRONMENTS)
+NAMES = ("my_own", *(name for name in ENVIRONMENTS if name != ON_DATA))
 CASES = {
     "my_own": EnvironmentConfig("tests.rollout.environments.own_game:Game", {"turns": 3}),
     "tools": EnvironmentConfig("tools", {"tools": ["calculator", "python"]}),
