@@ -198,7 +198,7 @@ class Episodes:
                     failure = EpisodeError("error", located(error))  # raised by the environment itself
                 except EpisodeOver as error:
                     failure = EpisodeError("length", str(error))
-                except (Exception, SystemExit) as error:  # an environment may raise anything
+                except (Exception, BaseExceptionGroup, SystemExit) as error:  # it may raise anything
                     failure = EpisodeError("error", located(error)[:MAX_ERROR])
         except TimeoutError:
             pass  # `limit` has expired: whatever else is raised inside is caught there
