@@ -1,15 +1,18 @@
 """Plays single-player games of the package textarena.
 
-Its games draw from Python's global random numbers, and some take seconds to begin. So they run in one thread
-of their own, and the state of these numbers is kept with each game: the same seed and the same actions give
-the same game, however many are played at the same time.
+Its games draw from the global random numbers of Python and numpy, and some take seconds to begin. So they run
+in one thread of their own, and the state of these numbers is kept with each game: the same seed and the same
+actions give the same game, however many are played at the same time.
 """
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from protocol.choices import checked_name, did_you_mean
 from protocol.errors import SettingsError
@@ -37,38 +40,47 @@ class TextGame:
         """
         import textarena
 
-        outside = random.getstate()
+        source = random.Random(seed)
+        self._random: tuple[Any, Any] = (
+            source.getstate(),
+            np.random.RandomState(source.getrandbits(32)).get_state(),
+        )
         try:
-            random.seed(seed)
-            self._game = textarena.make(f"{name}-raw", **params)
-            self._game.reset(num_players=1, seed=seed)
-            self.opening = self._told()
-            """What the game says first."""
-            self._random = random.getstate()
+            with self._draws():
+                self._game = textarena.make(f"{name}-raw", **params)
+                self._game.reset(num_players=1, seed=seed)
+                self.opening = self._told()
+                """What the game says first."""
         except Exception as error:  # games raise anything
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise SettingsError(f"textarena game {name} with seed {seed} cannot begin: {problem}") from None
-        finally:
-            random.setstate(outside)
 
     def step(self, action: str) -> str | None:
         """Act; return what the game says then, or None if it has ended.
 
         An action without brackets is put into brackets, as the games expect it.
         """
-        outside = random.getstate()
-        random.setstate(self._random)
-        try:
+        with self._draws():
             done, _ = self._game.step(action if "[" in action or "]" in action else f"[{action.strip()}]")
             return None if done else self._told()
-        finally:
-            self._random = random.getstate()
-            random.setstate(outside)
 
     def reward(self) -> float:
         """Return the player's reward; the game has ended."""
         rewards, _ = self._game.close()
         return float(rewards[0])
+
+    @contextmanager
+    def _draws(self) -> Iterator[None]:
+        """Let global random numbers be those of the game, and afterwards those of before."""
+        outside = random.getstate(), np.random.get_state()
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
+        try:
+            yield
+        finally:
+            self._random = random.getstate(), np.random.get_state()
+            random.setstate(outside[0])
+            np.random.set_state(outside[1])
 
     def _told(self) -> str:
         """Return what the game says since the last time."""
