@@ -12,6 +12,7 @@ from protocol.ranges import check_ranges
 from rollout.environments import gsm8k, textarena, tools
 from rollout.environments.base import EnvironmentConfig
 from rollout.prompts.base import PromptConfig
+from rollout.prompts.registry import make_source
 from tests.docs.pages import blocks, follow
 
 PAGE = "environments.md"
@@ -38,4 +39,6 @@ def test_settings_of_shipped_environments_are_right(table: str) -> None:
     config = checked_options(EnvironmentConfig, sections["environment"], "environment")
     kinds = {"gsm8k": gsm8k.Options, "textarena": textarena.Options, "tools": tools.Options}
     check_ranges(checked_options(kinds[config.name], config.options, "environment.options"), "options")
-    checked_options(PromptConfig, sections.get("prompts", {}), "prompts")
+    if prompts := sections.get("prompts"):
+        source = make_source(PromptConfig(**{**prompts, "families": tuple(prompts["families"])}))
+        assert {source.at(index).metadata["game"] for index in range(3)} == set(prompts["families"])
