@@ -38,7 +38,7 @@ async def test_code_that_takes_too_long_or_dies_is_an_answer() -> None:
 
 
 async def test_a_cancelled_call_leaves_no_process_and_no_descriptor() -> None:
-    descriptors = set(os.listdir("/proc/self/fd"))
+    descriptors = len(os.listdir("/proc/self/fd"))
     tool = PythonTool(Limits(wall_s=3600, cpu_s=3600), 1)
     async with asyncio.timeout(60):
         async with asyncio.TaskGroup() as tasks:
@@ -49,7 +49,7 @@ async def test_a_cancelled_call_leaves_no_process_and_no_descriptor() -> None:
                 task.cancel()
     assert all(task.cancelled() for task in running)
     assert not _children()
-    assert set(os.listdir("/proc/self/fd")) <= descriptors | {"3", "4", "5", "6"}
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def _children() -> list[str]:
