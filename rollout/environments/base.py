@@ -50,6 +50,21 @@ class EnvironmentConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Branch:
+    """One row of a sample with several, T tokens behind those that it shares with an earlier row."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    loss_mask: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    """All as in `Sample`."""
+    parent: int
+    """Index of the row, within the sample, with whose first `shared` tokens it begins; -1: none."""
+    shared: int
+    """Tokens, the prompt's included."""
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One sample without its prompt: T tokens, sampled by the model or inserted by the environment."""
 
@@ -68,6 +83,12 @@ class Sample:
     """Reward of the environment, if it gives one."""
     experts: NDArray[np.uint16] | None = None
     """[P + T, L, K], the prompt's first, as in `Completion`; None: nothing was recorded."""
+    prompt: tuple[int, ...] | None = None
+    """[P]: what its tokens continue; None: the prompt's tokens, as they were given to `run`."""
+    branches: tuple[Branch, ...] = ()
+    """More rows of the sample, of which the tokens above are row 0."""
+    response: str | None = None
+    """Text for verifiers; None: that of the tokens."""
 
 
 class Environment(ABC):
