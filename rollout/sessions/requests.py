@@ -126,7 +126,7 @@ def _common(body: Any, fields: tuple[str, ...], override: bool) -> dict[str, Any
         "stream": bool(body.get("stream")),
         "include_usage": bool(options.get("include_usage")),
         "logprobs": logprobs is not None and logprobs is not False,
-        "overridden": tuple(overridden),
+        "overridden": tuple(sorted(overridden)),
     }
 
 
