@@ -1,7 +1,8 @@
-"""Decodes one `Rollout` into its samples, and checks its arrays against each other.
+"""Decodes one `Rollout` into its rows, and checks its arrays against each other.
 
-Shapes: P prompt tokens, n samples per group, T tokens of all samples together, T_i tokens of sample i. A
-sample may be empty (T_i = 0).
+Shapes: P prompt tokens, n samples per group, R rows, T tokens of all rows together, T_i own tokens of row i,
+C_i tokens that it follows after the prompt. Without branches a row is a sample, and follows nothing else. A
+row may be empty (T_i = 0).
 """
 
 from dataclasses import dataclass
@@ -17,12 +18,18 @@ from protocol.tensors import Array
 
 MAX_GROUPS = 10**12
 """Group numbers are below this: they have twelve digits in the ledger."""
+MAX_FOLLOWED = 2**28
+"""Tokens that the rows of a message share with earlier ones; a reader has them in memory for each row."""
 
 
 @dataclass(frozen=True, slots=True)
-class SampleView:
-    """One sample of a rollout; `tokens` and `logprobs` are views of the message."""
+class RowView:
+    """One row of a rollout: a sample or a branch of one; `tokens` and `logprobs` are views of the message."""
 
+    sample: int
+    """Index of its sample."""
+    context: NDArray[np.int32]
+    """[C_i]: tokens of earlier rows of the sample that it follows; none of them is trained in this row."""
     tokens: NDArray[np.int32]
     """[T_i], at least 0."""
     logprobs: NDArray[np.float32]
@@ -32,10 +39,13 @@ class SampleView:
     versions: NDArray[np.int32]
     """[T_i]: weight version of each token, at least 0."""
     finish_reason: str
+    """Why the sample ended; it, the response and the reward are those of the sample."""
     response: str
     environment_reward: float | None
     experts: NDArray[np.uint16] | None = None
     """[T_i, L, K], see `Rollout`."""
+    context_experts: NDArray[np.uint16] | None = None
+    """[C_i, L, K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +55,21 @@ class RolloutView:
     group: int
     prompt: NDArray[np.int32]
     """[P], P > 0: the prompt of all samples."""
-    samples: tuple[SampleView, ...]
-    """[n], n > 0."""
+    rows: tuple[RowView, ...]
+    """[R], R > 0; those of a sample come one after the other."""
+    samples: int
+    """n, at least 1."""
     prompt_experts: NDArray[np.uint16] | None = None
     """[P, L, K], see `Rollout`."""
 
     def token_counts(self) -> dict[int, int]:
         """Return version -> sampled tokens, as `Ledger.accept` expects them."""
-        versions = np.concatenate([sample.versions[sample.sampled] for sample in self.samples])
+        versions = np.concatenate([row.versions[row.sampled] for row in self.rows])
         return {int(v): int(n) for v, n in zip(*np.unique(versions, return_counts=True), strict=True)}
 
 
 def decode_rollout(rollout: Rollout) -> RolloutView:
-    """Check a rollout and split it into its samples.
+    """Check a rollout and split it into its rows.
 
     Raises:
         ProtocolError: an array has another dtype or shape than the message defines, contradicts another
@@ -69,14 +81,19 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     lengths = checked_array(group, "lengths", rollout.lengths, "int32", (None,))
     require(len(lengths) > 0, group, "lengths", "is empty")
     require(bool((lengths >= 0).all()), group, "lengths", "has a negative length")
-    n, total = len(lengths), int(lengths.sum(dtype=np.int64))
+    total = int(lengths.sum(dtype=np.int64))
+    branches = _branches(rollout, len(lengths))
+    n = branches[-1][0] + 1
     tokens = checked_array(group, "tokens", rollout.tokens, "int32", (total,))
     prompt = checked_array(group, "prompt_tokens", rollout.prompt_tokens, "int32", (None,))
     logprobs = checked_array(group, "logprobs", rollout.logprobs, "float32", (total,))
     mask = checked_array(group, "loss_mask", rollout.loss_mask, "uint8", (total,))
     require(bool((mask <= 1).all()), group, "loss_mask", "has a value other than 0 and 1")
     versions = _versions(rollout, lengths)
-    require(len(prompt) > 0, group, "prompt_tokens", "is empty")
+    starts = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+    for index, (_, _, shared) in enumerate(branches):
+        follows = len(prompt) + shared > 0 or (lengths[index] > 0 and not mask[starts[index]])
+        require(follows, group, "prompt_tokens", f"is empty, and row {index} begins with a sampled token")
     require(bool((prompt >= 0).all()), group, "prompt_tokens", "has a negative token")
     require(bool((tokens >= 0).all()), group, "tokens", "has a negative token")
     require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
@@ -89,20 +106,48 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
         ).tolist()
     prompt_experts, experts = _experts(rollout, len(prompt), total)
     sampled = mask.astype(bool)
-    samples = tuple(
-        SampleView(
-            tokens=tokens[start:end],
-            logprobs=logprobs[start:end],
-            sampled=sampled[start:end],
-            versions=versions[start:end],
-            finish_reason=rollout.finish_reasons[i],
-            response=rollout.responses[i],
-            environment_reward=rewards[i],
-            experts=None if experts is None else experts[start:end],
+    rows: list[RowView] = []
+    full: list[NDArray[np.int32]] = []
+    full_experts: list[NDArray[np.uint16]] = []
+    for i, (start, end) in enumerate(pairwise(starts)):
+        sample, parent, shared = branches[i]
+        known = len(full[parent]) if parent >= 0 else 0
+        require(
+            shared <= known, group, "branches", f"row {i} follows {shared} of {known} tokens of row {parent}"
         )
-        for i, (start, end) in enumerate(pairwise([0, *np.cumsum(lengths, dtype=np.int64).tolist()]))
-    )
-    return RolloutView(group, prompt, samples, prompt_experts)
+        context = full[parent][:shared] if parent >= 0 else tokens[:0]
+        full.append(np.concatenate([context, tokens[start:end]]) if shared else tokens[start:end])
+        of_context = None
+        if experts is not None:
+            of_context = full_experts[parent][:shared] if parent >= 0 else experts[:0]
+            full_experts.append(np.concatenate([of_context, experts[start:end]]))
+        rows.append(
+            RowView(
+                sample=sample,
+                context=context,
+                tokens=tokens[start:end],
+                logprobs=logprobs[start:end],
+                sampled=sampled[start:end],
+                versions=versions[start:end],
+                finish_reason=rollout.finish_reasons[sample],
+                response=rollout.responses[sample],
+                environment_reward=rewards[sample],
+                experts=None if experts is None else experts[start:end],
+                context_experts=of_context,
+            )
+        )
+    return RolloutView(group, prompt, tuple(rows), n, prompt_experts)
+
+
+def sample_lengths(rollout: Rollout) -> list[int]:
+    """Return the tokens of each sample in all of its rows, counted once, without the prompt."""
+    lengths: list[int] = rollout.lengths.numpy().tolist()
+    if rollout.branches is None:
+        return lengths
+    found = [0] * len(rollout.responses)
+    for (sample, _, _), length in zip(rollout.branches.numpy().tolist(), lengths, strict=True):
+        found[sample] += length
+    return found
 
 
 def checked_array(
@@ -146,7 +191,7 @@ def require(condition: bool, group: int, field: str, problem: str) -> None:
 def _experts(
     rollout: Rollout, prompt: int, tokens: int
 ) -> tuple[NDArray[Any], NDArray[Any]] | tuple[None, None]:
-    """Return the experts of the prompt [P, L, K] and of the samples [T, L, K], or neither."""
+    """Return the experts of the prompt [P, L, K] and of the rows [T, L, K], or neither."""
     group, parts = rollout.group, (rollout.prompt_experts, rollout.experts)
     if parts[0] is None or parts[1] is None:
         require(parts == (None, None), group, "experts", "are given for prompt or samples alone")
@@ -157,10 +202,33 @@ def _experts(
     return of_prompt, checked_array(group, "experts", parts[1], "uint16", (tokens, layers, chosen))
 
 
+def _branches(rollout: Rollout, rows: int) -> list[tuple[int, int, int]]:
+    """Return (sample, parent, shared) of each row."""
+    if rollout.branches is None:
+        return [(row, -1, 0) for row in range(rows)]
+    group, before = rollout.group, -1
+    found: list[tuple[int, int, int]] = []
+    for row, (sample, parent, shared) in enumerate(
+        checked_array(group, "branches", rollout.branches, "int32", (rows, 3)).tolist()
+    ):
+        if sample == before + 1:
+            fits = parent == -1 and shared == 0
+        else:
+            fits = sample == before and 0 <= parent < row and found[parent][0] == sample and shared >= 0
+        require(
+            fits, group, "branches", f"row {row} ({sample}, {parent}, {shared}) follows no row of its sample"
+        )
+        found.append((sample, parent, shared))
+        before = sample
+    followed = sum(shared for _, _, shared in found)
+    require(followed <= MAX_FOLLOWED, group, "branches", f"have rows that follow {followed} tokens together")
+    return found
+
+
 def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[np.int32]:
     """Return the version of each token, int32 [T].
 
-    The spans must cover every sample from its first token to its last, in order.
+    The spans must cover every row from its first token to its last, in order.
     """
     group = rollout.group
     spans = checked_array(group, "spans", rollout.spans, "int32", (None, 3)).tolist()

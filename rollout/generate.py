@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
-from rollout.environments.base import Environment, EnvironmentConfig
+from rollout.environments.base import Environment, EnvironmentConfig, Sample
 from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -79,6 +79,10 @@ async def generate_group(
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     generate_s = time.perf_counter() - began
     return assemble(
-        prompt, prompt_tokens, samples, [renderer.text(sample.tokens) for sample in samples],
+        prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
         group=group, token=token, engine=engine_name, generate_s=generate_s,
     )  # fmt: skip
+
+
+def _response(sample: Sample, renderer: Renderer) -> str:
+    return renderer.text(sample.tokens) if sample.response is None else sample.response

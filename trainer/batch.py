@@ -1,6 +1,7 @@
 """Defines a training batch: samples of one step, one after the other, without padding.
 
-Shapes: n samples, t tokens of all of them together, prompts and responses.
+Shapes: n samples, t tokens of all of them together, prompts and responses. A branch of a sample with several
+is a sample here, with the advantage and the weight of the whole one.
 """
 
 import dataclasses

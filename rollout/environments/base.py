@@ -31,9 +31,9 @@ class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
     name: str = "single_turn"
-    """The environment: single_turn, given, guess_number, gsm8k, textarena or tools (`rollout/environments/`),
-    or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`; the module is found in `run.modules` and
-    `PYTHONPATH`."""
+    """The environment: single_turn, given, guess_number, gsm8k, textarena, tools, agent or command
+    (`rollout/environments/`), or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`;
+    the module is found in `run.modules` and `PYTHONPATH`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that environment; of your own: keyword arguments of the class or the function."""
     call_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
@@ -113,6 +113,9 @@ class Environment(ABC):
             EngineError: `generate` raised it; the group fails.
             Exception: anything else fails this attempt alone, and so does a time limit of `[environment]`.
         """
+
+    async def close(self) -> None:  # noqa: B027  most environments have nothing to close
+        """Release what the environment holds besides its samples. Idempotent."""
 
 
 class SampleBuilder:

@@ -82,7 +82,7 @@ def failing(times: int, error: BaseException) -> Play:
 
 async def test_a_failed_sample_is_tried_again(group: Group) -> None:
     rollout = await group.generate(failing(1, KeyError("board")))
-    assert len(decode_rollout(rollout).samples) == 4
+    assert len(decode_rollout(rollout).rows) == 4
     assert group.failures() == [(0, 0, "error")]
     assert [r.error for r in group.reports if r.failure] == [
         next(
@@ -103,7 +103,7 @@ async def test_requests_of_another_attempt_have_ids_of_their_own(group: Group) -
 
 async def test_a_group_is_sent_without_the_samples_that_failed(group: Group) -> None:
     rollout = await group.generate(failing(2, RuntimeError("broken")), attempts=1)
-    samples = decode_rollout(rollout).samples
+    samples = decode_rollout(rollout).rows
     assert [sample.environment_reward for sample in samples] == [3.0, 4.0]
     assert group.failures() == [(0, 0, "error"), (1, 0, "error")]
 
@@ -189,7 +189,7 @@ async def test_an_episode_without_turns_or_room_is_truncated(group: Group, limit
             episode.insert("+")
 
     rollout = await group.generate(endless, **limits)
-    samples = decode_rollout(rollout).samples
+    samples = decode_rollout(rollout).rows
     assert rollout.finish_reasons == ("length",) * 4
     assert {sample.environment_reward for sample in samples} == {0.25}
     assert all(sample.sampled[-1] for sample in samples)

@@ -3,6 +3,7 @@
 Shapes: N samples of the step, M mini-batches.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class MiniBatches:
     """
 
     of_sample: torch.Tensor
-    """int64 [N]: the mini-batch of each sample."""
+    """int64 [N]: the mini-batch of each sample; behind `of_rows`, of each row."""
     totals: tuple[StepTotals, ...]
     """[M]: totals of each."""
     draw: tuple[int, int]
@@ -66,6 +67,10 @@ class MiniBatches:
             chosen = self.of_sample == mini_batch
             weights[chosen] = algorithm.sample_weights(sampled_tokens[chosen])
         return weights
+
+    def of_rows(self, row_samples: torch.Tensor) -> "MiniBatches":
+        """Return the same for rows, of which `row_samples` (int64 [R]) says the sample."""
+        return dataclasses.replace(self, of_sample=self.of_sample[row_samples])
 
     def order(self, epochs: int) -> tuple[int, ...]:
         """Return the mini-batch of each update: each comes once in an epoch, in an order of its own."""

@@ -39,7 +39,11 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything about a step but the arrays of its tokens. Shapes: N samples of the step."""
+    """Everything about a step but the arrays of its tokens.
+
+    Shapes: N rows of the step, of which each is a sample or a branch of one. Reward, advantage, weight and
+    mini-batch are those of the sample.
+    """
 
     step: int
     """The version that the step starts from."""
@@ -143,8 +147,14 @@ def plan_step(
     checked = "loss_mask" if mask_late else "sampled_mask"
     if not (samples := list(_counted(groups, tally, digest, checked, algorithm.config))):
         raise ProtocolError(f"step {step}: the batch has no samples")
-    divided = MiniBatches.of(tally, mini_batches, seed)
-    by_sample, counts = _scores(samples, tally, algorithm, divided, max_tokens), tally.trained_counts()
+    divided, counts = MiniBatches.of(tally, mini_batches, seed), tally.trained_counts()
+    row_samples = torch.tensor(tally.sample_of_row)
+    firsts = [row for i, row in enumerate(samples) if i == 0 or row_samples[i] != row_samples[i - 1]]
+    scores = _scores(firsts, tally, algorithm, divided, max_tokens)
+    by_sample = {
+        "lengths": torch.tensor([len(row) for row in samples]),
+        **{name: values[row_samples] for name, values in scores.items()},
+    }
     return StepPlan(
         step=step,
         temperature=temperature,
@@ -153,9 +163,9 @@ def plan_step(
         totals=tally.totals(),
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
         trained_counts=counts,
-        stats=tally.stats(samples, algorithm.config.truncated, by_sample["rewards"]),
+        stats=tally.stats(firsts, algorithm.config.truncated, scores["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
-        mini_batches=divided,
+        mini_batches=divided.of_rows(row_samples),
         experts_shape=_experts_shape(samples),
         **by_sample,
     )
@@ -168,7 +178,7 @@ def _counted(
     checked: str,
     config: AlgorithmConfig,
 ) -> Iterator[BatchSample]:
-    """Yield the samples of groups, counted and digested; tokens under the mask `checked` are in the bound."""
+    """Yield the rows of groups, counted and digested; tokens under the mask `checked` are in the bound."""
     mask = config.truncated == "mask"
     for index, (scored, max_staleness) in enumerate(groups):
         tally.open_group(scored.rollout.group, scored.rollout.generate_s)
@@ -187,11 +197,10 @@ def _scores(
     divided: MiniBatches,
     max_tokens: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the arrays [N] of a plan by their names, but for the choice of what is measured."""
-    rewards = _shaped(rewards_of(samples), samples, algorithm.config, max_tokens)
+    """Return what a plan says of each sample, of which `samples` has the first row."""
+    rewards = _shaped(rewards_of(samples), tally.response_tokens, algorithm.config, max_tokens)
     group_index = torch.tensor([sample.row for sample in samples])
     return {
-        "lengths": torch.tensor([len(sample) for sample in samples]),
         "group_index": group_index,
         "rewards": rewards,
         "advantages": algorithm.advantages(rewards, group_index),
@@ -200,14 +209,15 @@ def _scores(
 
 
 def _shaped(
-    rewards: torch.Tensor, samples: Sequence[BatchSample], config: AlgorithmConfig, max_tokens: int
+    rewards: torch.Tensor, lengths: Sequence[int], config: AlgorithmConfig, max_tokens: int
 ) -> torch.Tensor:
     """Return the rewards with DAPO's overlong punishment where the algorithm has it, else as they are."""
     if config.truncated != "shape":
         return rewards
-    lengths = torch.tensor([len(sample.tokens) for sample in samples])
     limit = config.overlong_length or max_tokens
-    return rewards + config.overlong_penalty * overlong_punishment(lengths, limit, config.overlong_buffer)
+    return rewards + config.overlong_penalty * overlong_punishment(
+        torch.tensor(lengths), limit, config.overlong_buffer
+    )
 
 
 def _experts_shape(samples: Sequence[BatchSample]) -> tuple[int, int] | None:

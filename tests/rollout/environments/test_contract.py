@@ -76,7 +76,7 @@ def talking(model_dir: Path, **config: float) -> Talking:
 async def test_masks_and_spans_are_of_what_the_model_sampled(name: str, model_dir: Path) -> None:
     engine = talking(model_dir)
     rollout = await generated(name, engine, model_dir, max_turns=TURNS)
-    samples = decode_rollout(rollout).samples
+    samples = decode_rollout(rollout).rows
     assert len(samples) == 3
     known = set(engine._said)
     for sample in samples:
