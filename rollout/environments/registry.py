@@ -6,7 +6,7 @@ from protocol.choices import checked_name, checked_options
 from rollout.environments.base import Environment, EnvironmentConfig
 from rollout.environments.user_environment import load_environment
 
-ENVIRONMENTS = ("given", "gsm8k", "guess_number", "single_turn", "textarena", "tools")
+ENVIRONMENTS = ("agent", "command", "given", "gsm8k", "guess_number", "single_turn", "textarena", "tools")
 """Modules in `rollout/environments/`, each with a dataclass `Options` and a callable `make` that takes it."""
 ON_DATA = "given"
 """The environment whose samples come with the data."""

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import xxhash
 from msgspec import Meta
 
-from protocol.errors import EngineError, SettingsError
+from protocol.errors import EngineError, EpisodeError, SettingsError
 from rollout.engines.base import Completion
-from rollout.environments.base import Generate
+from rollout.environments.base import EpisodeOver, Generate
 from rollout.render import Renderer
 from rollout.sessions.calls import CallTree, ModelCall, context_tokens
 from rollout.sessions.messages import read_message
@@ -71,8 +71,8 @@ class Session:
         self.tree = CallTree()
         self.ended = ""
         """Why no call is answered any more; empty while they are."""
-        self.failure: EngineError | None = None
-        """The engine's error that failed a call."""
+        self.truncated = False
+        """Whether the last call was refused because the episode has no turn or no room left."""
         self.restarts = 0
         """Calls that begin anew because the template cannot write their messages after an answer."""
         self.overridden = 0
@@ -102,7 +102,7 @@ class Session:
             )
         begun = self._placed(asked)
         length, most = len(begun.context), self._renderer.max_prompt_tokens
-        if 0 < most < length:
+        if 0 < most < length and not self.tree.calls:
             raise invalid(
                 f"the request has {length} tokens, over the context length of {most} "
                 "(render.max_prompt_tokens)",
@@ -117,7 +117,8 @@ class Session:
         """Generate the answer of a call and record it.
 
         Raises:
-            RequestRefused: the engine failed, or the session ended meanwhile.
+            RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
+                room left.
         """
         completion = await self._completed(begun)
         text = self._renderer.text(completion.tokens)
@@ -135,6 +136,7 @@ class Session:
             end = asked.dialogue.answered(read_message(message, "answer"))
         call = ModelCall(begun.parent, begun.inserted, completion, end)
         self.tree.add(call)
+        self.truncated = False
         self.overridden += bool(asked.overridden)
         return CallAnswer(call, len(begun.context), text, message, reason)
 
@@ -152,10 +154,12 @@ class Session:
                 task.add_done_callback(self._running.discard)
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
-            if not isinstance(first, EngineError):
-                raise first from None
-            self.failure = self.failure or first
-            raise RequestRefused(500, "engine_error", str(first)) from None
+            if isinstance(first, EpisodeOver):
+                self.truncated = True
+                raise invalid(str(first), code="episode_over") from None
+            if isinstance(first, EngineError | EpisodeError):
+                raise RequestRefused(500, "engine_error", str(first)) from None
+            raise first from None
         if task.cancelled():
             raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
         return task.result()

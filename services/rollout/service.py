@@ -77,6 +77,7 @@ async def serve(process: Process) -> None:
             )
             await _run(process, engine, runner, updater, turn)
     finally:
+        await environment.close()
         await engine.close()
         if device is not None:
             device.close()

@@ -15,8 +15,8 @@ from openai import AsyncOpenAI
 from protocol.errors import SettingsError
 from rollout.engines.base import Completion, Engine, EngineConfig, Sampling
 from rollout.engines.registry import make_engine
-from rollout.environments.base import Generate
-from rollout.generate import request_generator
+from rollout.environments.base import EnvironmentConfig, Generate
+from rollout.episodes import ModelCalls
 from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.session import Session, SessionLimits
@@ -63,7 +63,8 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 async def test_the_endpoint_records_what_an_engine_samples(engine: Engine) -> None:
     text = renderer("tool use")
     sampling = Sampling(max_tokens=12, stop_token_ids=text.stop_token_ids, seed=1)
-    async with served(request_generator(engine, sampling, 7, 0, "t")) as (client, session, _, _):
+    generate = ModelCalls(engine, sampling, EnvironmentConfig(), 512, "7/0.{turn}.t")
+    async with served(generate) as (client, session, _, _):
         messages: list[Any] = [USER]
         for _ in range(3):
             answer = await client.chat.completions.create(

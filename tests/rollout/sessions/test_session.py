@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EpisodeError
 from rollout.engines.base import Completion
-from rollout.environments.base import Branch
+from rollout.environments.base import Branch, EpisodeOver
 from rollout.sessions.branches import branches_of
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat, read_text
@@ -310,10 +310,19 @@ async def _refusal(session: Session, body: dict[str, Any]) -> RequestRefused:
     return refused.value
 
 
-def test_an_engine_that_fails_is_noted() -> None:
+@pytest.mark.parametrize(
+    ("error", "status", "truncated"),
+    [
+        (EngineError("request 1: aborted"), 500, False),
+        (EpisodeError("call_s", "request 1: aborted"), 500, False),
+        (EpisodeOver("request 1: aborted"), 400, True),
+    ],
+)
+def test_a_call_that_fails_says_why(error: Exception, status: int, truncated: bool) -> None:
     async def fails(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
-        raise EngineError("request 1: aborted")
+        raise error
 
     session = Session(fails, renderer("tool use"), SessionLimits())
     refusal = asyncio.run(_refusal(session, {"messages": [{"role": "user", "content": "q"}]}))
-    assert (refusal.status, str(session.failure)) == (500, "request 1: aborted")
+    assert (refusal.status, session.truncated, session.tree.calls) == (status, truncated, [])
+    assert "request 1: aborted" in refusal.message
