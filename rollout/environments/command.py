@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.errors import EpisodeError, SettingsError
+from protocol.errors import SettingsError
 from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
 
 PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the rollout worker that the program gets; no others, which may have credentials."""
-MAX_OUTPUT = 2000
+MAX_OUTPUT = 300
 """Bytes that are kept of what a failed program wrote, the last ones."""
 MAX_OUTCOME = 2**20
 """Bytes of an outcome."""
@@ -69,7 +69,7 @@ class Command(SessionEnvironment):
             if status:
                 output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT))
                 said = output.read().decode(errors="replace").strip()
-                raise EpisodeError("error", f"{self._options.command[0]} ended with status {status}: {said}")
+                raise RuntimeError(f"{self._options.command[0]} ended with status {status}: {said}")
 
     async def _launched(
         self, task: Task, folder: Path, given: Path, outcome: Path, output: int
@@ -99,7 +99,7 @@ def _reward(outcome: Path) -> float | None:
     """Return the reward that a program wrote, None if it wrote none.
 
     Raises:
-        EpisodeError: the outcome is malformed.
+        ValueError: the outcome is malformed.
     """
     try:
         with outcome.open("rb") as file:
@@ -109,7 +109,7 @@ def _reward(outcome: Path) -> float | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise EpisodeError("error", f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
+        raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
 
 
 make = Command

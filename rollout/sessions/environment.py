@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from protocol.choices import checked_name
-from rollout.environments.base import Environment, Generate, Sample
+from rollout.environments.base import Environment, EpisodeOver, Generate, Sample
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.branches import branches_of
@@ -83,8 +83,13 @@ class SessionEnvironment(Environment):
         key = endpoint.open(session)
         try:
             reward = await self.act(Task(endpoint.url(key), key, prompt))
+        except Exception:
+            if session.truncated:
+                raise EpisodeOver("the harness did not handle that no turn or no room was left") from None
+            raise
         finally:
             endpoint.end(key, "its episode is over")
+            await session.drained()
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
         return sample_of(session, reward)

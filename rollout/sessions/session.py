@@ -146,6 +146,11 @@ class Session:
         for task in self._running:
             task.cancel()
 
+    async def drained(self) -> None:
+        """Wait until no call of an ended session runs."""
+        while self._running:
+            await asyncio.wait(self._running)
+
     async def _completed(self, begun: Begun) -> Completion:
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -11,24 +11,10 @@ from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
 from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
+from tests.rollout.environments.agents import ASKS
 from tests.rollout.environments.groups import generated
 from tests.rollout.sessions.chats import renderer
 
-ASKS = """
-import json, os, pathlib, sys, urllib.request
-task = json.loads(pathlib.Path(os.environ["TETHER_TASK"]).read_text())
-
-def ask(messages):
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"messages": messages}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-    )
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
-
-answer = ask(task["messages"])
-ask([*task["messages"], answer, {"role": "user", "content": "sure?"}])
-"""
 REWARDS = (
     ASKS
     + """
