@@ -5,6 +5,7 @@ C_i tokens that it follows after the prompt. Without branches a row is a sample,
 row may be empty (T_i = 0).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -73,8 +74,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
 
     Raises:
         ProtocolError: an array has another dtype or shape than the message defines, contradicts another
-            one, or
-            holds a value out of range; names group and field.
+            one, or holds a value out of range; names group and field.
     """
     group = rollout.group
     require(0 <= group < MAX_GROUPS, group, "group", f"is not between 0 and {MAX_GROUPS}")
@@ -91,52 +91,34 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     require(bool((mask <= 1).all()), group, "loss_mask", "has a value other than 0 and 1")
     versions = _versions(rollout, lengths)
     starts = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
-    for index, (_, _, shared) in enumerate(branches):
-        follows = len(prompt) + shared > 0 or (lengths[index] > 0 and not mask[starts[index]])
-        require(follows, group, "prompt_tokens", f"is empty, and row {index} begins with a sampled token")
+    _check_first_tokens(group, len(prompt), starts, branches, mask)
     require(bool((prompt >= 0).all()), group, "prompt_tokens", "has a negative token")
     require(bool((tokens >= 0).all()), group, "tokens", "has a negative token")
     require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
     for field, values in (("finish_reasons", rollout.finish_reasons), ("responses", rollout.responses)):
         require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
-    rewards: list[float | None] = [None] * n
-    if rollout.environment_rewards is not None:
-        rewards = checked_array(
-            group, "environment_rewards", rollout.environment_rewards, "float32", (n,)
-        ).tolist()
+    rewards = _environment_rewards(rollout, n)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
     sampled = mask.astype(bool)
-    rows: list[RowView] = []
-    full: list[NDArray[np.int32]] = []
-    full_experts: list[NDArray[np.uint16]] = []
-    for i, (start, end) in enumerate(pairwise(starts)):
-        sample, parent, shared = branches[i]
-        known = len(full[parent]) if parent >= 0 else 0
-        require(
-            shared <= known, group, "branches", f"row {i} follows {shared} of {known} tokens of row {parent}"
+    contexts = _contexts(group, starts, branches, tokens)
+    of_contexts = [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
+    rows = tuple(
+        RowView(
+            sample=sample,
+            context=contexts[i],
+            tokens=tokens[start:end],
+            logprobs=logprobs[start:end],
+            sampled=sampled[start:end],
+            versions=versions[start:end],
+            finish_reason=rollout.finish_reasons[sample],
+            response=rollout.responses[sample],
+            environment_reward=rewards[sample],
+            experts=None if experts is None else experts[start:end],
+            context_experts=of_contexts[i],
         )
-        context = full[parent][:shared] if parent >= 0 else tokens[:0]
-        full.append(np.concatenate([context, tokens[start:end]]) if shared else tokens[start:end])
-        of_context = None
-        if experts is not None:
-            of_context = full_experts[parent][:shared] if parent >= 0 else experts[:0]
-            full_experts.append(np.concatenate([of_context, experts[start:end]]))
-        rows.append(
-            RowView(
-                sample=sample,
-                context=context,
-                tokens=tokens[start:end],
-                logprobs=logprobs[start:end],
-                sampled=sampled[start:end],
-                versions=versions[start:end],
-                finish_reason=rollout.finish_reasons[sample],
-                response=rollout.responses[sample],
-                environment_reward=rewards[sample],
-                experts=None if experts is None else experts[start:end],
-                context_experts=of_context,
-            )
-        )
-    return RolloutView(group, prompt, tuple(rows), n, prompt_experts)
+        for i, ((sample, _, _), (start, end)) in enumerate(zip(branches, pairwise(starts), strict=True))
+    )
+    return RolloutView(group, prompt, rows, n, prompt_experts)
 
 
 def sample_lengths(rollout: Rollout) -> list[int]:
@@ -223,6 +205,45 @@ def _branches(rollout: Rollout, rows: int) -> list[tuple[int, int, int]]:
     followed = sum(shared for _, _, shared in found)
     require(followed <= MAX_FOLLOWED, group, "branches", f"have rows that follow {followed} tokens together")
     return found
+
+
+def _environment_rewards(rollout: Rollout, samples: int) -> list[float | None]:
+    """Return the environment's reward of each sample."""
+    if rollout.environment_rewards is None:
+        return [None] * samples
+    rewards: list[float | None] = checked_array(
+        rollout.group, "environment_rewards", rollout.environment_rewards, "float32", (samples,)
+    ).tolist()
+    return rewards
+
+
+def _check_first_tokens(
+    group: int,
+    prompt: int,
+    starts: Sequence[int],
+    branches: Sequence[tuple[int, int, int]],
+    mask: NDArray[Any],
+) -> None:
+    """Refuse rows that follow nothing and begin with a sampled token, which nothing could score."""
+    for row, (_, _, shared) in enumerate(branches):
+        follows = prompt + shared > 0 or (starts[row] < starts[row + 1] and not mask[starts[row]])
+        require(follows, group, "prompt_tokens", f"is empty, and row {row} begins with a sampled token")
+
+
+def _contexts(
+    group: int, starts: Sequence[int], branches: Sequence[tuple[int, int, int]], values: NDArray[Any]
+) -> list[NDArray[Any]]:
+    """Return what each row follows of earlier rows, [C_i, ...], of `values` [T, ...]."""
+    contexts: list[NDArray[Any]] = []
+    full: list[NDArray[Any]] = []
+    for row, (_, parent, shared) in enumerate(branches):
+        known = full[parent] if parent >= 0 else values[:0]
+        problem = f"row {row} follows {shared} of {len(known)} tokens of row {parent}"
+        require(shared <= len(known), group, "branches", problem)
+        contexts.append(known[:shared])
+        own = values[starts[row] : starts[row + 1]]
+        full.append(np.concatenate([known[:shared], own]) if shared else own)
+    return contexts
 
 
 def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[np.int32]:

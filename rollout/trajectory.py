@@ -40,10 +40,7 @@ def assemble(
     """
     if not samples or len(samples) != len(responses):
         raise ValueError(f"group {group}: {len(samples)} samples and {len(responses)} responses")
-    for i, sample in enumerate(samples):
-        for row in (sample, *(_as_sample(branch) for branch in sample.branches)):
-            if problem := _problem(row, len(prompt_tokens)):
-                raise EngineError(f"group {group} sample {i}: {problem}")
+    _check(group, samples, len(prompt_tokens))
     rewards = _rewards(group, samples)
     prompt_experts, experts = _experts(group, len(prompt_tokens), samples)
     shared = common_prompt(prompt_tokens, samples)
@@ -70,6 +67,14 @@ def assemble(
         experts=experts,
         branches=Array.of(branches, "int32") if len(rows) > len(samples) else None,
     )
+
+
+def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:
+    """Raise EngineError if a row of a sample contradicts itself."""
+    for i, sample in enumerate(samples):
+        for row in (sample, *(_as_sample(branch) for branch in sample.branches)):
+            if problem := _problem(row, prompt):
+                raise EngineError(f"group {group} sample {i}: {problem}")
 
 
 def common_prompt(prompt_tokens: Sequence[int], samples: Sequence[Sample]) -> tuple[int, ...]:

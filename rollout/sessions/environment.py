@@ -1,6 +1,7 @@
 """Makes a sample of what a harness does with a URL."""
 
 import asyncio
+import logging
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.session import Session, SessionLimits
 from rollout.sessions.tool_calls import PARSERS
+
+log = logging.getLogger("tether.sessions")
 
 SAMPLING = ("refuse", "run")
 
@@ -90,6 +93,11 @@ class SessionEnvironment(Environment):
         finally:
             endpoint.end(key, "its episode is over")
             await session.drained()
+        if session.restarts or session.overridden:
+            log.warning(
+                "session.deviations prompt=%d restarts=%d not_applied=%d calls=%d",
+                prompt.index, session.restarts, session.overridden, len(session.tree.calls),
+            )  # fmt: skip
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
         return sample_of(session, reward)

@@ -115,6 +115,12 @@ class StepTally:
         self._tokens += len(sample)
         self.response_tokens[-1] += len(sample.tokens)
 
+    def first_rows(self, rows: Sequence[BatchSample]) -> list[BatchSample]:
+        """Return the first row of each sample, of all rows in the order in which they were added."""
+        return [
+            row for i, row in enumerate(rows) if self.sample_of_row[i] != self.sample_of_row[i - 1] or i == 0
+        ]
+
     def trained_counts(self) -> TrainedCounts:
         """Return what `Ledger.commit` expects: every group has an entry, possibly an empty one."""
         return {group: dict(sorted(counts.items())) for group, counts in self._counts.items()}

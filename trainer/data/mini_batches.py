@@ -68,9 +68,9 @@ class MiniBatches:
             weights[chosen] = algorithm.sample_weights(sampled_tokens[chosen])
         return weights
 
-    def of_rows(self, row_samples: torch.Tensor) -> "MiniBatches":
-        """Return the same for rows, of which `row_samples` (int64 [R]) says the sample."""
-        return dataclasses.replace(self, of_sample=self.of_sample[row_samples])
+    def of_rows(self, tally: StepTally) -> "MiniBatches":
+        """Return the same with an entry for each row that was counted."""
+        return dataclasses.replace(self, of_sample=self.of_sample[torch.tensor(tally.sample_of_row)])
 
     def order(self, epochs: int) -> tuple[int, ...]:
         """Return the mini-batch of each update: each comes once in an epoch, in an order of its own."""

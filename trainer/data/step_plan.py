@@ -144,17 +144,11 @@ def plan_step(
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
     """
     tally, digest = StepTally(step), BatchDigest()
-    checked = "loss_mask" if mask_late else "sampled_mask"
-    if not (samples := list(_counted(groups, tally, digest, checked, algorithm.config))):
+    if not (samples := list(_counted(groups, tally, digest, mask_late, algorithm.config))):
         raise ProtocolError(f"step {step}: the batch has no samples")
     divided, counts = MiniBatches.of(tally, mini_batches, seed), tally.trained_counts()
-    row_samples = torch.tensor(tally.sample_of_row)
-    firsts = [row for i, row in enumerate(samples) if i == 0 or row_samples[i] != row_samples[i - 1]]
-    scores = _scores(firsts, tally, algorithm, divided, max_tokens)
-    by_sample = {
-        "lengths": torch.tensor([len(row) for row in samples]),
-        **{name: values[row_samples] for name, values in scores.items()},
-    }
+    scores = _scores(tally.first_rows(samples), tally, algorithm, divided, max_tokens)
+    by_sample = _by_row(samples, tally, scores)
     return StepPlan(
         step=step,
         temperature=temperature,
@@ -163,9 +157,9 @@ def plan_step(
         totals=tally.totals(),
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
         trained_counts=counts,
-        stats=tally.stats(firsts, algorithm.config.truncated, scores["rewards"]),
+        stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
-        mini_batches=divided.of_rows(row_samples),
+        mini_batches=divided.of_rows(tally),
         experts_shape=_experts_shape(samples),
         **by_sample,
     )
@@ -175,10 +169,11 @@ def _counted(
     groups: Iterable[tuple[ScoredRollout, int]],
     tally: StepTally,
     digest: BatchDigest,
-    checked: str,
+    mask_late: bool,
     config: AlgorithmConfig,
 ) -> Iterator[BatchSample]:
-    """Yield the rows of groups, counted and digested; tokens under the mask `checked` are in the bound."""
+    """Yield the rows of groups, counted and digested; the tokens that would be trained are in the bound."""
+    checked = "loss_mask" if mask_late else "sampled_mask"
     mask = config.truncated == "mask"
     for index, (scored, max_staleness) in enumerate(groups):
         tally.open_group(scored.rollout.group, scored.rollout.generate_s)
@@ -206,6 +201,15 @@ def _scores(
         "advantages": algorithm.advantages(rewards, group_index),
         "weights": divided.weights(algorithm, torch.tensor(tally.sampled_tokens)),
     }
+
+
+def _by_row(
+    samples: Sequence[BatchSample], tally: StepTally, scores: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the arrays [N] of a plan by their names: the length of each row, and what its sample has."""
+    owner = torch.tensor(tally.sample_of_row)
+    by_row = {name: values[owner] for name, values in scores.items()}
+    return {"lengths": torch.tensor([len(row) for row in samples]), **by_row}
 
 
 def _shaped(
