@@ -37,6 +37,19 @@ async def plays(task: Task) -> float:
     return float(task.prompt.metadata["answer"])
 
 
+async def counts(task: Task) -> float:
+    """Asks twice in one dialogue of digits, and once more without the answers."""
+    async with AsyncOpenAI(base_url=task.url, api_key=task.key) as client:
+        messages = task.as_json()["messages"]
+        for digit in "12":
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": f" {digit}="}]
+        said = messages[-2].content or ""
+        rewritten = {"role": "user", "content": f"{task.prompt.text} 3="}
+        await client.chat.completions.create(model="policy", messages=[rewritten])
+    return float(task.prompt.metadata["answer"] in said)
+
+
 async def talks(task: Task) -> None:
     """Asks twice in one dialogue, if there is room."""
     async with AsyncOpenAI(base_url=task.url, api_key=task.key) as client:

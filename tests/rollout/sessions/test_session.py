@@ -10,12 +10,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import EngineError, EpisodeError
+from protocol.rollout_view import decode_rollout
 from rollout.engines.base import Completion
-from rollout.environments.base import Branch, EpisodeOver
+from rollout.environments.base import Branch, EpisodeOver, Sample
+from rollout.prompts.base import Prompt
 from rollout.sessions.branches import branches_of
+from rollout.sessions.environment import sample_of
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat, read_text
 from rollout.sessions.session import CallAnswer, Session, SessionLimits
+from rollout.trajectory import assemble
 from tests.rollout.sessions.chats import renderer, templates
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
@@ -88,6 +92,23 @@ def check_exact(session: Session, engine: Engine) -> None:
         )
 
 
+def check_wire(session: Session) -> None:
+    """The rows of a message, read back, are those of the session, beside a sample with another prompt."""
+    sample = sample_of(session, 1.0)
+    other = Sample((5,), (-0.5,), (1,), ((1, 2),), "stop", 0.0, prompt=(9, 8))
+    for samples in ([sample], [sample, other], [other, sample, sample]):
+        rollout = assemble(
+            Prompt("q"), (1, 2, 3), samples, ["said"] * len(samples),
+            group=1, token="t", engine="e", generate_s=0.0,
+        )  # fmt: skip
+        view = decode_rollout(rollout)
+        rows = [row for row in view.rows if samples[row.sample] is sample]
+        expected = full_rows(branches_of(session.tree)) * sum(s is sample for s in samples)
+        assert [(*view.prompt, *row.context, *row.tokens) for row in rows] == expected
+        counted = sum(len(call.completion.tokens) for call in session.tree.calls)
+        assert sum(int(row.sampled.sum()) for row in rows) == counted * sum(s is sample for s in samples)
+
+
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
@@ -140,6 +161,7 @@ def test_branches_are_what_was_sampled_and_inserted(name: str, actions: list[Any
             messages.append({"role": "user", "content": words})
     if engine.seen:
         check_exact(session, engine)
+        check_wire(session)
 
 
 @pytest.mark.parametrize("name", sorted(templates()))
