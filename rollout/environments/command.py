@@ -1,9 +1,10 @@
 """Runs a program for each sample; it talks to the model by the URL in its environment.
 
-The program finds OPENAI_BASE_URL and OPENAI_API_KEY, and two files in its working directory, which is removed
-after it: what TETHER_TASK names has the task (text, messages, metadata), and into the one that TETHER_OUTCOME
-names it may write {"reward": NUMBER}. Without an outcome verifiers score the last answer. A program that ends
-with another status than 0 has failed, which is no reward. Its process group ends with it.
+The program finds OPENAI_BASE_URL and OPENAI_API_KEY, the same for ANTHROPIC, and two files in its working
+directory, which is removed after it: what TETHER_TASK names has the task (text, messages, metadata), and into
+the one that TETHER_OUTCOME names it may write {"reward": NUMBER}. Without an outcome verifiers score the last
+answer. A program that ends with another status than 0 has failed, which is no reward. Its process group ends
+with it.
 """
 
 import asyncio
@@ -80,6 +81,8 @@ class Command(SessionEnvironment):
             **self._options.variables,
             "OPENAI_BASE_URL": task.url,
             "OPENAI_API_KEY": task.key,
+            "ANTHROPIC_BASE_URL": task.url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": task.key,
             "TETHER_TASK": str(given),
             "TETHER_OUTCOME": str(outcome),
         }

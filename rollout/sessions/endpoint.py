@@ -1,29 +1,28 @@
-"""Serves the OpenAI API to the harnesses of this process, each under a URL with its session's key.
+"""Serves model calls to the harnesses of this process, each under a URL with its session's key.
 
     GET  /s/KEY/v1/models
     POST /s/KEY/v1/chat/completions
     POST /s/KEY/v1/completions
+    POST /s/KEY/v1/messages
 
 A key is 192 random bits, and is not answered any more when its session has ended. Nothing else says who may
 call, so the address is a loopback one.
 """
 
-import asyncio
+import functools
 import json
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from protocol.errors import SettingsError
-from rollout.sessions import bodies
 from rollout.sessions.refusal import RequestRefused, invalid
-from rollout.sessions.requests import Asked, read_chat, read_text
-from rollout.sessions.session import Begun, CallAnswer, Session
+from rollout.sessions.served_call import APIS, Api, ServedCall
+from rollout.sessions.session import Session
 
 _log = logging.getLogger("tether.sessions")
 
@@ -49,8 +48,8 @@ class SessionEndpoint:
         self._ended: OrderedDict[str, str] = OrderedDict()
         app = web.Application(client_max_size=self._max_bytes, middlewares=[_as_errors])
         app.router.add_get("/s/{key}/v1/models", self._serve_models)
-        app.router.add_post("/s/{key}/v1/chat/completions", self._serve_chat)
-        app.router.add_post("/s/{key}/v1/completions", self._serve_text)
+        for api in APIS:
+            app.router.add_post("/s/{key}/v1" + api.path, functools.partial(self._serve, api))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self._address = ""
 
@@ -110,76 +109,15 @@ class SessionEndpoint:
         listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tether"}
         return web.json_response({"object": "list", "data": [listed]})
 
-    async def _serve_chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        asked = read_chat(await _json(request, self._max_bytes), override=self._override)
-        name = f"chatcmpl-{secrets.token_hex(8)}"
-        call = _ServedCall(request, session, session.begin(asked), name)
-        if asked.stream:
-            return await call.stream([bodies.chat_start(asked, name)], bodies.chat_events)
-        return await call.whole(bodies.chat_body)
-
-    async def _serve_text(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        asked = read_text(await _json(request, self._max_bytes), override=self._override)
-        name = f"cmpl-{secrets.token_hex(8)}"
-        call = _ServedCall(request, session, session.begin(asked), name)
-        return await (call.stream([], bodies.text_events) if asked.stream else call.whole(bodies.text_body))
-
-
-class _ServedCall:
-    """One call of a client; what could not be written to it leaves nothing in the session."""
-
-    def __init__(self, request: web.Request, session: Session, begun: Begun, name: str) -> None:
-        self._request, self._session, self._begun, self._name = request, session, begun, name
-
-    async def whole(self, body: Callable[..., dict[str, Any]]) -> web.StreamResponse:
-        """Answer in one piece, as `body` writes it."""
-        answer = await self._session.answer(self._begun)
-        made = body(self._begun.asked, answer, self._session.renderer, self._name)
-        response = web.json_response(made, headers=_overridden(self._begun.asked))
-
-        async def send() -> None:
-            await response.prepare(self._request)
-            await response.write_eof()
-
-        await self._deliver(answer, send)
-        return response
-
-    async def stream(
-        self, first: Iterable[dict[str, Any]], events: Callable[..., Iterable[dict[str, Any]]]
-    ) -> web.StreamResponse:
-        """Answer by events: the `first` ones at once, those of `events` when it is generated."""
-        response = web.StreamResponse(headers=_overridden(self._begun.asked))
-        response.content_type = "text/event-stream"
-        response.headers[hdrs.CACHE_CONTROL] = "no-cache"
-        await response.prepare(self._request)
-        for event in first:
-            await response.write(_event(event))
+    async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         try:
-            answer = await self._session.answer(self._begun)
+            session = self._session(request)
+            asked = api.read(await _json(request, self._max_bytes), override=self._override)
+            begun = session.begin(asked)
+            call = ServedCall(api, request, session, begun, api.prefix + secrets.token_hex(8))
+            return await (call.stream() if asked.stream else call.whole())
         except RequestRefused as refusal:
-            await response.write(_event(refusal.body))
-            await response.write_eof()
-            return response
-
-        async def send() -> None:
-            for event in events(self._begun.asked, answer, self._session.renderer, self._name):
-                await response.write(_event(event))
-            await response.write(b"data: [DONE]\n\n")
-            await response.write_eof()
-
-        await self._deliver(answer, send)
-        return response
-
-    async def _deliver(self, answer: CallAnswer, send: Callable[[], Awaitable[None]]) -> None:
-        """Write an answer, or withdraw it if the client has hung up: nobody has seen it."""
-        try:
-            await send()
-        except (ConnectionError, asyncio.CancelledError) as hung_up:
-            self._session.tree.withdraw(answer.call)
-            if isinstance(hung_up, asyncio.CancelledError):
-                raise
+            return api.refused(refusal)
 
 
 @web.middleware
@@ -187,9 +125,8 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
     """Answer refusals in the shape that clients expect, and say whether to try again."""
     try:
         return await handler(request)
-    except RequestRefused as error:
-        headers = {"x-should-retry": "true" if error.status == 429 else "false"}
-        return web.json_response(error.body, status=error.status, headers=headers)
+    except RequestRefused as refusal:
+        return web.json_response(refusal.body, status=refusal.status, headers={"x-should-retry": "false"})
     except Exception as failed:
         if not isinstance(failed, web.HTTPException):
             _log.exception("session.error path=%s", request.path.partition("/v1")[2])
@@ -219,11 +156,3 @@ async def _json(request: web.Request, limit: int) -> Any:
         raise invalid("the body has a code point that is not text") from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(body)}\n\n".encode()
-
-
-def _overridden(asked: Asked) -> dict[str, str]:
-    return {"x-tether-not-applied": ", ".join(asked.overridden)} if asked.overridden else {}

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from protocol.errors import SettingsError
@@ -315,3 +317,66 @@ async def test_a_taken_port_is_named() -> None:
         port = int(endpoint.url(key).split(":")[2].split("/")[0])
         with pytest.raises(SettingsError, match=f"127.0.0.1:{port}"):
             await SessionEndpoint().start(port=port)
+
+
+def anthropic_client(endpoint: SessionEndpoint, key: str) -> AsyncAnthropic:
+    return AsyncAnthropic(base_url=endpoint.url(key).removesuffix("/v1"), api_key=key)
+
+
+async def test_messages_are_answered_plain_and_streamed() -> None:
+    async with served() as (_, session, endpoint, key), anthropic_client(endpoint, key) as client:
+        asked: Any = {"model": "m", "max_tokens": 50, "system": "be brief", "messages": [USER]}
+        answer = await client.messages.create(**asked)
+        assert (answer.content[0].type, answer.stop_reason) == ("text", "max_tokens")
+        async with client.messages.stream(**asked) as stream:
+            assert "".join([text async for text in stream.text_stream]) == HELLO
+            final = await stream.get_final_message()
+        assert final.content[0].model_dump()["text"] == answer.content[0].model_dump()["text"] == HELLO
+        assert final.usage.output_tokens == len(session.tree.calls[1].completion.tokens)
+        again = [USER, {"role": "assistant", "content": answer.content}, {"role": "user", "content": "more"}]
+        await client.messages.create(**{**asked, "messages": again})
+        assert session.tree.calls[2].parent is session.tree.calls[1]
+        assert answer.usage.input_tokens == len(session.tree.calls[0].inserted)
+
+
+async def test_tools_of_messages_are_called_and_answered() -> None:
+    async def calls(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+        said = renderer("tool use").encode('so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+        return Completion(said, (-0.5,) * len(said), ((len(said), 0),), "stop")
+
+    tool: Any = {"name": "add", "description": "", "input_schema": {"type": "object"}}
+    async with served(calls) as (_, session, endpoint, key), anthropic_client(endpoint, key) as client:
+        asked: Any = {"model": "m", "max_tokens": 50, "messages": [USER], "tools": [tool]}
+        answer = await client.messages.create(**asked)
+        assert [block.type for block in answer.content] == ["text", "tool_use"]
+        assert answer.stop_reason == "tool_use"
+        async with client.messages.stream(**asked) as stream:
+            blocks = [block.model_dump() for block in (await stream.get_final_message()).content]
+        assert blocks[0]["text"] == "so"
+        assert blocks[1] == answer.content[1].model_dump()
+        result = {"type": "tool_result", "tool_use_id": answer.content[1].model_dump()["id"], "content": "2"}
+        messages = [
+            USER,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result]},
+        ]
+        await client.messages.create(**{**asked, "messages": messages})
+        assert session.tree.calls[2].parent is session.tree.calls[1]
+
+
+async def test_a_refusal_of_messages_is_the_clients_own_exception() -> None:
+    async with served() as (_, session, endpoint, key), anthropic_client(endpoint, key) as client:
+        asked: Any = {"model": "m", "max_tokens": 5, "messages": [USER]}
+        for fields, why in (
+            ({"extra_body": {"temperature": 0.5}}, "temperature would change"),
+            ({"stop_sequences": ["x"]}, "stop"),
+            ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking is not supported"),
+            ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),
+            ({"tool_choice": {"type": "any"}}, "tool_choice = 'any'"),
+        ):
+            with pytest.raises(anthropic.BadRequestError, match=why):
+                await client.messages.create(**{**asked, **fields})
+        endpoint.end(key, "the episode is over")
+        with pytest.raises(anthropic.APIStatusError, match="the episode is over"):
+            await client.messages.create(**asked)
+        assert session.tree.calls == []
