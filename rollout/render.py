@@ -140,15 +140,14 @@ class Renderer:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        *,
-        generate: bool = True,
     ) -> str:
-        """Return messages as the chat template writes them; without one, their texts line by line.
+        """Return messages up to where the model answers, as the chat template writes them.
+
+        Without a template they are their texts, line by line.
 
         Args:
             messages: as templates take them.
             tools: functions that are offered to the model.
-            generate: whether the beginning of an answer follows.
 
         Raises:
             SettingsError: the template refuses them.
@@ -157,7 +156,7 @@ class Renderer:
             return "\n".join(str(message["content"]) for message in messages)
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise any exception of jinja or their own
             raise SettingsError(f"the chat template refuses the messages: {error}") from error

@@ -105,8 +105,8 @@ class StepPlan:
             rewards=self.rewards[rows],
             weights=self.weights[rows],
             measured=self.measured[rows],
-            mini_batch=self.mini_batches.of_sample[rows],
-            rows=rows,
+            mini_batch=self.mini_batches.of_row[rows],
+            rows=self.mini_batches.rows[rows],
             temperature=self.temperature,
             decoupled=self.decoupled,
             **by_token,
@@ -159,7 +159,7 @@ def plan_step(
         trained_counts=counts,
         stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
-        mini_batches=divided.of_rows(tally),
+        mini_batches=divided,
         experts_shape=_experts_shape(samples),
         **by_sample,
     )
@@ -207,8 +207,8 @@ def _by_row(
     samples: Sequence[BatchSample], tally: StepTally, scores: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the arrays [N] of a plan by their names: the length of each row, and what its sample has."""
-    owner = torch.tensor(tally.sample_of_row)
-    by_row = {name: values[owner] for name, values in scores.items()}
+    rows = torch.tensor(tally.sample_of_row)
+    by_row = {name: values[rows] for name, values in scores.items()}
     return {"lengths": torch.tensor([len(row) for row in samples]), **by_row}
 
 
