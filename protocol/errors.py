@@ -11,6 +11,7 @@
     ├── SpoolError               the spool cannot be read or written (disk full ...); nothing is acknowledged
     ├── EngineError              the engine failed a request or died
     │   └── Unsupported          the engine does not support the operation
+    ├── EpisodeError             an episode ended without a sample (never to be read as reward 0)
     ├── WeightError              an update was not staged; the live weights are untouched
     │   └── PoisonedError        a commit failed half-way, or the process cannot receive again; it must exit
     ├── RewardError              a score could not be computed (never to be read as reward 0)
@@ -95,6 +96,16 @@ class EngineError(TetherError):
 
 class Unsupported(EngineError):
     """The engine does not support the operation."""
+
+
+class EpisodeError(TetherError):
+    """An episode failed, or too many of a group did. It must not be counted as a reward of 0."""
+
+    def __init__(self, reason: str, error: str) -> None:
+        super().__init__(f"{reason}: {error}")
+        self.reason = reason
+        """A value of `rollout.episodes.FAILURES`."""
+        self.error = error
 
 
 class WeightError(TetherError):

@@ -1,9 +1,11 @@
-"""Decodes one `Rollout` into its samples, and checks its arrays against each other.
+"""Decodes one `Rollout` into its rows, and checks its arrays against each other.
 
-Shapes: P prompt tokens, n samples per group, T tokens of all samples together, T_i tokens of sample i. A
-sample may be empty (T_i = 0).
+Shapes: P prompt tokens, n samples per group, R rows, T tokens of all rows together, T_i own tokens of row i,
+C_i tokens that it follows after the prompt. Without branches a row is a sample, and follows nothing else. A
+row may be empty (T_i = 0).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,12 +19,18 @@ from protocol.tensors import Array
 
 MAX_GROUPS = 10**12
 """Group numbers are below this: they have twelve digits in the ledger."""
+MAX_FOLLOWED = 2**28
+"""Tokens that the rows of a message share with earlier ones; a reader has them in memory for each row."""
 
 
 @dataclass(frozen=True, slots=True)
-class SampleView:
-    """One sample of a rollout; `tokens` and `logprobs` are views of the message."""
+class RowView:
+    """One row of a rollout: a sample or a branch of one; `tokens` and `logprobs` are views of the message."""
 
+    sample: int
+    """Index of its sample."""
+    context: NDArray[np.int32]
+    """[C_i]: tokens of earlier rows of the sample that it follows; none of them is trained in this row."""
     tokens: NDArray[np.int32]
     """[T_i], at least 0."""
     logprobs: NDArray[np.float32]
@@ -32,10 +40,13 @@ class SampleView:
     versions: NDArray[np.int32]
     """[T_i]: weight version of each token, at least 0."""
     finish_reason: str
+    """Why the sample ended; it, the response and the reward are those of the sample."""
     response: str
     environment_reward: float | None
     experts: NDArray[np.uint16] | None = None
     """[T_i, L, K], see `Rollout`."""
+    context_experts: NDArray[np.uint16] | None = None
+    """[C_i, L, K]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,64 +56,80 @@ class RolloutView:
     group: int
     prompt: NDArray[np.int32]
     """[P], P > 0: the prompt of all samples."""
-    samples: tuple[SampleView, ...]
-    """[n], n > 0."""
+    rows: tuple[RowView, ...]
+    """[R], R > 0; those of a sample come one after the other."""
+    samples: int
+    """n, at least 1."""
     prompt_experts: NDArray[np.uint16] | None = None
     """[P, L, K], see `Rollout`."""
 
     def token_counts(self) -> dict[int, int]:
         """Return version -> sampled tokens, as `Ledger.accept` expects them."""
-        versions = np.concatenate([sample.versions[sample.sampled] for sample in self.samples])
+        versions = np.concatenate([row.versions[row.sampled] for row in self.rows])
         return {int(v): int(n) for v, n in zip(*np.unique(versions, return_counts=True), strict=True)}
 
 
 def decode_rollout(rollout: Rollout) -> RolloutView:
-    """Check a rollout and split it into its samples.
+    """Check a rollout and split it into its rows.
 
     Raises:
         ProtocolError: an array has another dtype or shape than the message defines, contradicts another
-            one, or
-            holds a value out of range; names group and field.
+            one, or holds a value out of range; names group and field.
     """
     group = rollout.group
     require(0 <= group < MAX_GROUPS, group, "group", f"is not between 0 and {MAX_GROUPS}")
     lengths = checked_array(group, "lengths", rollout.lengths, "int32", (None,))
     require(len(lengths) > 0, group, "lengths", "is empty")
     require(bool((lengths >= 0).all()), group, "lengths", "has a negative length")
-    n, total = len(lengths), int(lengths.sum(dtype=np.int64))
+    total = int(lengths.sum(dtype=np.int64))
+    branches = _branches(rollout, len(lengths))
+    n = branches[-1][0] + 1
     tokens = checked_array(group, "tokens", rollout.tokens, "int32", (total,))
     prompt = checked_array(group, "prompt_tokens", rollout.prompt_tokens, "int32", (None,))
     logprobs = checked_array(group, "logprobs", rollout.logprobs, "float32", (total,))
     mask = checked_array(group, "loss_mask", rollout.loss_mask, "uint8", (total,))
     require(bool((mask <= 1).all()), group, "loss_mask", "has a value other than 0 and 1")
     versions = _versions(rollout, lengths)
-    require(len(prompt) > 0, group, "prompt_tokens", "is empty")
+    starts = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+    _check_first_tokens(group, len(prompt), starts, branches, mask)
     require(bool((prompt >= 0).all()), group, "prompt_tokens", "has a negative token")
     require(bool((tokens >= 0).all()), group, "tokens", "has a negative token")
     require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
     for field, values in (("finish_reasons", rollout.finish_reasons), ("responses", rollout.responses)):
         require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
-    rewards: list[float | None] = [None] * n
-    if rollout.environment_rewards is not None:
-        rewards = checked_array(
-            group, "environment_rewards", rollout.environment_rewards, "float32", (n,)
-        ).tolist()
+    rewards = _environment_rewards(rollout, n)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
     sampled = mask.astype(bool)
-    samples = tuple(
-        SampleView(
+    contexts = _contexts(group, starts, branches, tokens)
+    of_contexts = [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
+    rows = tuple(
+        RowView(
+            sample=sample,
+            context=contexts[i],
             tokens=tokens[start:end],
             logprobs=logprobs[start:end],
             sampled=sampled[start:end],
             versions=versions[start:end],
-            finish_reason=rollout.finish_reasons[i],
-            response=rollout.responses[i],
-            environment_reward=rewards[i],
+            finish_reason=rollout.finish_reasons[sample],
+            response=rollout.responses[sample],
+            environment_reward=rewards[sample],
             experts=None if experts is None else experts[start:end],
+            context_experts=of_contexts[i],
         )
-        for i, (start, end) in enumerate(pairwise([0, *np.cumsum(lengths, dtype=np.int64).tolist()]))
+        for i, ((sample, _, _), (start, end)) in enumerate(zip(branches, pairwise(starts), strict=True))
     )
-    return RolloutView(group, prompt, samples, prompt_experts)
+    return RolloutView(group, prompt, rows, n, prompt_experts)
+
+
+def sample_lengths(rollout: Rollout) -> list[int]:
+    """Return the tokens of each sample in all of its rows, counted once, without the prompt."""
+    lengths: list[int] = rollout.lengths.numpy().tolist()
+    if rollout.branches is None:
+        return lengths
+    found = [0] * len(rollout.responses)
+    for (sample, _, _), length in zip(rollout.branches.numpy().tolist(), lengths, strict=True):
+        found[sample] += length
+    return found
 
 
 def checked_array(
@@ -146,7 +173,7 @@ def require(condition: bool, group: int, field: str, problem: str) -> None:
 def _experts(
     rollout: Rollout, prompt: int, tokens: int
 ) -> tuple[NDArray[Any], NDArray[Any]] | tuple[None, None]:
-    """Return the experts of the prompt [P, L, K] and of the samples [T, L, K], or neither."""
+    """Return the experts of the prompt [P, L, K] and of the rows [T, L, K], or neither."""
     group, parts = rollout.group, (rollout.prompt_experts, rollout.experts)
     if parts[0] is None or parts[1] is None:
         require(parts == (None, None), group, "experts", "are given for prompt or samples alone")
@@ -157,10 +184,72 @@ def _experts(
     return of_prompt, checked_array(group, "experts", parts[1], "uint16", (tokens, layers, chosen))
 
 
+def _branches(rollout: Rollout, rows: int) -> list[tuple[int, int, int]]:
+    """Return (sample, parent, shared) of each row."""
+    if rollout.branches is None:
+        return [(row, -1, 0) for row in range(rows)]
+    group, before = rollout.group, -1
+    found: list[tuple[int, int, int]] = []
+    for row, (sample, parent, shared) in enumerate(
+        checked_array(group, "branches", rollout.branches, "int32", (rows, 3)).tolist()
+    ):
+        if sample == before + 1:
+            fits = parent == -1 and shared == 0
+        else:
+            fits = sample == before and 0 <= parent < row and found[parent][0] == sample and shared >= 0
+        require(
+            fits, group, "branches", f"row {row} ({sample}, {parent}, {shared}) follows no row of its sample"
+        )
+        found.append((sample, parent, shared))
+        before = sample
+    followed = sum(shared for _, _, shared in found)
+    require(followed <= MAX_FOLLOWED, group, "branches", f"have rows that follow {followed} tokens together")
+    return found
+
+
+def _environment_rewards(rollout: Rollout, samples: int) -> list[float | None]:
+    """Return the environment's reward of each sample."""
+    if rollout.environment_rewards is None:
+        return [None] * samples
+    rewards: list[float | None] = checked_array(
+        rollout.group, "environment_rewards", rollout.environment_rewards, "float32", (samples,)
+    ).tolist()
+    return rewards
+
+
+def _check_first_tokens(
+    group: int,
+    prompt: int,
+    starts: Sequence[int],
+    branches: Sequence[tuple[int, int, int]],
+    mask: NDArray[Any],
+) -> None:
+    """Refuse rows that follow nothing and begin with a sampled token, which nothing could score."""
+    for row, (_, _, shared) in enumerate(branches):
+        follows = prompt + shared > 0 or (starts[row] < starts[row + 1] and not mask[starts[row]])
+        require(follows, group, "prompt_tokens", f"is empty, and row {row} begins with a sampled token")
+
+
+def _contexts(
+    group: int, starts: Sequence[int], branches: Sequence[tuple[int, int, int]], values: NDArray[Any]
+) -> list[NDArray[Any]]:
+    """Return what each row follows of earlier rows, [C_i, ...], of `values` [T, ...]."""
+    contexts: list[NDArray[Any]] = []
+    full: list[NDArray[Any]] = []
+    for row, (_, parent, shared) in enumerate(branches):
+        known = full[parent] if parent >= 0 else values[:0]
+        problem = f"row {row} follows {shared} of {len(known)} tokens of row {parent}"
+        require(shared <= len(known), group, "branches", problem)
+        contexts.append(known[:shared])
+        own = values[starts[row] : starts[row + 1]]
+        full.append(np.concatenate([known[:shared], own]) if shared else own)
+    return contexts
+
+
 def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[np.int32]:
     """Return the version of each token, int32 [T].
 
-    The spans must cover every sample from its first token to its last, in order.
+    The spans must cover every row from its first token to its last, in order.
     """
     group = rollout.group
     spans = checked_array(group, "spans", rollout.spans, "int32", (None, 3)).tolist()

@@ -4,6 +4,7 @@ import time
 
 from protocol.errors import ProtocolError, RewardError
 from protocol.messages import Rollout, ScoredRollout, ScoreFailure
+from protocol.rollout_view import sample_lengths
 from protocol.tensors import Array
 from reward.combine import VerifierError
 from reward.workers.pool import ScorePool
@@ -35,7 +36,7 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
             rollout.responses,
             rollout.metadata,
             environment,
-            rollout.lengths.numpy().tolist(),
+            sample_lengths(rollout),
             rollout.finish_reasons,
         )
     except (RewardError, ProtocolError) as error:

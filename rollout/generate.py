@@ -1,19 +1,21 @@
 """Generates one prompt group: n samples of one prompt, concurrently on one engine."""
 
-import asyncio
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
-from protocol.errors import EngineError
 from protocol.messages import Rollout
-from rollout.engines.base import Completion, Engine, Request, Sampling
-from rollout.environments.base import Environment, Generate, Sample
+from rollout.engines.base import Engine, Sampling
+from rollout.environments.base import Environment, EnvironmentConfig, Sample
+from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.trajectory import assemble
+
+DEFAULT = EnvironmentConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,14 @@ async def generate_group(
     n: int,
     sampling: Sampling,
     engine_name: str,
+    config: EnvironmentConfig = DEFAULT,
+    max_model_len: int = 0,
+    least: int | None = None,
+    report: Callable[[EpisodeReport], None] = lambda report: None,
 ) -> Rollout:
     """Generate the n samples of a group.
 
-    If one sample fails, the others are cancelled. Cancelling the call leaves no request on the engine.
+    If the group fails, all its samples are cancelled. Cancelling the call leaves no request on the engine.
 
     Args:
         engine: generates.
@@ -57,60 +63,26 @@ async def generate_group(
         group, token, engine_name: fields of the message, see `Rollout`.
         n: samples to generate.
         sampling: parameters of every generation.
+        config: limits of episodes.
+        max_model_len: tokens of prompt and sample together; 0: no limit is known.
+        least: samples that must remain when others have failed; None: all.
+        report: called after each attempt at a sample.
 
     Raises:
-        EngineError: the engine failed, or aborted a request itself.
-        SettingsError: the prompt cannot be rendered, or does not fit the environment.
+        SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
     """
     began = time.perf_counter()
     prompt_tokens = renderer.prompt_tokens(prompt)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(
-                    environment.run(
-                        prompt, prompt_tokens, _generator(engine, sampling, group, i, token), renderer
-                    ),
-                    name=f"sample-{group}/{i}",
-                )
-                for i in range(n)
-            ]
-    except BaseExceptionGroup as failures:
-        raise _first(failures) from None
+    episodes = Episodes(
+        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report
+    )
+    samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     generate_s = time.perf_counter() - began
-    samples: list[Sample] = [task.result() for task in running]
     return assemble(
-        prompt, prompt_tokens, samples, [renderer.text(sample.tokens) for sample in samples],
+        prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
         group=group, token=token, engine=engine_name, generate_s=generate_s,
     )  # fmt: skip
 
 
-def _generator(engine: Engine, sampling: Sampling, group: int, sample: int, token: str) -> Generate:
-    """Return the function by which the environment of one sample generates.
-
-    Request ids contain the lease token, so that they differ if the group is leased again.
-    """
-    turn = 0
-
-    async def generate(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
-        nonlocal turn
-        limited = (
-            sampling
-            if max_tokens is None
-            else replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
-        )
-        request = Request(f"{group}/{sample}.{turn}.{token}", tokens, limited)
-        turn += 1
-        completion = await engine.generate(request)
-        if completion.finish_reason == "abort":
-            raise EngineError(
-                f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
-            )
-        return completion
-
-    return generate
-
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = failures.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+def _response(sample: Sample, renderer: Renderer) -> str:
+    return renderer.text(sample.tokens) if sample.response is None else sample.response

@@ -1,7 +1,7 @@
 """Converts text to tokens and back; the only module that uses a tokenizer."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -125,6 +125,51 @@ class Renderer:
                 "environment.options.append_eos to false"
             )
         return self._encode(text) + (() if end is None else (int(end),))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages are written by a chat template."""
+        return self._chat
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """`RenderConfig.max_prompt_tokens`; 0 is no limit."""
+        return self._config.max_prompt_tokens
+
+    def dialogue_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """Return messages up to where the model answers, as the chat template writes them.
+
+        Without a template they are their texts, line by line.
+
+        Args:
+            messages: as templates take them.
+            tools: functions that are offered to the model.
+
+        Raises:
+            SettingsError: the template refuses them.
+        """
+        if not self._chat:
+            return "\n".join(str(message["content"]) for message in messages)
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise any exception of jinja or their own
+            raise SettingsError(f"the chat template refuses the messages: {error}") from error
+        return text
+
+    def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
+        """Tokenize, with the tokens that the tokenizer puts around a text if `special`."""
+        return self._encode(text, special)
+
+    def piece(self, token: int) -> str:
+        """Return the text of one token, special ones included."""
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
     def text(self, tokens: tuple[int, ...]) -> str:
         """Detokenize, without special tokens."""

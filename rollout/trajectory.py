@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import islice, pairwise
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from protocol.errors import EngineError, SettingsError
 from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.tensors import Array
-from rollout.environments.base import Sample
+from rollout.environments.base import Branch, Sample
 from rollout.prompts.base import Prompt
 
 FINISH_REASONS = ("stop", "length", "environment")
@@ -39,22 +40,22 @@ def assemble(
     """
     if not samples or len(samples) != len(responses):
         raise ValueError(f"group {group}: {len(samples)} samples and {len(responses)} responses")
-    for i, sample in enumerate(samples):
-        if problem := _problem(sample, len(prompt_tokens)):
-            raise EngineError(f"group {group} sample {i}: {problem}")
+    _check(group, samples, len(prompt_tokens))
     rewards = _rewards(group, samples)
     prompt_experts, experts = _experts(group, len(prompt_tokens), samples)
+    shared = common_prompt(prompt_tokens, samples)
+    rows, branches = _rows(prompt_tokens, len(shared), samples)
     return Rollout(
         group=group,
         token=token,
         engine=engine,
-        prompt_tokens=Array.of(prompt_tokens, "int32"),
-        lengths=Array.of([len(s.tokens) for s in samples], "int32"),
-        tokens=Array.of([t for s in samples for t in s.tokens], "int32"),
-        logprobs=Array.of([x for s in samples for x in s.logprobs], "float32"),
-        loss_mask=Array.of([m for s in samples for m in s.loss_mask], "uint8"),
+        prompt_tokens=Array.of(shared, "int32"),
+        lengths=Array.of([len(row.tokens) for row in rows], "int32"),
+        tokens=Array.of([t for row in rows for t in row.tokens], "int32"),
+        logprobs=Array.of([x for row in rows for x in row.logprobs], "float32"),
+        loss_mask=Array.of([m for row in rows for m in row.loss_mask], "uint8"),
         spans=Array.of(
-            [(i, end, version) for i, s in enumerate(samples) for end, version in s.spans], "int32"
+            [(i, end, version) for i, row in enumerate(rows) for end, version in row.spans], "int32"
         ),
         finish_reasons=tuple(s.finish_reason for s in samples),
         responses=tuple(responses),
@@ -64,6 +65,51 @@ def assemble(
         environment_rewards=Array.of(rewards, "float32") if rewards else None,
         prompt_experts=prompt_experts,
         experts=experts,
+        branches=Array.of(branches, "int32") if len(rows) > len(samples) else None,
+    )
+
+
+def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:
+    """Raise EngineError if a row of a sample contradicts itself."""
+    for i, sample in enumerate(samples):
+        for row in (sample, *(_as_sample(branch) for branch in sample.branches)):
+            if problem := _problem(row, prompt):
+                raise EngineError(f"group {group} sample {i}: {problem}")
+
+
+def common_prompt(prompt_tokens: Sequence[int], samples: Sequence[Sample]) -> tuple[int, ...]:
+    """Return what all rows of all samples begin with, none of it sampled: the prompt of the message."""
+    prompts = [prompt_tokens if s.prompt is None else s.prompt for s in samples]
+    different = (i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+    shared = [branch.shared for s in samples for branch in s.branches]
+    return tuple(prompts[0][: min([*map(len, prompts), *shared, *islice(different, 1)])])
+
+
+def _rows(
+    prompt_tokens: Sequence[int], common: int, samples: Sequence[Sample]
+) -> tuple[list[Sample | Branch], list[tuple[int, int, int]]]:
+    """Return the rows of the message behind the `common` tokens, and (sample, parent, shared) of each."""
+    rows: list[Sample | Branch] = []
+    places: list[tuple[int, int, int]] = []
+    for index, sample in enumerate(samples):
+        first = len(rows)
+        own = tuple(prompt_tokens if sample.prompt is None else sample.prompt)[common:]
+        rows += [_after(own, sample), *sample.branches]
+        places.append((index, -1, 0))
+        places += [(index, first + branch.parent, branch.shared - common) for branch in sample.branches]
+    return rows, places
+
+
+def _after(own: tuple[int, ...], sample: Sample) -> Sample:
+    """Return a sample with those tokens of its prompt that others lack before its own."""
+    if not own:
+        return sample
+    return replace(
+        sample,
+        tokens=own + sample.tokens,
+        logprobs=(0.0,) * len(own) + sample.logprobs,
+        loss_mask=(0,) * len(own) + sample.loss_mask,
+        spans=tuple((end + len(own), version) for end, version in sample.spans),
     )
 
 
@@ -118,6 +164,10 @@ def pack_metadata(prompt: Prompt) -> msgspec.Raw:
         raise SettingsError(
             f"prompt {prompt.index}: the metadata does not fit MessagePack: {error}"
         ) from None
+
+
+def _as_sample(branch: Branch) -> Sample:
+    return Sample(branch.tokens, branch.logprobs, branch.loss_mask, branch.spans, FINISH_REASONS[0])
 
 
 def _problem(sample: Sample, prompt: int) -> str:

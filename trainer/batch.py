@@ -1,6 +1,7 @@
 """Defines a training batch: samples of one step, one after the other, without padding.
 
-Shapes: n samples, t tokens of all of them together, prompts and responses.
+Shapes: n samples, t tokens of all of them together, prompts and responses. A branch of a sample with several
+is a sample here, with the advantage and the weight of the whole one.
 """
 
 import dataclasses
@@ -70,7 +71,8 @@ class Batch:
     reference_logprobs: torch.Tensor | None = None
     """float32 [t]: under the initial model, for the KL term; else None."""
     rows: torch.Tensor | None = None
-    """int64 [n]: index of each sample within the step; None where nobody needs it."""
+    """int64 [n]: index of each sample within the step, the same for all of its branches; None where nobody
+    needs it."""
     experts: torch.Tensor | None = None
     """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
     where unknown. The trainer's model uses them in place of its own choice. None: nothing was recorded."""

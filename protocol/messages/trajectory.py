@@ -1,7 +1,8 @@
 """Defines the messages of one prompt group: generated, scored, or failed to be scored.
 
-Shapes: P prompt tokens, n samples per group, T tokens of all samples together, S version spans of all samples
-together. `protocol.rollout_view` decodes and checks them.
+Shapes: P prompt tokens, n samples per group, R rows of tokens, T tokens of all rows together, S version spans
+of all rows together. A sample is one row unless it has branches. `protocol.rollout_view` decodes and checks
+them.
 """
 
 import msgspec
@@ -23,18 +24,19 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     engine: str
     """Incarnation of the engine that generated it."""
     prompt_tokens: Array
-    """int32 [P]: the prompt that all samples share."""
+    """int32 [P]: what all rows begin with. It may be empty if each row of `tokens` that follows nothing else
+    begins with a token that was not sampled."""
     lengths: Array
-    """int32 [n]: tokens of each sample; sums to T."""
+    """int32 [R]: tokens of each row; sums to T."""
     tokens: Array
-    """int32 [T]: the samples' tokens without the prompt, one sample after the other."""
+    """int32 [T]: the rows' own tokens, without what they follow, one row after the other."""
     logprobs: Array
     """float32 [T]: behaviour log-probability of each token as sampled, nats; 0 where `loss_mask` is 0."""
     loss_mask: Array
     """uint8 [T]: 1 for tokens that the model sampled, 0 for tokens that the environment inserted."""
     spans: Array
-    """int32 [S, 3], rows (sample, end, version): the sample's tokens from the end of the row above (0 in the
-    first row of a sample) up to, not including, `end` are of `version`."""
+    """int32 [S, 3], rows (row, end, version): that row's own tokens from the end of the line above (0 in the
+    first line of a row) up to, not including, `end` are of `version`."""
     finish_reasons: tuple[str, ...]
     """[n]: "stop", "length" or "environment"."""
     responses: tuple[str, ...]
@@ -51,8 +53,12 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     """uint16 [P, L, K]: the experts that each of the model's L mixture layers chose for each token of the
     prompt, K each; `UNKNOWN_EXPERT` where the engine did not record it. None if it recorded none."""
     experts: Array | None = None
-    """uint16 [T, L, K]: likewise, of the samples' tokens as inputs, so that a choice belongs to the
+    """uint16 [T, L, K]: likewise, of the rows' tokens as inputs, so that a choice belongs to the
     log-probability of the token after it; unknown for the last token of a sample."""
+    branches: Array | None = None
+    """int32 [R, 3], rows (sample, parent, shared): a row is of `sample`, and its own tokens follow the first
+    `shared` tokens after the prompt of row `parent`, an earlier one of the sample; the first row of a sample
+    has parent -1 and shared 0. None: R = n, and each row is a sample."""
 
 
 class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):

@@ -116,21 +116,22 @@ def run_calls(
     return _run("calls", code, calls, limits)
 
 
-def run_programs(code: str, inputs: Sequence[str], limits: Limits) -> Verdict:
+def run_programs(code: str, inputs: Sequence[str], limits: Limits, stop: int | None = None) -> Verdict:
     """Run `code` as a program of its own for each input, and return what it prints.
 
     Args:
         code: the program.
         inputs: what it reads from standard input.
         limits: of all runs together.
+        stop: a file descriptor; when it can be read, the code is killed as if its time were over.
 
     Raises:
-        RewardError: the sandbox cannot be set up.
+        RewardError: the sandbox cannot be set up, or was stopped before the code began.
     """
-    return _run("programs", code, inputs, limits)
+    return _run("programs", code, inputs, limits, stop)
 
 
-def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits) -> Verdict:
+def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits, stop: int | None = None) -> Verdict:
     nonce = secrets.token_hex(16)
     directory = tempfile.mkdtemp(prefix="tether-sandbox-")
     spec = {
@@ -160,7 +161,9 @@ def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits) -> Verdict:
         )
         with process:
             try:
-                report, timed_out = _watch(process, json.dumps(spec).encode(), nonce, limits.wall_s, most)
+                report, timed_out = _watch(
+                    process, json.dumps(spec).encode(), nonce, limits.wall_s, most, stop
+                )
             finally:
                 kill_process_tree(process.pid)
             assert process.stderr is not None
@@ -175,7 +178,12 @@ def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits) -> Verdict:
 
 
 def _watch(
-    process: "subprocess.Popen[bytes]", spec: bytes, nonce: str, wall_s: float, most: int
+    process: "subprocess.Popen[bytes]",
+    spec: bytes,
+    nonce: str,
+    wall_s: float,
+    most: int,
+    stop: int | None = None,
 ) -> tuple[bytes, bool]:
     """Return the report, and whether time ran out before it was complete."""
     assert process.stdin is not None
@@ -190,8 +198,9 @@ def _watch(
     while len(report) < most and not report.endswith(done):
         if not running and begun in report:
             deadline, running = time.monotonic() + wall_s, True
-        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        watched = [process.stdout.fileno(), *([] if stop is None else [stop])]
+        ready, _, _ = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))
+        if not ready or stop in ready:
             return report, True
         data = os.read(process.stdout.fileno(), 1 << 16)
         if not data:

@@ -3,9 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from protocol.messages import UNKNOWN_EXPERT
@@ -14,8 +15,15 @@ from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 
 Generate = Callable[[tuple[int, ...], int | None], Awaitable[Completion]]
-"""(tokens, max_tokens) -> their continuation by at most that many tokens; None: as many as `[sampling]`
-allows."""
+"""(tokens, max_tokens) -> their continuation by at most that many tokens; None: as many as `[sampling]` and
+`engine.max_model_len` allow. Raises `EpisodeOver` if the episode has no turn or no room left."""
+
+
+class EpisodeOver(Exception):
+    """Raised by a model call for which the episode has no turn or no room left; nothing was generated.
+
+    The sample is truncated, which is no failure: an `Episode` ends with what it has.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +31,37 @@ class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
     name: str = "single_turn"
-    """The environment, a name of `rollout/environments/registry.py`: single_turn, guess_number or given."""
+    """The environment: single_turn, given, guess_number, gsm8k, textarena, tools, agent or command
+    (`rollout/environments/`), or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`;
+    the module is found in `run.modules` and `PYTHONPATH`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of that environment."""
+    """Options of that environment; of your own: keyword arguments of the class or the function."""
+    call_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
+    """How long one call of the model may take, seconds, waiting for the engine included. A longer one fails
+    the sample's attempt."""
+    episode_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
+    """How long one sample may take, all its attempts together, seconds. A longer one fails the sample."""
+    max_turns: Annotated[int, Meta(ge=0, le=10**6)] = 0
+    """Calls of the model in one episode. One more ends it: the sample is truncated. 0: as many as fit
+    `engine.max_model_len`."""
+    attempts: Annotated[int, Meta(ge=1, le=100)] = 2
+    """Times that a sample is tried before it has failed. Its group is trained without it if at least two
+    samples remain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """One row of a sample with several, T tokens behind those that it shares with an earlier row."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    loss_mask: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    """All as in `Sample`."""
+    parent: int
+    """Index of the row, within the sample, with whose first `shared` tokens it begins; -1: none."""
+    shared: int
+    """Tokens, the prompt's included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +83,12 @@ class Sample:
     """Reward of the environment, if it gives one."""
     experts: NDArray[np.uint16] | None = None
     """[P + T, L, K], the prompt's first, as in `Completion`; None: nothing was recorded."""
+    prompt: tuple[int, ...] | None = None
+    """[P]: what its tokens continue; None: the prompt's tokens, as they were given to `run`."""
+    branches: tuple[Branch, ...] = ()
+    """More rows of the sample, of which the tokens above are row 0."""
+    response: str | None = None
+    """Text for verifiers; None: that of the tokens."""
 
 
 class Environment(ABC):
@@ -67,9 +109,13 @@ class Environment(ABC):
             renderer: tokenizes and detokenizes text.
 
         Raises:
-            SettingsError: the prompt lacks metadata that this environment needs.
-            EngineError: `generate` raised it.
+            SettingsError: the prompt lacks metadata that this environment needs; the group fails.
+            EngineError: `generate` raised it; the group fails.
+            Exception: anything else fails this attempt alone, and so does a time limit of `[environment]`.
         """
+
+    async def close(self) -> None:  # noqa: B027  most environments have nothing to close
+        """Release what the environment holds besides its samples. Idempotent."""
 
 
 class SampleBuilder:

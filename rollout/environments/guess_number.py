@@ -8,9 +8,8 @@ import re
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
-from rollout.environments.base import Environment, Generate, Sample, SampleBuilder
+from rollout.environments.episode import Episode, EpisodeEnvironment
 from rollout.prompts.base import Prompt
-from rollout.render import Renderer
 
 GUESS = re.compile(r"-?\d{1,18}", re.ASCII)
 
@@ -31,7 +30,7 @@ class Options:
     """Answer to a turn without a number."""
 
 
-class GuessNumber(Environment):
+class GuessNumber:
     """Asks until the number is found or no turn is left; the guess is the last number in a turn."""
 
     def __init__(self, options: Options) -> None:
@@ -39,22 +38,22 @@ class GuessNumber(Environment):
             raise SettingsError("settings environment.options.max_turns and turn_tokens must be at least 1")
         self._options = options
 
-    async def run(
-        self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
-    ) -> Sample:
-        secret = _secret(prompt)
-        sample = SampleBuilder()
+    async def play(self, episode: Episode) -> float:
+        """Play one game.
+
+        Raises:
+            SettingsError: the prompt's answer is no whole number.
+        """
+        secret = _secret(episode.prompt)
+        episode.reward = 0.0
         turns = self._options.max_turns
         for turn in range(turns):
-            completion = await generate(prompt_tokens + sample.tokens, self._options.turn_tokens)
-            sample.sampled(completion)
-            numbers = GUESS.findall(renderer.text(completion.tokens))
+            numbers = GUESS.findall(await episode.generate(self._options.turn_tokens))
             guess = int(numbers[-1]) if numbers else None
             if guess == secret:
-                return sample.finish("environment", (turns - turn) / turns)
-            if turn + 1 < turns:
-                sample.inserted(renderer.turn_tokens(self._reply(guess, secret), after=completion.tokens))
-        return sample.finish("environment", 0.0)
+                return (turns - turn) / turns
+            episode.insert(self._reply(guess, secret))
+        return 0.0
 
     def _reply(self, guess: int | None, secret: int) -> str:
         if guess is None:
@@ -62,7 +61,9 @@ class GuessNumber(Environment):
         return self._options.higher if guess < secret else self._options.lower
 
 
-make = GuessNumber
+def make(options: Options) -> EpisodeEnvironment:
+    """Return the environment."""
+    return EpisodeEnvironment(GuessNumber(options).play)
 
 
 def _secret(prompt: Prompt) -> int:

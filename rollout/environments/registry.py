@@ -4,8 +4,9 @@ import importlib
 
 from protocol.choices import checked_name, checked_options
 from rollout.environments.base import Environment, EnvironmentConfig
+from rollout.environments.user_environment import load_environment
 
-ENVIRONMENTS = ("given", "guess_number", "single_turn")
+ENVIRONMENTS = ("agent", "command", "given", "gsm8k", "guess_number", "single_turn", "textarena", "tools")
 """Modules in `rollout/environments/`, each with a dataclass `Options` and a callable `make` that takes it."""
 ON_DATA = "given"
 """The environment whose samples come with the data."""
@@ -17,11 +18,14 @@ def evaluated(config: EnvironmentConfig) -> EnvironmentConfig:
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """Return the environment that `config.name` names.
+    """Return the environment that `config.name` names; a name with a colon is one of the user.
 
     Raises:
-        SettingsError: the name or an option is unknown; suggests the nearest one.
+        SettingsError: the name or an option is unknown (suggests the nearest one), or the user's module does
+            not fit.
     """
+    if ":" in config.name:
+        return load_environment(config.name, config.options)
     name = checked_name(config.name, ENVIRONMENTS, "setting environment.name: environment")
     module = importlib.import_module(f"rollout.environments.{name}")
     environment: Environment = module.make(

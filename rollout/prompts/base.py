@@ -38,7 +38,8 @@ class PromptConfig:
     """Section `[prompts]`: which prompts are trained on, in which order, and which are held out."""
 
     source: str = "jsonl"
-    """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, reasoning_gym or hf."""
+    """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, hf, reasoning_gym or
+    textarena."""
     path: HubPath = ""
     """jsonl: a file. hf: the name of a data set on the Hugging Face hub, such as "openai/gsm8k", a directory
     of the same form, one made by `save_to_disk`, or a Parquet or JSON file."""
@@ -61,13 +62,13 @@ class PromptConfig:
     """jsonl, hf: regular expression with one group, such as `#### (.+)`; what the group finds in the answer
     field is the answer. Each row has to match."""
     families: tuple[str, ...] = ()
-    """reasoning_gym: task families, used in turn."""
+    """reasoning_gym: task families, used in turn; textarena: games."""
     params: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """reasoning_gym: family -> parameters of that family."""
+    """reasoning_gym, textarena: family or game -> its parameters."""
     count: Annotated[int, Meta(ge=0, le=2**30)] = 0
-    """Prompts of one pass. 0: all there are; with reasoning_gym, without end."""
+    """Prompts of one pass. 0: all there are; with reasoning_gym and textarena, without end."""
     seed: Annotated[int, Meta(ge=0, le=2**30)] = 0
-    """Seed of the order, and of what reasoning_gym generates."""
+    """Seed of the order, and of what reasoning_gym and textarena generate."""
     shuffle: bool = True
     """Use another order in every pass."""
     pass_rate_field: str = "pass_rate"

@@ -8,7 +8,7 @@ import numpy as np
 
 from protocol.errors import SettingsError
 from rollout.prompts.base import Prompt, PromptConfig, PromptSource, source_settings, unseen
-from rollout.prompts.named_source import HELD_OUT, HeldOutConfig, check_names
+from rollout.prompts.named_source import GENERATED, HELD_OUT, HeldOutConfig, check_names
 from rollout.prompts.registry import make_source
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def _read(
     config: HeldOutConfig, prompts: PromptConfig, trained: frozenset[str], limit: int
 ) -> Sequence[Prompt]:
     merged = source_settings(prompts, config)
-    if merged.source == "reasoning_gym":  # generates other questions than those of training
+    if merged.source in GENERATED:  # other questions than those of training
         return make_source(replace(merged, held_out=limit, held_out_path="")).held_out()
     everything = replace(merged, min_pass_rate=None, max_pass_rate=None, easy_first=False)
     stream = make_source(replace(everything, count=0, held_out=0, held_out_path="", shuffle=False, passes=1))

@@ -10,20 +10,24 @@ from msgspec import Meta
 from protocol.errors import SettingsError
 from protocol.paths import HUB_NAME, PathMark
 
+_OF_ROWS = (
+    "subset",
+    "revision",
+    "template",
+    "answer_pattern",
+    "pass_rate_field",
+    "min_pass_rate",
+    "max_pass_rate",
+    "easy_first",
+)
 UNUSED: Mapping[str, Sequence[str]] = {
     "jsonl": ("subset", "revision"),
-    "reasoning_gym": (
-        "subset",
-        "revision",
-        "template",
-        "answer_pattern",
-        "pass_rate_field",
-        "min_pass_rate",
-        "max_pass_rate",
-        "easy_first",
-    ),
+    "reasoning_gym": _OF_ROWS,
+    "textarena": (*_OF_ROWS, "held_out_path"),
 }
 """Source -> settings that it does not use, and that are refused with it."""
+GENERATED = ("reasoning_gym", "textarena")
+"""Sources that generate prompts, and other ones for evaluation than for training."""
 PLACE = ("subset", "split", "revision")
 """Settings that belong to a path."""
 HELD_OUT = "held_out"

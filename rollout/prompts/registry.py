@@ -7,7 +7,7 @@ from protocol.errors import SettingsError
 from rollout.prompts.base import DEFAULTS, PromptConfig, PromptSource
 from rollout.prompts.named_source import UNUSED
 
-SOURCES = ("hf", "jsonl", "reasoning_gym")
+SOURCES = ("hf", "jsonl", "reasoning_gym", "textarena")
 """Modules in `rollout/prompts/` with a function `make`; only the chosen one is imported."""
 
 

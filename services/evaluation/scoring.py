@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.errors import EngineError, SettingsError
+from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.messages import Rollout, ScoredRollout, WeightManifest
+from protocol.rollout_view import sample_lengths
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from reward.score import score_rollout
 from reward.workers.pool import ScorePool
@@ -50,6 +51,10 @@ class Scorer:
         self._renderer = renderer
         self._environment: Environment = make_environment(evaluated(settings.environment))
         self.engine = engine
+
+    async def close(self) -> None:
+        """Release what the environment holds."""
+        await self._environment.close()
 
     async def serve(self, manifest: WeightManifest) -> None:
         """Make a version the one that is scored.
@@ -120,8 +125,10 @@ class Scorer:
                 n=samples,
                 engine_name="eval",
                 sampling=sampling,
+                config=self._settings.environment,
+                max_model_len=eval_engine(self._settings).max_model_len,
             )
-        except (SettingsError, EngineError) as error:
+        except (SettingsError, EngineError, EpisodeError) as error:
             await self.engine.check()  # a dead engine ends the evaluation; a bad prompt only its own score
             return PromptScore(error=f"prompt {index}: {error}")
         check_versions(rollout, version)
@@ -130,7 +137,7 @@ class Scorer:
             return PromptScore(error=f"prompt {index}: {result.verifier}: {result.error}")
         return PromptScore(
             rewards=tuple(result.rewards.numpy().tolist()),
-            lengths=tuple(rollout.lengths.numpy().tolist()),
+            lengths=tuple(sample_lengths(rollout)),
             truncated=tuple(reason == "length" for reason in rollout.finish_reasons),
         )
 
@@ -193,6 +200,10 @@ async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPT
     try:
         async with ScorePool(settings.reward, modules) as pool:
             await engine.start()
-            yield Scorer(settings, engine, pool, renderer)
+            scorer = Scorer(settings, engine, pool, renderer)
+            try:
+                yield scorer
+            finally:
+                await scorer.close()
     finally:
         await engine.close()

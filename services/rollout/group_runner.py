@@ -11,16 +11,18 @@ import functools
 import logging
 import time
 
-from protocol.errors import EngineError, Reason, Refused, SettingsError
+from protocol.errors import EngineError, EpisodeError, Reason, Refused, SettingsError
 from protocol.ids import new_token
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
+from rollout.episodes import EpisodeReport
 from rollout.generate import generate_group
 from rollout.prompts.base import PromptSource
 from rollout.render import Renderer
 from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
+from services.observability.metrics import Metrics
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.leasing")
@@ -33,6 +35,8 @@ in vain four times a second would be the ledger's largest load.
 """
 STOP_POLL_S = 0.25
 """Seconds between two checks whether the process is to stop, while nothing can be leased."""
+LEAST_SAMPLES = 2
+"""Samples that remain at least in a group of which others have failed: fewer cannot be compared."""
 
 
 class LeaseLost(Exception):
@@ -184,7 +188,8 @@ class GroupRunner:
             log.info("lease.lost group=%d token=%s", lease.group, lease.token)
 
     async def _generate_and_send(self, lease: Lease) -> None:
-        settings = self._process.settings.sampling
+        settings, metrics = self._process.settings.sampling, self._process.metrics
+        n = settings.samples_per_prompt
         try:
             with self.meter.working():
                 prompt = self._prompts.at(lease.group)
@@ -195,7 +200,7 @@ class GroupRunner:
                     prompt,
                     group=lease.group,
                     token=lease.token,
-                    n=settings.samples_per_prompt,
+                    n=n,
                     engine_name=self._process.incarnation,
                     sampling=Sampling(
                         max_tokens=settings.max_tokens,
@@ -204,13 +209,20 @@ class GroupRunner:
                         top_k=settings.top_k,
                         stop_token_ids=self._renderer.stop_token_ids,
                     ),
+                    config=self._process.settings.environment,
+                    max_model_len=self._process.settings.engine.max_model_len,
+                    least=min(n, LEAST_SAMPLES),
+                    report=functools.partial(observe_episode, metrics, lease.group),
                 )
-        except (SettingsError, EngineError) as error:
+        except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
             await self._fail(lease, error)
             return
-        self._process.metrics.seconds.labels("generate").observe(rollout.generate_s)
-        self._process.metrics.count("tokens.generated", int(rollout.loss_mask.numpy().sum()))
+        metrics.seconds.labels("generate").observe(rollout.generate_s)
+        metrics.count("tokens.generated", int(rollout.loss_mask.numpy().sum()))
+        if len(rollout.responses) < n:
+            metrics.count("group.smaller")
+            log.info("group.smaller group=%d samples=%d of=%d", lease.group, len(rollout.responses), n)
         try:
             with self._process.waiting(f"acknowledgement of group {lease.group}"):
                 await self._sender.send(rollout, epoch=lease.epoch, group=lease.group, token=lease.token)
@@ -230,16 +242,32 @@ class GroupRunner:
                 raise LeaseLost from refusal
 
     async def _fail(self, lease: Lease, error: Exception) -> None:
-        """Hand back a group whose prompt cannot be generated, or drop it after `prompt_failures` attempts."""
+        """Hand back a group that cannot be generated, or drop it after `prompt_failures` attempts."""
+        reason = "episode" if isinstance(error, EpisodeError) else "prompt"
         log.warning("group.failed group=%d attempt=%d error=%s", lease.group, lease.attempt, error)
         self._process.metrics.count("group.failed")
         with contextlib.suppress(Refused):
             if lease.attempt >= self._config.prompt_failures:
-                await self._process.ledger.drop(lease.group, lease.token, "prompt")
+                await self._process.ledger.drop(lease.group, lease.token, reason)
             else:
-                await self._process.ledger.release(lease.group, lease.token, "prompt")
+                await self._process.ledger.release(lease.group, lease.token, reason)
 
     async def _hand_back(self, lease: Lease, reason: str) -> None:
         with contextlib.suppress(Refused, TimeoutError):
             async with asyncio.timeout(2):
                 await self._process.ledger.release(lease.group, lease.token, reason)
+
+
+def observe_episode(metrics: Metrics, group: int, report: EpisodeReport) -> None:
+    """Count one attempt at a sample: turns, seconds, and the reason if it failed."""
+    metrics.count("episode.turns", report.turns)
+    metrics.seconds.labels("episode").observe(report.seconds)
+    if not report.failure:
+        metrics.count("episode.done")
+        return
+    metrics.count(f"episode.failed.{report.failure}")
+    metrics.count("tokens.failed", report.tokens)
+    log.warning(
+        "episode.failed group=%d sample=%d attempt=%d turns=%d reason=%s error=%s",
+        group, report.sample, report.attempt, report.turns, report.failure, report.error,
+    )  # fmt: skip

@@ -29,6 +29,7 @@ from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 
@@ -47,7 +48,8 @@ async def serve(process: Process) -> None:
     await asyncio.to_thread(fetch_model, settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
-    environment = make_environment(settings.environment)
+    add_user_modules(settings)
+    environment = await asyncio.to_thread(make_environment, settings.environment)
     described = settings.weights.transport == TRANSPORT
     shared = description_file(settings.run_dir, process.incarnation) if described else None
     engine = make_engine(
@@ -75,6 +77,7 @@ async def serve(process: Process) -> None:
             )
             await _run(process, engine, runner, updater, turn)
     finally:
+        await environment.close()
         await engine.close()
         if device is not None:
             device.close()

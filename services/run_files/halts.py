@@ -25,6 +25,11 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
         "logs/rollout.*.log",
         "fix the prompts or [render], or shorten them to fit engine.max_model_len",
     ),
+    "episode": (
+        "too many samples of a group failed in the environment",
+        "logs/rollout.*.log (episode.failed)",
+        "fix the environment, or raise environment.call_s and episode_s if it is slow",
+    ),
     "stale": (
         "groups had no token left within the staleness bound when they were scored",
         "`tether monitor`",

@@ -12,6 +12,7 @@ import numpy as np
 from protocol.codec import decode_payload
 from protocol.errors import TetherError
 from protocol.messages import Rollout, ScoredRollout
+from protocol.rollout_view import sample_lengths
 from services.run_files.event_tail import EventTail
 from trainer.storage.archive import Archive
 from trainer.storage.spool import MissingRecord, Spool
@@ -150,15 +151,16 @@ def _samples(
     message: ScoredRollout, step: int | None, max_text: int, max_samples: int
 ) -> list[dict[str, Any]]:
     rollout = message.rollout
-    lengths, tokens = rollout.lengths.numpy(), rollout.tokens.numpy()
+    lengths, tokens = sample_lengths(rollout), rollout.tokens.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)])
+    spans_of_samples = _spans(rollout)
     found = []
     for index in range(min(len(lengths), max_samples)):
         if index < len(rollout.responses):
             text = rollout.responses[index]
         else:
             text = _ids(tokens[starts[index] : starts[index + 1]])
-        spans = _spans(rollout, index)
+        spans = spans_of_samples.get(index, [])
         versions = sorted({version for _, _, version in spans})
         found.append(
             {
@@ -168,7 +170,7 @@ def _samples(
                 },
                 "text": text[:max_text],
                 "is_cut": len(text) > max_text,
-                "tokens": int(lengths[index]),
+                "tokens": lengths[index],
                 "finish_reason": rollout.finish_reasons[index],
                 "spans": spans,
                 "versions": versions,
@@ -178,13 +180,24 @@ def _samples(
     return found
 
 
-def _spans(rollout: Rollout, sample: int) -> list[tuple[int, int, int]]:
-    """Return which tokens of a sample are of which version: rows (first, after the last, version)."""
-    spans, start = [], 0
+def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:
+    """Return which tokens of each sample are of which version: rows (first, after the last, version).
+
+    The branches of a sample are counted through, one after the other.
+    """
+    lengths = rollout.lengths.numpy().tolist()
+    samples = range(len(lengths)) if rollout.branches is None else rollout.branches.numpy()[:, 0].tolist()
+    starts: list[int] = []
+    done: dict[int, int] = {}
+    for sample, length in zip(samples, lengths, strict=True):
+        starts.append(done.get(sample, 0))
+        done[sample] = starts[-1] + length
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    before = (-1, 0)
     for row, end, version in rollout.spans.numpy().tolist():
-        if row == sample:
-            spans.append((start, end, version))
-            start = end
+        first = before[1] if before[0] == row else 0
+        spans.setdefault(samples[row], []).append((starts[row] + first, starts[row] + end, version))
+        before = row, end
     return spans
 
 

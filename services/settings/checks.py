@@ -320,6 +320,10 @@ def _check_routing_replay(settings: Settings) -> None:
     if not (trainer.routing_replay or engine.enable_return_routed_experts):
         return
     setting = "trainer.routing_replay" if trainer.routing_replay else "engine.enable_return_routed_experts"
+    if settings.environment.name in ("agent", "command"):
+        raise SettingsError(
+            f"setting {setting}: environment {settings.environment.name!r} does not record experts yet"
+        )
     names = [engine.name, *(str(entry.engine.get("name", engine.name)) for entry in settings.services.pool)]
     for name in names:
         if name not in RECORD_EXPERTS:

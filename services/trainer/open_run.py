@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from protocol.codec import decode_payload
 from protocol.errors import TetherError
 from protocol.messages import ScoredRollout
+from protocol.rollout_view import sample_lengths
 from services.bus.broadcast import Broadcaster
 from services.ledger.event_log.archiver import FILE, last_sequence
 from services.ledger.interface import Taken
@@ -56,7 +57,7 @@ class OpenRun:
         except TetherError as error:
             log.warning("dropped.unreadable error=%s", error)
             return []
-        return [m.rollout.lengths.numpy().tolist() for m in messages if isinstance(m, ScoredRollout)]
+        return [sample_lengths(m.rollout) for m in messages if isinstance(m, ScoredRollout)]
 
     async def forget(self, groups: Sequence[int], journal_from: int = 0) -> bool:
         """Delete groups from the spool; returns whether that succeeded, as a later call may try again.

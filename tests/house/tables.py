@@ -35,7 +35,7 @@ LITERARY_WORDS = {
 FOREIGN_NAMES: frozenset[str] = frozenset()
 """Names of other projects that documents mention and the code does not."""
 
-MADE_PATHS = frozenset({"my_reward.py"})
+MADE_PATHS = frozenset({"my_agent.py", "my_game.py", "my_program.py", "my_reward.py"})
 """Paths that documents name and users write."""
 
 SCENARIO_FOLDERS = {
@@ -60,6 +60,7 @@ SCENARIOS = {
     "tests/rollout/engines/test_loading.py": "models are loaded at the same time",
     "tests/rollout/engines/test_orphans.py": "a worker dies, and its engine with it",
     "tests/rollout/engines/test_sleep.py": "engines give memory back and return",
+    "tests/rollout/environments/test_contract.py": "every environment keeps what `Environment` promises",
     "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
     "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",
     "tests/services/bus/test_closing.py": "what a closed bus leaves behind",

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from protocol.codec import decode_payload
 from protocol.messages import ScoredRollout
+from protocol.rollout_view import decode_rollout
 from protocol.topics import Role
 from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
@@ -197,6 +198,40 @@ async def test_a_game_of_several_turns_trains_on_what_the_model_said(tmp_path: P
     sampled = {record.rollout.group: int(record.rollout.loss_mask.numpy().sum()) for record in records}
     accepted = {event["group"]: sum(event["counts"].values()) for event in of(run, "accept")}  # type: ignore[attr-defined]
     assert {group: accepted[group] for group in sampled} == sampled
+
+
+async def test_a_failed_episode_costs_one_sample_and_too_many_their_group(tmp_path: Path) -> None:
+    settings = small(
+        tmp_path, "environment.name=tests.integration.failing_environment:play",
+        "environment.options={group=1}", "environment.attempts=1", "reward.verifiers=[]",
+        "sampling.samples_per_prompt=4",
+        'model.scratch.vocabulary="0123456789=+ "', "run.steps=2", "bound.drop_share=1",
+    )  # fmt: skip
+    run = await run_to_end(settings)
+    assert (run.status.version, run.audit.violations) == (2, [])
+    assert {(event["group"], event["reason"]) for event in of(run, "drop")} == {(1, "episode")}
+    samples = settings.sampling.samples_per_prompt
+    sizes = {len(record.rewards.numpy()) for record in scored(tmp_path, run)}
+    assert sizes == {samples - 2}
+
+
+async def test_an_agent_that_rewrites_its_history_trains_on_all_branches(tmp_path: Path) -> None:
+    settings = small(
+        tmp_path, "environment.name=agent", "reward.verifiers=[]", "run.steps=2",
+        'environment.options={function="tests.rollout.environments.agents:counts"}',
+    )  # fmt: skip
+    run = await run_to_end(settings)
+    assert (run.status.version, run.audit.violations) == (2, [])
+    rollouts = [record.rollout for record in scored(tmp_path, run)]
+    assert rollouts
+    for rollout in rollouts:
+        rows = decode_rollout(rollout).rows
+        assert [row.sample for row in rows] == [0, 0, 1, 1]
+        assert all(row.sampled.any() for row in rows)
+    sampled = {rollout.group: int(rollout.loss_mask.numpy().sum()) for rollout in rollouts}
+    accepted = {event["group"]: sum(event["counts"].values()) for event in of(run, "accept")}  # type: ignore[attr-defined]
+    assert {group: accepted[group] for group in sampled} == sampled
+    assert all(step["trained_tokens"] > 0 for step in run.steps)
 
 
 def scored(run_dir: Path, run: Finished) -> list[ScoredRollout]:

@@ -50,7 +50,19 @@ ROLLOUT = Rollout(
     environment_rewards=Array.of([0.0, 1.0], "float32"),
     prompt_experts=Array.of([[[0, 3]], [[1, 2]], [[3, 0]]], "uint16"),
     experts=Array.of([[[2, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
+    branches=Array.of([[0, -1, 0], [1, -1, 0]], "int32"),
 )
+BRANCHED = msgspec.structs.replace(
+    ROLLOUT,
+    lengths=Array.of([2, 2, 1], "int32"),
+    tokens=Array.of([8, 9, 11, 12, 10], "int32"),
+    logprobs=Array.of([-0.5, -1.25, 0.0, -0.25, -2.0], "float32"),
+    loss_mask=Array.of([1, 1, 0, 1, 1], "uint8"),
+    spans=Array.of([[0, 1, 3], [0, 2, 4], [1, 2, 4], [2, 1, 4]], "int32"),
+    experts=Array.of([[[2, 1]], [[65535, 65535]], [[1, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
+    branches=Array.of([[0, -1, 0], [0, 0, 1], [1, -1, 0]], "int32"),
+)
+"""Its first sample has two branches, which share the prompt and a token."""
 
 SAMPLES: dict[str, AnyMessage] = {
     "rollout": ROLLOUT,

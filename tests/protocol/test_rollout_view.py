@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.messages import Rollout, ScoredRollout
-from protocol.rollout_view import MAX_GROUPS, decode_rollout
+from protocol.rollout_view import MAX_GROUPS, decode_rollout, sample_lengths
 from protocol.tensors import Array
-from tests.protocol.samples import GOLDEN, ROLLOUT
+from tests.protocol.samples import BRANCHED, GOLDEN, ROLLOUT
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 
 PAIR = scored(
@@ -21,7 +21,7 @@ PAIR = scored(
 def test_samples_of_the_golden_rollout() -> None:
     view = decode_rollout(ROLLOUT)
     assert (view.group, view.prompt.tolist()) == (7, [5, 6, 7])
-    first, second = view.samples
+    first, second = view.rows
     assert (first.tokens.tolist(), second.tokens.tolist()) == ([8, 9], [10])
     assert (first.logprobs.tolist(), second.logprobs.tolist()) == ([-0.5, -1.25], [-2.0])
     assert (first.sampled.tolist(), second.sampled.tolist()) == ([True, True], [True])
@@ -33,7 +33,7 @@ def test_experts_are_of_the_samples_that_have_them() -> None:
     view = decode_rollout(ROLLOUT)
     assert view.prompt_experts is not None
     assert view.prompt_experts.tolist() == [[[0, 3]], [[1, 2]], [[3, 0]]]
-    first, second = (sample.experts for sample in view.samples)
+    first, second = (sample.experts for sample in view.rows)
     assert first is not None
     assert second is not None
     assert (first.tolist(), second.tolist()) == ([[[2, 1]], [[65535, 65535]]], [[[65535, 65535]]])
@@ -45,7 +45,65 @@ def test_rollout_of_a_release_without_experts_is_read() -> None:
         rollout = message.rollout if isinstance(message, ScoredRollout) else message
         assert isinstance(rollout, Rollout)
         view = decode_rollout(rollout)
-        assert (view.prompt_experts, view.samples[0].experts) == (None, None)
+        assert (view.prompt_experts, view.rows[0].experts) == (None, None)
+
+
+def test_rollout_of_a_release_without_branches_is_read() -> None:
+    for name in ("rollout", "scored"):
+        _, message = decode((GOLDEN / f"{name}.v2.without_branches.msgpack").read_bytes())
+        rollout = message.rollout if isinstance(message, ScoredRollout) else message
+        assert isinstance(rollout, Rollout)
+        assert rollout == msgspec.structs.replace(ROLLOUT, branches=None)
+        assert [row.sample for row in decode_rollout(rollout).rows] == [0, 1]
+        assert sample_lengths(rollout) == [2, 1]
+
+
+def test_a_branch_follows_tokens_of_its_sample() -> None:
+    view = decode_rollout(BRANCHED)
+    assert view.samples == 2
+    assert [(row.sample, row.context.tolist(), row.tokens.tolist()) for row in view.rows] == [
+        (0, [], [8, 9]),
+        (0, [8], [11, 12]),
+        (1, [], [10]),
+    ]
+    assert [row.environment_reward for row in view.rows] == [0.0, 0.0, 1.0]
+    context = view.rows[1].context_experts
+    assert context is not None
+    assert context.tolist() == [[[2, 1]]]
+    assert view.token_counts() == {3: 1, 4: 3}
+    assert sample_lengths(BRANCHED) == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("branches", "problem"),
+    [
+        ([[0, -1, 0], [0, 1, 1], [1, -1, 0]], r"row 1 \(0, 1, 1\) follows no row"),
+        ([[0, -1, 0], [0, 0, 3], [1, -1, 0]], "row 1 follows 3 of 2 tokens of row 0"),
+        ([[0, -1, 0], [0, 0, -1], [1, -1, 0]], "row 1"),
+        ([[0, -1, 0], [0, -1, 0], [1, -1, 0]], "row 1"),
+        ([[0, -1, 0], [1, 0, 1], [1, 0, 1]], "row 1"),
+        ([[0, -1, 0], [1, -1, 0], [0, 0, 1]], "row 2"),
+        ([[0, -1, 0], [2, -1, 0], [2, 1, 0]], "row 1"),
+        ([[0, -1, 0], [1, -1, 0]], "has shape"),
+        ([[0, -1, 0], [1, -1, 0], [2, -1, 0]], "2 entries for 3 samples"),
+    ],
+)
+def test_branches_that_contradict_the_rows_are_refused(branches: list[list[int]], problem: str) -> None:
+    with pytest.raises(ProtocolError, match=f"group 7: .*{problem}"):
+        decode_rollout(msgspec.structs.replace(BRANCHED, branches=Array.of(branches, "int32")))
+
+
+def test_without_a_prompt_the_first_token_must_not_be_sampled() -> None:
+    bare = msgspec.structs.replace(
+        BRANCHED, prompt_tokens=Array.of([], "int32"), prompt_experts=None, experts=None
+    )
+    with pytest.raises(ProtocolError, match="prompt_tokens is empty, and row 0 begins with a sampled token"):
+        decode_rollout(bare)
+    inserted = {
+        "loss_mask": Array.of([0, 1, 0, 1, 0], "uint8"),
+        "logprobs": Array.of([0.0, -1.25, 0.0, -0.25, 0.0], "float32"),
+    }
+    assert len(decode_rollout(msgspec.structs.replace(bare, **inserted)).prompt) == 0
 
 
 @pytest.mark.parametrize(
@@ -79,8 +137,8 @@ sample_specs = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=8)
 @given(st.lists(sample_specs, min_size=1, max_size=5))
 def test_spans_give_each_token_its_version(specs: list[SampleSpec]) -> None:
     view = decode_rollout(scored(GroupSpec(samples=specs)).rollout)
-    assert [sample.versions.tolist() for sample in view.samples] == [list(spec.versions) for spec in specs]
-    assert [sample.sampled.tolist() for sample in view.samples] == [
+    assert [sample.versions.tolist() for sample in view.rows] == [list(spec.versions) for spec in specs]
+    assert [sample.sampled.tolist() for sample in view.rows] == [
         [bool(m) for m in spec.mask or []] for spec in specs
     ]
 

@@ -75,7 +75,7 @@ async def generate(
 
 async def test_a_group_holds_n_samples_with_their_text(engine: Watched, renderer: Renderer) -> None:
     rollout = await generate(engine, renderer)
-    views = decode_rollout(rollout).samples
+    views = decode_rollout(rollout).rows
     assert len(views) == 4
     assert (rollout.group, rollout.token, rollout.engine, rollout.prompt_text) == (
         12,
@@ -103,7 +103,7 @@ async def test_turns_of_a_game_become_one_sample(engine: Watched, renderer: Rend
     game = make_environment(EnvironmentConfig("guess_number", {"max_turns": 3, "turn_tokens": 2}))
     prompt = replace(PROMPT, metadata={"answer": 10**9})
     rollout = await generate(engine, renderer, game, prompt)
-    views = decode_rollout(rollout).samples
+    views = decode_rollout(rollout).rows
     assert rollout.finish_reasons == ("environment",) * 4
     assert [view.environment_reward for view in views] == [0.0] * 4
     assert all(0 < view.sampled.sum() <= 6 and not view.sampled.all() and view.sampled[-1] for view in views)

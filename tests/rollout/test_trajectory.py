@@ -57,7 +57,7 @@ def test_decode_rollout_is_the_inverse_of_assemble_over_the_wire(
     assert isinstance(received, Rollout)
     decoded = decode_rollout(received)
     assert (decoded.group, tuple(decoded.prompt)) == (9, (1, 2))
-    for i, (sample, view) in enumerate(zip(group, decoded.samples, strict=True)):
+    for i, (sample, view) in enumerate(zip(group, decoded.rows, strict=True)):
         assert tuple(view.tokens) == sample.tokens
         assert tuple(view.logprobs) == sample.logprobs
         assert tuple(view.sampled) == sample.loss_mask
@@ -134,7 +134,7 @@ def test_what_one_sample_knows_of_the_prompt_counts_for_all() -> None:
     view = decode_rollout(packed(first, second))
     assert view.prompt_experts is not None
     assert view.prompt_experts.tolist() == [[[0, 1]], [[6, 7]]]
-    of_samples = [sample.experts for sample in view.samples]
+    of_samples = [sample.experts for sample in view.rows]
     assert [experts is not None and experts.tolist() for experts in of_samples] == [
         [[[2, 3]], [[4, 5]], [unknown]],
         [[[8, 9]], [[1, 0]], [unknown]],

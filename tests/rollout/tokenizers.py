@@ -14,9 +14,11 @@ TEMPLATE = (
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>"]
 
 
-def write_tokenizer(directory: Path, *, template: str | None = None, eos: str | None = "<eos>") -> Path:
-    """A tokenizer of single characters."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS, "\n"])}
+def write_tokenizer(
+    directory: Path, *, template: str | None = None, eos: str | None = "<eos>", more: str = ""
+) -> Path:
+    """A tokenizer of single characters: `CHARACTERS` and `more`."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS, "\n", *more])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

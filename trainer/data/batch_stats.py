@@ -60,18 +60,24 @@ class StepTally:
     """Counts of the groups and samples that were added so far."""
 
     def __init__(self, step: int) -> None:
+        self.sample_of_row: list[int] = []
+        """[R]: index of the sample of each row that was added."""
         self.sampled_tokens: list[int] = []
-        """[N]: of each sample that was added."""
+        """[N]: of each sample, in all of its rows."""
         self.trained_tokens: list[int] = []
         """[N]: likewise, under the loss mask."""
         self.fresh: list[bool] = []
         """[N]: whether there are trained tokens of lag 0."""
+        self.response_tokens: list[int] = []
+        """[N]: of each sample, inserted ones included, but for the prompt."""
         self.step = step
         self._counts: TrainedCounts = {}
         self._newest: dict[int, int] = {}
         """Group -> newest version of a sampled token."""
         self._generate_s: list[float] = []
-        self._tokens = self._response_tokens = self._truncated_tokens = 0
+        self._tokens = self._truncated_tokens = 0
+        self._last: tuple[int, int] | None = None
+        """Group and sample of the row that was added last."""
 
     def open_group(self, group: int, generate_s: float) -> None:
         """Begin a group; `generate_s` is the seconds that it took to generate, 0 if nobody said.
@@ -86,19 +92,34 @@ class StepTally:
             self._generate_s.append(generate_s)
 
     def add(self, sample: BatchSample, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Count a sample of a group that was begun; `arrays` are its `token_arrays`."""
+        """Count a row of a group that was begun; `arrays` are its `token_arrays`.
+
+        The rows of a sample come one after the other.
+        """
+        if (sample.group, sample.sample) != self._last:
+            self._last = sample.group, sample.sample
+            for counted in (self.trained_tokens, self.sampled_tokens, self.response_tokens):
+                counted.append(0)
+            self.fresh.append(False)
+        self.sample_of_row.append(len(self.fresh) - 1)
         counts, versions = self._counts[sample.group], arrays["versions"]
         found, numbers = np.unique(versions[arrays["loss_mask"]], return_counts=True)
         for version, number in zip(found.tolist(), numbers.tolist(), strict=True):
             counts[version] = counts.get(version, 0) + number
-        self.trained_tokens.append(int(numbers.sum()))
-        self.fresh.append(self.step in found)
+        self.trained_tokens[-1] += int(numbers.sum())
+        self.fresh[-1] |= self.step in found
         self._newest[sample.group] = max(self._newest[sample.group], int(versions.max()))
         sampled = int(np.count_nonzero(sample.sampled))
-        self.sampled_tokens.append(sampled)
+        self.sampled_tokens[-1] += sampled
         self._truncated_tokens += sampled * sample.masked
         self._tokens += len(sample)
-        self._response_tokens += len(sample.tokens)
+        self.response_tokens[-1] += len(sample.tokens)
+
+    def first_rows(self, rows: Sequence[BatchSample]) -> list[BatchSample]:
+        """Return the first row of each sample, of all rows in the order in which they were added."""
+        return [
+            row for i, row in enumerate(rows) if self.sample_of_row[i] != self.sample_of_row[i - 1] or i == 0
+        ]
 
     def trained_counts(self) -> TrainedCounts:
         """Return what `Ledger.commit` expects: every group has an entry, possibly an empty one."""
@@ -118,7 +139,7 @@ class StepTally:
         """Return the statistics of all samples.
 
         Args:
-            samples: those that were added.
+            samples: the first row of each.
             truncated: `algorithm.truncated`.
             shaped: float32 [N]: the rewards that advantages are made of.
         """
@@ -134,7 +155,7 @@ class StepTally:
             step_tokens=self._tokens,
             trained_tokens=trained,
             masked_tokens=sum(self.sampled_tokens) - trained - self._truncated_tokens,
-            response_length_mean=self._response_tokens / len(self.sampled_tokens),
+            response_length_mean=sum(self.response_tokens) / len(self.sampled_tokens),
             reward_mean=float(values.mean()),
             reward_std=float(values.std(correction=0)),
             truncated_share=sum(sample.truncated for sample in samples) / len(samples),

@@ -28,14 +28,17 @@ class MiniBatches:
     """[M]: totals of each."""
     draw: tuple[int, int]
     """Seed and number of the step."""
+    rows: torch.Tensor
+    """int64 [R]: the sample of each row; a sample with branches has several."""
 
     @classmethod
     def of(cls, tally: StepTally, count: int, seed: int) -> "MiniBatches":
         """Divide the samples that were counted into `count` mini-batches, or as many as there are samples."""
         samples, step = len(tally.trained_tokens), tally.totals()
+        rows = torch.tensor(tally.sample_of_row)
         count = max(min(count, samples), 1)
         if count == 1:
-            return cls(torch.zeros(samples, dtype=torch.int64), (step,), (seed, tally.step))
+            return cls(torch.zeros(samples, dtype=torch.int64), (step,), (seed, tally.step), rows)
         of_sample = torch.empty(samples, dtype=torch.int64)
         of_sample[torch.tensor(_shuffled(samples, seed, tally.step))] = (
             torch.arange(samples) * count // samples
@@ -50,7 +53,7 @@ class MiniBatches:
             )
             for chosen in (of_sample == mini_batch for mini_batch in range(count))
         )
-        return cls(of_sample, tuple(totals), (seed, tally.step))
+        return cls(of_sample, tuple(totals), (seed, tally.step), rows)
 
     def weights(self, algorithm: Algorithm, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return the weight of each trained token of a sample, float32 [N].
@@ -67,6 +70,11 @@ class MiniBatches:
             weights[chosen] = algorithm.sample_weights(sampled_tokens[chosen])
         return weights
 
+    @property
+    def of_row(self) -> torch.Tensor:
+        """The mini-batch of each row, int64 [R]."""
+        return self.of_sample[self.rows]
+
     def order(self, epochs: int) -> tuple[int, ...]:
         """Return the mini-batch of each update: each comes once in an epoch, in an order of its own."""
         count = len(self.totals)
@@ -77,12 +85,15 @@ class MiniBatches:
         )
 
     def divide(self, costs: torch.Tensor, replicas: int) -> tuple[list[list[int]], float]:
-        """Divide each mini-batch between the replicas by the costs of its samples, float64 [N].
+        """Divide each mini-batch between the replicas by the costs of its rows, float64 [R].
+
+        The rows of a sample stay together.
 
         Returns:
-            For each replica the indices of its samples, ascending; and by which share the sum of the dearest
+            For each replica the indices of its rows, ascending; and by which share the sum of the dearest
             parts of all mini-batches is over that of the mean ones.
         """
+        costs = torch.zeros(len(self.of_sample), dtype=costs.dtype).index_add_(0, self.rows, costs)
         pieces: list[list[int]] = [[] for _ in range(replicas)]
         dearest = 0.0
         for mini_batch in range(len(self.totals)):
@@ -91,7 +102,11 @@ class MiniBatches:
             dearest += max(float(costs[members[part]].sum()) for part in parts)
             for piece, part in zip(pieces, parts, strict=True):
                 piece += members[part].tolist()
-        return [sorted(piece) for piece in pieces], dearest * replicas / float(costs.sum()) - 1
+        replica = torch.empty(len(self.of_sample), dtype=torch.int64)
+        for number, piece in enumerate(pieces):
+            replica[torch.tensor(piece, dtype=torch.int64)] = number
+        divided = [(replica[self.rows] == number).nonzero()[:, 0].tolist() for number in range(replicas)]
+        return divided, dearest * replicas / float(costs.sum()) - 1
 
 
 def _shuffled(count: int, *draw: int) -> Sequence[int]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.messages import Rollout, ScoredRollout
-from protocol.rollout_view import checked_array, decode_rollout, require
+from protocol.rollout_view import RowView, checked_array, decode_rollout, require
 
 ZERO = np.float32(0)
 """Log-probability of a token that was not sampled."""
@@ -22,9 +22,9 @@ EQUAL_REWARDS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class BatchSample:
-    """One checked sample of a batch; its arrays are views of the message.
+    """One checked row of a batch, a sample or a branch of one; its arrays are views of the message.
 
-    Shapes: P prompt tokens, T_i tokens of the response, S_i spans.
+    Shapes: P tokens that it follows, T_i tokens of its own, S_i spans.
     """
 
     group: int
@@ -32,7 +32,7 @@ class BatchSample:
     row: int
     """Index of the group within the batch."""
     prompt: NDArray[np.int32]
-    """[P]."""
+    """[P]: the prompt, and tokens of earlier rows of the sample."""
     tokens: NDArray[np.int32]
     """[T_i]."""
     logprobs: NDArray[np.float32]
@@ -48,6 +48,8 @@ class BatchSample:
     """[P, L, K] and [T_i, L, K]: experts that the engine's model chose, see `Rollout`; None: not recorded."""
     truncated: bool = False
     """Whether it ended at the length limit."""
+    sample: int = 0
+    """Index of the sample within its group."""
     masked: bool = False
     """Whether none of its tokens is trained, because it is truncated and `algorithm.truncated` is mask."""
 
@@ -93,7 +95,7 @@ def token_counts(rollout: Rollout) -> dict[int, int]:
 def samples_of(
     scored: ScoredRollout, index: int, max_staleness: int, step: int, *, mask_truncated: bool = False
 ) -> Iterator[BatchSample]:
-    """Check a scored group and yield its samples.
+    """Check a scored group and yield its rows; those of a sample come one after the other.
 
     Args:
         scored: the group as received.
@@ -108,33 +110,37 @@ def samples_of(
     """
     view = decode_rollout(scored.rollout)
     group = view.group
-    rewards = checked_array(group, "rewards", scored.rewards, "float32", (len(view.samples),))
+    rewards = checked_array(group, "rewards", scored.rewards, "float32", (view.samples,))
     require(bool(np.isfinite(rewards).all()), group, "rewards", "is not finite")
     spans = scored.rollout.spans.numpy()
     newest = int(spans[:, 2].max(initial=step))
     require(newest == step, group, "spans", f"has a version after step {step}")
-    firsts = np.searchsorted(spans[:, 0], np.arange(len(view.samples) + 1))
-    ends = np.cumsum([len(sample.tokens) for sample in view.samples])
+    firsts = np.searchsorted(spans[:, 0], np.arange(len(view.rows) + 1))
+    ends = np.cumsum([len(row.tokens) for row in view.rows])
     masks = np.split(scored.rollout.loss_mask.numpy().view(np.bool_), ends[:-1])
-    for i, (sample, reward) in enumerate(zip(view.samples, rewards.tolist(), strict=True)):
+    for i, row in enumerate(view.rows):
         yield BatchSample(
             group=group,
             row=index,
-            prompt=view.prompt,
-            tokens=sample.tokens,
-            logprobs=sample.logprobs,
+            prompt=np.concatenate([view.prompt, row.context]) if len(row.context) else view.prompt,
+            tokens=row.tokens,
+            logprobs=row.logprobs,
             sampled=masks[i],
             spans=spans[firsts[i] : firsts[i + 1], 1:],
-            reward=reward,
+            reward=float(rewards[row.sample]),
             max_staleness=max_staleness,
-            experts=_pair(view.prompt_experts, sample.experts),
-            truncated=sample.finish_reason == TRUNCATED,
-            masked=mask_truncated and sample.finish_reason == TRUNCATED,
+            experts=_experts(view.prompt_experts, row),
+            truncated=row.finish_reason == TRUNCATED,
+            sample=row.sample,
+            masked=mask_truncated and row.finish_reason == TRUNCATED,
         )
 
 
-def _pair(of_prompt: Any, of_sample: Any) -> tuple[Any, Any] | None:
-    return None if of_prompt is None or of_sample is None else (of_prompt, of_sample)
+def _experts(of_prompt: NDArray[np.uint16] | None, row: RowView) -> tuple[Any, Any] | None:
+    """Return the experts of what a row follows and of its own tokens, if they were recorded."""
+    if of_prompt is None or row.experts is None or row.context_experts is None:
+        return None
+    return np.concatenate([of_prompt, row.context_experts]), row.experts
 
 
 def has_signal(scored: ScoredRollout) -> bool:

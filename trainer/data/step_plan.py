@@ -39,7 +39,11 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything about a step but the arrays of its tokens. Shapes: N samples of the step."""
+    """Everything about a step but the arrays of its tokens.
+
+    Shapes: N rows of the step, of which each is a sample or a branch of one. Reward, advantage, weight and
+    mini-batch are those of the sample.
+    """
 
     step: int
     """The version that the step starts from."""
@@ -101,8 +105,8 @@ class StepPlan:
             rewards=self.rewards[rows],
             weights=self.weights[rows],
             measured=self.measured[rows],
-            mini_batch=self.mini_batches.of_sample[rows],
-            rows=rows,
+            mini_batch=self.mini_batches.of_row[rows],
+            rows=self.mini_batches.rows[rows],
             temperature=self.temperature,
             decoupled=self.decoupled,
             **by_token,
@@ -140,11 +144,11 @@ def plan_step(
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
     """
     tally, digest = StepTally(step), BatchDigest()
-    checked = "loss_mask" if mask_late else "sampled_mask"
-    if not (samples := list(_counted(groups, tally, digest, checked, algorithm.config))):
+    if not (samples := list(_counted(groups, tally, digest, mask_late, algorithm.config))):
         raise ProtocolError(f"step {step}: the batch has no samples")
-    divided = MiniBatches.of(tally, mini_batches, seed)
-    by_sample, counts = _scores(samples, tally, algorithm, divided, max_tokens), tally.trained_counts()
+    divided, counts = MiniBatches.of(tally, mini_batches, seed), tally.trained_counts()
+    scores = _scores(tally.first_rows(samples), tally, algorithm, divided, max_tokens)
+    by_sample = _by_row(samples, tally, scores)
     return StepPlan(
         step=step,
         temperature=temperature,
@@ -153,7 +157,7 @@ def plan_step(
         totals=tally.totals(),
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
         trained_counts=counts,
-        stats=tally.stats(samples, algorithm.config.truncated, by_sample["rewards"]),
+        stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
         mini_batches=divided,
         experts_shape=_experts_shape(samples),
@@ -165,10 +169,11 @@ def _counted(
     groups: Iterable[tuple[ScoredRollout, int]],
     tally: StepTally,
     digest: BatchDigest,
-    checked: str,
+    mask_late: bool,
     config: AlgorithmConfig,
 ) -> Iterator[BatchSample]:
-    """Yield the samples of groups, counted and digested; tokens under the mask `checked` are in the bound."""
+    """Yield the rows of groups, counted and digested; the tokens that would be trained are in the bound."""
+    checked = "loss_mask" if mask_late else "sampled_mask"
     mask = config.truncated == "mask"
     for index, (scored, max_staleness) in enumerate(groups):
         tally.open_group(scored.rollout.group, scored.rollout.generate_s)
@@ -187,11 +192,10 @@ def _scores(
     divided: MiniBatches,
     max_tokens: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the arrays [N] of a plan by their names, but for the choice of what is measured."""
-    rewards = _shaped(rewards_of(samples), samples, algorithm.config, max_tokens)
+    """Return what a plan says of each sample, of which `samples` has the first row."""
+    rewards = _shaped(rewards_of(samples), tally.response_tokens, algorithm.config, max_tokens)
     group_index = torch.tensor([sample.row for sample in samples])
     return {
-        "lengths": torch.tensor([len(sample) for sample in samples]),
         "group_index": group_index,
         "rewards": rewards,
         "advantages": algorithm.advantages(rewards, group_index),
@@ -199,15 +203,25 @@ def _scores(
     }
 
 
+def _by_row(
+    samples: Sequence[BatchSample], tally: StepTally, scores: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the arrays [N] of a plan by their names: the length of each row, and what its sample has."""
+    rows = torch.tensor(tally.sample_of_row)
+    by_row = {name: values[rows] for name, values in scores.items()}
+    return {"lengths": torch.tensor([len(row) for row in samples]), **by_row}
+
+
 def _shaped(
-    rewards: torch.Tensor, samples: Sequence[BatchSample], config: AlgorithmConfig, max_tokens: int
+    rewards: torch.Tensor, lengths: Sequence[int], config: AlgorithmConfig, max_tokens: int
 ) -> torch.Tensor:
     """Return the rewards with DAPO's overlong punishment where the algorithm has it, else as they are."""
     if config.truncated != "shape":
         return rewards
-    lengths = torch.tensor([len(sample.tokens) for sample in samples])
     limit = config.overlong_length or max_tokens
-    return rewards + config.overlong_penalty * overlong_punishment(lengths, limit, config.overlong_buffer)
+    return rewards + config.overlong_penalty * overlong_punishment(
+        torch.tensor(lengths), limit, config.overlong_buffer
+    )
 
 
 def _experts_shape(samples: Sequence[BatchSample]) -> tuple[int, int] | None:

@@ -54,7 +54,8 @@ def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batc
     if part.reference_logprobs is None or part.rows is None:
         raise RuntimeError("a penalty needs reference log-probabilities and the samples' places in the step")
     sums = _sums_of_samples(token_k1(part, part.reference_logprobs, part.sampled_mask), part)
-    columns = torch.stack([part.rewards.double(), part.group_index.double(), sums], dim=1)
+    first = _first_rows(part)
+    columns = torch.stack([part.rewards * first, part.group_index * first, sums], dim=1)
     rewards, groups, penalties = _of_all_replicas(columns, part, policy).unbind(1)
     advantages = algorithm.advantages((rewards - algorithm.config.kl_coef * penalties).float(), groups.long())
     of_tokens = advantages[part.rows][part.sample_index]
@@ -87,16 +88,24 @@ def _sums_of_samples(values: torch.Tensor, part: Batch) -> torch.Tensor:
     return sums.index_add_(0, part.sample_index, values.double())
 
 
-def _of_all_replicas(values: torch.Tensor, part: Batch, policy: Backend) -> torch.Tensor:
-    """Return the rows of all samples of the step, float64 [N, C], from those of each replica's, [n, C].
+def _first_rows(part: Batch) -> torch.Tensor:
+    """Return 1 for the first row of each sample and 0 for its other branches, float64 [n]."""
+    places = {} if part.rows is None else {row: i for i, row in reversed(list(enumerate(part.rows.tolist())))}
+    first = torch.zeros(len(part.group_index), dtype=torch.float64)
+    first[list(places.values())] = 1.0
+    return first
 
-    A collective. Each row comes from one rank, so it is the same bits in every layout.
+
+def _of_all_replicas(values: torch.Tensor, part: Batch, policy: Backend) -> torch.Tensor:
+    """Return the values of all samples of the step, float64 [N, C], added up over their branches, [n, C].
+
+    A collective. Those of a sample come from one rank, so they are the same bits in every layout.
     """
     if part.rows is None:
         raise RuntimeError("the part does not say which samples of the step it has")
     whole = torch.zeros(part.totals.samples, values.shape[1], dtype=torch.float64)
     if not is_distributed() or dist.get_rank() in {ranks[0] for ranks in policy.replicas}:
-        whole[part.rows] = values
+        whole.index_add_(0, part.rows, values)
     if is_distributed():
         whole = whole.to(control_device())
         dist.all_reduce(whole)

@@ -14,6 +14,11 @@ from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
 from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 
+NEEDED: dict[str, dict[str, object]] = {
+    "agent": {"function": "tests.rollout.environments.agents:plays"},
+    "command": {"command": ["true"]},
+}
+"""Options without which an environment cannot be made."""
 PROMPT = Prompt("?", metadata={"answer": "7"}, index=4)
 
 
@@ -121,7 +126,8 @@ def test_wrong_settings_say_what_to_do(make: Callable[[], Environment], why: str
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_every_environment_can_be_made_with_its_defaults(name: str) -> None:
-    assert isinstance(make_environment(EnvironmentConfig(name)), Environment)
+    options = NEEDED.get(name, {})
+    assert isinstance(make_environment(EnvironmentConfig(name, options)), Environment)
 
 
 def given(**options: object) -> Environment:

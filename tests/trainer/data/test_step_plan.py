@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import BoundViolation, ProtocolError
+from protocol.messages import ScoredRollout
 from protocol.staleness import trainable_counts
 from protocol.tensors import Array
+from tests.protocol.samples import BRANCHED
 from tests.trainer.groups import GroupSpec, SampleSpec, by_sample, routed, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals, trained_tokens
@@ -350,3 +352,35 @@ def test_a_plan_is_as_before_where_truncated_samples_are_trained() -> None:
     plain = plan_step([(scored(stopped), 0)], step=3, algorithm=make_algorithm(AlgorithmConfig()))
     cut = plan_step([(scored(CUT), 0)], step=3, algorithm=make_algorithm(AlgorithmConfig()), max_tokens=4)
     assert plain.digest == cut.digest
+
+
+def branched() -> ScoredRollout:
+    return ScoredRollout(rollout=BRANCHED, rewards=Array.of([1.0, 0.0], "float32"))
+
+
+def test_the_branches_of_a_sample_share_its_reward_its_weight_and_its_mini_batch() -> None:
+    for mini_batches in (1, 2):
+        made = plan_step([(branched(), 2)], step=5, algorithm=GRPO, mini_batches=mini_batches)
+        batch = whole(made)
+        assert by_sample(batch, batch.tokens) == [[5, 6, 7, 8, 9], [5, 6, 7, 8, 11, 12], [5, 6, 7, 10]]
+        assert by_sample(batch, batch.loss_mask.int()) == [[0] * 3 + [1, 1], [0] * 5 + [1], [0] * 3 + [1]]
+        assert by_sample(batch, batch.advantages) == [[0] * 3 + [0.5, 0.5], [0] * 5 + [0.5], [0] * 3 + [-0.5]]
+        samples = 2 if mini_batches == 1 else 1
+        torch.testing.assert_close(batch.weights, torch.tensor([1 / 3, 1 / 3, 1.0]) / samples)
+        assert batch.rewards.tolist() == [1.0, 1.0, 0.0]
+        assert batch.mini_batch is not None
+        assert batch.mini_batch[0] == batch.mini_batch[1]
+        assert made.totals == StepTotals(samples=2, trained_tokens=4, lag_max=2, fresh=False)
+        assert (made.stats.reward_mean, made.stats.response_length_mean) == (0.5, 2.5)
+        assert made.trained_counts == {7: {3: 1, 4: 3}} == {7: token_counts(BRANCHED)}
+        pieces, _ = made.mini_batches.divide(made.lengths.double(), 2)
+        assert any({0, 1} <= set(piece) for piece in pieces)
+        assert sorted(row for piece in pieces for row in piece) == [0, 1, 2]
+
+
+def test_the_bound_holds_for_every_branch() -> None:
+    made = plan_step([(branched(), 1)], step=5, algorithm=GRPO)
+    assert by_sample(whole(made), whole(made).loss_mask.int())[0] == [0, 0, 0, 0, 1]
+    assert made.trained_counts == {7: {4: 3}}
+    with pytest.raises(BoundViolation, match="token 0 of version 3 has lag 2"):
+        plan_step([(branched(), 1)], step=5, algorithm=GRPO, mask_late=False)

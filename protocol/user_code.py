@@ -1,0 +1,70 @@
+"""Finds what a user names as `MODULE:NAME`, and where in the user's code an exception comes from."""
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from protocol.choices import did_you_mean
+from protocol.errors import SettingsError
+
+PROJECT = Path(__file__).resolve().parents[1]
+OURS = tuple(PROJECT / name for name in ("protocol", "reward", "rollout", "services", "trainer"))
+
+
+def import_attribute(path: str, what: str) -> tuple[Any, str]:
+    """Import what `MODULE:NAME` names; return it and its module's file.
+
+    Args:
+        path: as the user wrote it.
+        what: the setting, with which an error begins.
+
+    Raises:
+        SettingsError: the path has another form, module or name are missing, or the module raises.
+    """
+    name, colon, attribute = path.partition(":")
+    if not (name and colon and attribute):
+        raise SettingsError(f"{what}: {path!r} is not MODULE:NAME, such as my_module:name")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise SettingsError(f"{what}: {located(error)}") from None
+        searched = ", ".join(dict.fromkeys(path for path in sys.path if path and "/lib/python" not in path))
+        raise SettingsError(
+            f"{what}: there is no {name.replace('.', '/')}.py in {searched}; "
+            "name its directory in run.modules or PYTHONPATH"
+        ) from None
+    except Exception as error:  # a module may raise anything
+        raise SettingsError(f"{what}: {located(error)}") from None
+    file = str(getattr(module, "__file__", None) or name)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = [key for key, value in vars(found).items() if callable(value)]
+            hint = did_you_mean(part, known) if known else "it defines nothing that can be called"
+            raise SettingsError(f"{what}: {file} has no {part!r}; {hint}")
+        found = getattr(found, part)
+    return found, file
+
+
+def located(error: BaseException) -> str:
+    """Return `FILE:LINE: TYPE: text` of an exception: the innermost place in code that is not ours.
+
+    Of a group of exceptions, that of the first.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {text}"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<")
+        and not any(Path(frame.filename).is_relative_to(folder) for folder in OURS)
+    ]
+    own = [frame for frame in frames if "/lib/python" not in frame.filename]
+    chosen = (own or frames)[-1:]
+    return f"{chosen[0].filename}:{chosen[0].lineno}: {text}" if chosen else text

@@ -1,0 +1,44 @@
+"""Runs an agent of the user's as a coroutine of the rollout worker, which talks to the model by a URL.
+
+async def solve(task: Task) -> float | None:
+    client = AsyncOpenAI(base_url=task.url, api_key=task.key)
+    answer = await client.chat.completions.create(model="policy", messages=task.as_json()["messages"])
+    return 1.0 if task.prompt.metadata["answer"] in answer.choices[0].message.content else 0.0
+"""
+
+import inspect
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+from protocol.user_code import import_attribute
+from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
+
+WHAT = "setting environment.options.function"
+
+
+@dataclass(frozen=True, slots=True)
+class Options(SessionOptions):
+    """Options of `agent`."""
+
+    function: str = ""
+    """The coroutine function, as `MODULE:FUNCTION`. It is called with the task; what it returns is the
+    reward, None if verifiers score the sample."""
+
+
+class Agent(SessionEnvironment):
+    """Calls a function once for each sample."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._function, file = import_attribute(options.function, WHAT)
+        if not inspect.iscoroutinefunction(self._function):
+            raise SettingsError(
+                f"{WHAT}: {options.function} in {file} is not asynchronous; write `async def`"
+            )
+
+    async def act(self, task: Task) -> float | None:
+        reward = await self._function(task)
+        return None if reward is None else float(reward)
+
+
+make = Agent

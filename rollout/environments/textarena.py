@@ -1,0 +1,60 @@
+"""Plays single-player games of textarena; prompts come from the source `textarena`.
+
+The reward is the game's own, as a rule between 0 and 1, and -1 for moves against the rules.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol.errors import EpisodeError, SettingsError
+from rollout.environments.episode import Episode, EpisodeEnvironment
+from rollout.text_games import TextGame, in_game_thread
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of `textarena`."""
+
+    turn_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
+    truncated_reward: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
+    """Reward of a game that `environment.max_turns` or `engine.max_model_len` ends."""
+
+
+class TextArena:
+    """Plays one game with each episode."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    async def play(self, episode: Episode) -> float:
+        """Play the prompt's game to its end.
+
+        Raises:
+            SettingsError: the prompt is not one of the source `textarena`.
+            EpisodeError: the game does not begin as the prompt says.
+        """
+        try:
+            name, seed = str(episode.metadata["game"]), int(episode.metadata["seed"])
+        except (KeyError, TypeError, ValueError):
+            raise SettingsError(
+                f"prompt {episode.prompt.index}: the environment textarena needs a game and a seed; set "
+                "prompts.source to 'textarena'"
+            ) from None
+        game: TextGame = await in_game_thread(TextGame, name, seed, episode.metadata.get("params", {}))
+        if game.opening != episode.prompt.text:
+            raise EpisodeError("error", f"{name} with seed {seed} begins otherwise than its prompt")
+        episode.reward = self._options.truncated_reward
+        while True:
+            said = await episode.generate(self._options.turn_tokens or None)
+            told: str | None = await in_game_thread(game.step, said)
+            if told is None:
+                return game.reward()
+            episode.insert(told)
+
+
+def make(options: Options) -> EpisodeEnvironment:
+    """Return the environment."""
+    return EpisodeEnvironment(TextArena(options).play)

@@ -1,0 +1,90 @@
+"""Lets the model call tools in its text until it answers without a call; verifiers score the whole.
+
+A call is a fenced block that names a tool, such as ```python; the next message is its ```output. The prompt,
+or `render.system`, has to say so.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from protocol.choices import checked_name
+from protocol.errors import SettingsError
+from reward.sandbox.runner import Limits
+from rollout.environments.episode import Episode, EpisodeEnvironment
+from rollout.tools.base import Tool, as_output, find_call
+from rollout.tools.calculator import Calculator
+from rollout.tools.python import PythonTool
+from rollout.tools.search import SearchTool
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of `tools`."""
+
+    tools: tuple[str, ...] = ("python",)
+    """Those that there are: calculator, python, search."""
+    max_calls: Annotated[int, Meta(ge=0, le=10**4)] = 4
+    """Calls of tools in one episode; the turn after the last one is the answer."""
+    turn_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
+    output_characters: Annotated[int, Meta(ge=1, le=10**6)] = 2000
+    """Longest answer of a tool, characters; the middle of a longer one is left out."""
+    parallel: Annotated[int, Meta(ge=0, le=10**4)] = 0
+    """python: sandboxes at once in one rollout worker. 0: as many as there are processors."""
+    limits: Limits = field(default_factory=Limits)
+    """python: limits of the sandbox, as for the verifier `python_tests`."""
+    index: str = ""
+    """search: the index, a file that `python -m rollout.tools.search build` writes."""
+    results: Annotated[int, Meta(ge=1, le=100)] = 3
+    """search: passages of an answer."""
+
+
+MAKE: Mapping[str, Callable[[Options], Tool]] = {
+    "calculator": lambda options: Calculator(),
+    "python": lambda options: PythonTool(options.limits, options.parallel or os.cpu_count() or 1),
+    "search": lambda options: SearchTool(
+        Path(options.index), options.results, options.output_characters // options.results
+    ),
+}
+"""Tool -> how it is made."""
+
+
+class Tools:
+    """Answers the model's calls of tools."""
+
+    def __init__(self, options: Options) -> None:
+        """Make the tools.
+
+        Raises:
+            SettingsError: a tool is unknown, or there is no index.
+        """
+        if "search" in options.tools and not options.index:
+            raise SettingsError("setting environment.options.index: the tool search needs an index")
+        self._options = options
+        names = [checked_name(name, MAKE, "setting environment.options.tools:") for name in options.tools]
+        self._tools = {name: MAKE[name](options) for name in names}
+
+    async def play(self, episode: Episode) -> None:
+        """Play one episode: turns of the model, each but the last answered by a tool."""
+        await self.answer(episode)
+
+    async def answer(self, episode: Episode) -> str:
+        """Play one episode, and return the model's last turn."""
+        for _ in range(self._options.max_calls):
+            turn = await episode.generate(self._options.turn_tokens or None)
+            call = find_call(turn, self._tools)
+            if call is None:
+                return turn
+            result = await self._tools[call.tool].run(call.text)
+            episode.insert(as_output(result, self._options.output_characters))
+        return await episode.generate(self._options.turn_tokens or None)
+
+
+def make(options: Options) -> EpisodeEnvironment:
+    """Return the environment."""
+    return EpisodeEnvironment(Tools(options).play)

@@ -1,0 +1,220 @@
+"""Runs the episodes of a group: with time limits, bounded attempts, and a reason for each that fails.
+
+A failed episode fails one sample, never its group's others, and is never a reward. What fails a whole group
+is what no other attempt would change: a dead engine, or a prompt that does not fit the environment.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from protocol.errors import EngineError, EpisodeError, SettingsError
+from protocol.user_code import located
+from rollout.engines.base import Completion, Engine, Request, Sampling
+from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Sample
+from rollout.prompts.base import Prompt
+from rollout.render import Renderer
+
+FAILURES = ("call_s", "episode_s", "length", "error")
+"""Reasons of failed episodes: a time limit of `[environment]`; an environment did not handle that no turn or
+room was left; any exception of the environment."""
+MAX_ERROR = 500
+"""Characters of an error that are reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeReport:
+    """What became of one attempt at a sample."""
+
+    sample: int
+    """Index in the group."""
+    attempt: int
+    """Counted from 0."""
+    turns: int
+    """Calls of the model that were answered."""
+    tokens: int
+    """Tokens that the model sampled."""
+    seconds: float
+    failure: str = ""
+    """One of `FAILURES`; empty: there is a sample."""
+    error: str = ""
+
+
+class ModelCalls:
+    """Continues tokens for one attempt at a sample (`Generate`), and keeps to its limits."""
+
+    def __init__(
+        self, engine: Engine, sampling: Sampling, config: EnvironmentConfig, max_model_len: int, name: str
+    ) -> None:
+        """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
+        self._engine, self._sampling, self._config = engine, sampling, config
+        self._max_model_len, self._name = max_model_len, name
+        self._asked = 0
+        self._over = False
+        self.turns = self.tokens = 0
+        self.error: EngineError | EpisodeError | None = None
+        """The first error of a call: it counts even if the environment catches it."""
+
+    async def __call__(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+        if self._over:
+            raise RuntimeError("the episode has ended; its model cannot be called any more")
+        limit = self._limit(len(tokens), max_tokens)
+        request = Request(
+            self._name.replace("{turn}", str(self._asked)), tokens, replace(self._sampling, max_tokens=limit)
+        )
+        self._asked += 1
+        try:
+            async with asyncio.timeout(self._config.call_s) as timeout:
+                completion = await self._engine.generate(request)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            text = f"request {request.id}: no answer within environment.call_s {self._config.call_s:g} s"
+            raise self._failed(EpisodeError("call_s", text)) from None
+        except EngineError as error:
+            raise self._failed(error) from None
+        if completion.finish_reason == "abort":
+            text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
+            raise self._failed(EngineError(text))
+        self.turns += 1
+        self.tokens += len(completion.tokens)
+        return completion
+
+    def close(self) -> None:
+        """Refuse further calls."""
+        self._over = True
+
+    def _limit(self, context: int, max_tokens: int | None) -> int:
+        """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
+        most = self._sampling.max_tokens
+        if self._asked:
+            if 0 < self._config.max_turns <= self._asked:
+                raise EpisodeOver(f"environment.max_turns {self._config.max_turns} are used up")
+            if self._max_model_len:
+                room = self._max_model_len - context
+                if room < 1:
+                    raise EpisodeOver(f"{context} tokens fill engine.max_model_len {self._max_model_len}")
+                most = min(most, room)
+        return most if max_tokens is None else min(max_tokens, most)
+
+    def _failed(self, error: EngineError | EpisodeError) -> EngineError | EpisodeError:
+        self.error = self.error or error
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Everything that the samples of a group have in common."""
+
+    environment: Environment
+    prompt: Prompt
+    prompt_tokens: tuple[int, ...]
+    renderer: Renderer
+    engine: Engine
+    sampling: Sampling
+    config: EnvironmentConfig
+    max_model_len: int
+    """Tokens of prompt and sample together; 0: no limit is known."""
+    report: Callable[[EpisodeReport], None]
+
+    async def samples(self, n: int, least: int, name: str) -> list[Sample]:
+        """Return the samples of `n` that did not fail, at least `least`.
+
+        If the group fails, all samples are cancelled. Cancelling leaves no request on the engine.
+
+        Args:
+            n: samples to generate.
+            least: samples that must remain.
+            name: ids of requests, with `{sample}` and `{turn}` in it; contains the lease token, so that they
+                differ if the group is leased again.
+
+        Raises:
+            EngineError: the engine failed, or aborted a request itself.
+            SettingsError: the prompt does not fit the environment.
+            EpisodeError: fewer samples remain.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._sample(i, name), name=f"sample-{self.prompt.index}/{i}")
+                    for i in range(n)
+                ]
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from None
+        results = [task.result() for task in running]
+        samples = [result for result in results if isinstance(result, Sample)]
+        failed = [result for result in results if isinstance(result, EpisodeError)]
+        if failed and len(samples) < least:
+            text = f"{len(failed)} of {n} episodes failed, such as: {failed[0].error}"
+            raise EpisodeError(failed[0].reason, text)
+        return samples
+
+    async def _sample(self, index: int, name: str) -> Sample | EpisodeError:
+        """Return a sample, or why its last attempt failed."""
+        failed = EpisodeError("error", "not tried")
+        began = time.monotonic()
+        for attempt in range(self.config.attempts):
+            left_s = began + self.config.episode_s - time.monotonic()
+            if left_s <= 0:
+                break
+            ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
+            calls = ModelCalls(self.engine, self.sampling, self.config, self.max_model_len, ids)
+            result = await self._reported(index, attempt, calls, left_s)
+            if isinstance(result, Sample):
+                return result
+            failed = result
+        return failed
+
+    async def _reported(
+        self, index: int, attempt: int, calls: ModelCalls, left_s: float
+    ) -> Sample | EpisodeError:
+        began = time.monotonic()
+        result: Sample | EpisodeError
+        try:
+            result = await self._attempt(calls, left_s)
+        except EpisodeError as error:
+            result = error
+        finally:
+            calls.close()
+        failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
+        seconds = time.monotonic() - began
+        self.report(EpisodeReport(index, attempt, calls.turns, calls.tokens, seconds, failure, text))
+        return result
+
+    async def _attempt(self, calls: ModelCalls, left_s: float) -> Sample:
+        """Run one attempt. Raises EpisodeError if it failed, EngineError and SettingsError as `sample`."""
+        failure: EpisodeError | None = None
+        sample: Sample | None = None
+        try:
+            async with asyncio.timeout(left_s) as limit:
+                try:
+                    sample = await self.environment.run(self.prompt, self.prompt_tokens, calls, self.renderer)
+                except (SettingsError, EngineError, EpisodeError):
+                    raise
+                except asyncio.CancelledError as error:
+                    if (task := asyncio.current_task()) is not None and task.cancelling():
+                        raise
+                    failure = EpisodeError("error", located(error))  # raised by the environment itself
+                except EpisodeOver as error:
+                    failure = EpisodeError("length", str(error))
+                except (Exception, BaseExceptionGroup, SystemExit) as error:  # it may raise anything
+                    failure = EpisodeError("error", located(error)[:MAX_ERROR])
+        except TimeoutError:
+            pass  # `limit` has expired: whatever else is raised inside is caught there
+        if calls.error is not None:
+            raise calls.error
+        if limit.expired():
+            raise EpisodeError(
+                "episode_s", f"not done within environment.episode_s {self.config.episode_s:g} s"
+            )
+        if failure is not None:
+            raise failure
+        if not isinstance(sample, Sample) or not any(sample.loss_mask):
+            raise EpisodeError("error", "the environment returned no sample with tokens of the model")
+        return sample
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

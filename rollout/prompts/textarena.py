@@ -1,0 +1,76 @@
+"""Generates the openings of single-player games of textarena, for the environment `textarena`.
+
+Game i of F names is played with seed `seed + i // F`. Openings may be equal although the games differ in
+what they hide, so what makes a game held out is its seed.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from importlib.metadata import version
+
+from protocol.choices import checked_name
+from protocol.errors import SettingsError
+from protocol.ranges import check_ranges
+from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of
+from rollout.text_games import TextGame, checked_games
+
+HELD_OUT_SEED = 2**31
+"""Distance between the seeds of training and those of held-out games; training indices stay below it."""
+
+
+class TextArenaSource:
+    """Takes games in turn, each time with another seed. Endless if `count` is 0."""
+
+    def __init__(self, config: PromptConfig) -> None:
+        check_ranges(config, "prompts")
+        self._config = config
+        self._games = checked_games(config.families, "setting prompts.families")
+        for name, params in config.params.items():
+            checked_name(name, self._games, "setting prompts.params: game")
+            if "seed" in params:
+                raise SettingsError(f"setting prompts.params.{name}.seed: set prompts.seed instead")
+        self._order = (
+            Order(config.count, seed=config.seed, shuffle=config.shuffle, passes=config.passes)
+            if config.count
+            else None
+        )
+        self._opening = lru_cache(maxsize=1024)(self._opened)
+        for name in self._games:
+            self._opening(name, config.seed)
+        self.fingerprint = fingerprint_of(config, f"textarena {version('textarena')}".encode())
+
+    @property
+    def size(self) -> int | None:
+        return self._order.size if self._order else None
+
+    def at(self, index: int) -> Prompt:
+        if not 0 <= index < HELD_OUT_SEED:
+            raise IndexError(f"prompt {index} is outside the stream of {self.size or HELD_OUT_SEED}")
+        return self._item(self._order[index] if self._order else index, self._config.seed, index)
+
+    def held_out(self) -> Sequence[Prompt]:
+        """Return games of other seeds than those of training."""
+        seed = self._config.seed + HELD_OUT_SEED
+        return [self._item(number, seed, -1) for number in range(self._config.held_out)]
+
+    def trained_texts(self) -> Iterable[str]:
+        """Yield nothing: equal openings may belong to different games."""
+        return ()
+
+    def _item(self, number: int, seed: int, index: int) -> Prompt:
+        turn, place = divmod(number, len(self._games))
+        name, seed = self._games[place], seed + turn
+        metadata = {"game": name, "seed": seed, "params": dict(self._config.params.get(name, {}))}
+        return Prompt(self._opening(name, seed), (), metadata, index)
+
+    def _opened(self, name: str, seed: int) -> str:
+        return TextGame(name, seed, self._config.params.get(name, {})).opening
+
+
+def make(config: PromptConfig) -> TextArenaSource:
+    """Return the source of `config.families`.
+
+    Raises:
+        SettingsError: textarena is missing, or a game is unknown or cannot begin.
+    """
+    return TextArenaSource(config)

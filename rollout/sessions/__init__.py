@@ -1,0 +1,1 @@
+"""Sessions: a harness talks to a URL, and each sample records the calls that it made."""

@@ -1,0 +1,161 @@
+"""Translates Anthropic's messages API into chat requests, and answers and errors back."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rollout.render import Renderer
+from rollout.sessions.bodies import usage
+from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.requests import Asked, read_chat
+from rollout.sessions.session import CallAnswer
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERRORS = {
+    400: "invalid_request_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+"""Status -> type of an error; others are `api_error`."""
+TRANSLATED = ("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking")
+"""Fields that have another shape in a chat request; others have the same name there, or are refused."""
+
+
+def read_messages(body: Any, *, override: bool) -> Asked:
+    """Read the body of a messages request; arguments and errors are those of `read_chat`."""
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise invalid("messages must be a list of messages", "messages")
+    if body.get("max_tokens") is None:
+        raise invalid("max_tokens is required", "max_tokens")
+    thinking = body.get("thinking")
+    if thinking is not None and thinking != {"type": "disabled"}:
+        raise invalid('thinking is not supported, only {"type": "disabled"}', "thinking", "unsupported_value")
+    chat = {name: value for name, value in body.items() if name not in TRANSLATED}
+    system = _joined(body.get("system"), "system")
+    chat["messages"] = [{"role": "system", "content": system}] if system else []
+    for i, message in enumerate(body["messages"]):
+        chat["messages"] += _messages(message, f"messages[{i}]")
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_blocks(body["tools"], "tools"))]
+    choice = body.get("tool_choice") or {}
+    chat["tool_choice"] = choice.get("type") if isinstance(choice, dict) else choice
+    chat["stop"] = body.get("stop_sequences") or []
+    return read_chat(chat, override=override)
+
+
+def message_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+    """Return the answer to a messages request, which is called `name`."""
+    return {
+        **_head(asked, name, answer.prompt_tokens),
+        "content": _content(answer),
+        "stop_reason": STOP_REASONS[answer.finish_reason],
+        "usage": _usage(answer),
+    }
+
+
+def message_events(
+    asked: Asked, answer: CallAnswer, renderer: Renderer, name: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the events of a streamed answer."""
+    yield {"type": "message_start", "message": _head(asked, name, answer.prompt_tokens)}
+    for index, block in enumerate(_content(answer)):
+        if block["type"] == "text":
+            delta = {"type": "text_delta", "text": block["text"]}
+            empty = {**block, "text": ""}
+        else:
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            empty = {**block, "input": {}}
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    stopped = {"stop_reason": STOP_REASONS[answer.finish_reason], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": stopped, "usage": _usage(answer)}
+    yield {"type": "message_stop"}
+
+
+def error_body(refusal: RequestRefused) -> dict[str, Any]:
+    """Return a refusal as clients of this API expect it."""
+    kind = ERRORS.get(refusal.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": refusal.message}}
+
+
+def _head(asked: Asked, name: str, prompt_tokens: int) -> dict[str, Any]:
+    """Return an answer of which nothing has been generated."""
+    return {
+        "id": name,
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
+    }
+
+
+def _usage(answer: CallAnswer) -> dict[str, int]:
+    counted = usage(answer)
+    return {"input_tokens": counted["prompt_tokens"], "output_tokens": counted["completion_tokens"]}
+
+
+def _content(answer: CallAnswer) -> list[dict[str, Any]]:
+    text = answer.message["content"]
+    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+    for call in answer.message.get("tool_calls", []):
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+    return blocks
+
+
+def _messages(message: Any, where: str) -> list[dict[str, Any]]:
+    """Return the chat messages of one message: its results of tools come as messages of their own."""
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+        raise invalid(f"{where} must have the role user or assistant", where)
+    role = message["role"]
+    found: list[dict[str, Any]] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for i, block in enumerate(_as_blocks(message.get("content"), f"{where}.content")):
+        kind = block.get("type")
+        if kind == "text" and isinstance(block.get("text"), str):
+            texts.append(block["text"])
+        elif kind == "tool_result" and role == "user":
+            content = _joined(block.get("content"), f"{where}.content[{i}].content")
+            found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        else:
+            raise invalid(f"{where}.content[{i}] of type {kind!r} is not supported", f"{where}.content[{i}]")
+    if texts or calls or not found:
+        found.append({"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})})
+    return found
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise invalid(f"{where} of type {tool['type']!r} is not supported", where)
+    function = {"name": tool.get("name"), "description": tool.get("description", "")}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema", {})}}
+
+
+def _joined(content: Any, where: str) -> str:
+    """Return the text of a string or of blocks of text."""
+    blocks = _as_blocks(content or "", where)
+    texts = [block.get("text") if block.get("type") == "text" else None for block in blocks]
+    if not all(isinstance(text, str) for text in texts):
+        raise invalid(f"{where} has a block that is not text; only text is supported", where)
+    return "".join(text for text in texts if text is not None)
+
+
+def _as_blocks(content: Any, where: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else _blocks(content, where)
+
+
+def _blocks(values: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise invalid(f"{where} must be a list of objects", where)
+    return values

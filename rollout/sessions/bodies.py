@@ -1,0 +1,106 @@
+"""Writes answers as the OpenAI API has them, whole or as the events of a stream."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rollout.render import Renderer
+from rollout.sessions.requests import Asked
+from rollout.sessions.session import CallAnswer
+
+
+def chat_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+    """Return the answer to a chat request, which is called `name`."""
+    return {
+        **_head(asked, name, "chat.completion"),
+        "choices": [
+            {
+                "index": 0,
+                "message": {**answer.message, "refusal": None},
+                "finish_reason": answer.finish_reason,
+                "logprobs": _chat_logprobs(answer, renderer) if asked.logprobs else None,
+            }
+        ],
+        "usage": usage(answer),
+    }
+
+
+def text_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+    """Return the answer to a completion request."""
+    return {
+        **_head(asked, name, "text_completion"),
+        "choices": [_text_choice(asked, answer, renderer)],
+        "usage": usage(answer),
+    }
+
+
+def chat_start(asked: Asked, name: str) -> dict[str, Any]:
+    """Return the first event of a streamed chat answer, which is sent while the rest is generated."""
+    return _chunk(asked, name, {"role": "assistant", "content": ""}, None)
+
+
+def chat_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of a streamed chat answer after the first."""
+    delta: dict[str, Any] = {"content": answer.message["content"]}
+    if calls := answer.message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    event = _chunk(asked, name, delta, None)
+    if asked.logprobs:
+        event["choices"][0]["logprobs"] = _chat_logprobs(answer, renderer)
+    yield event
+    yield _chunk(asked, name, {}, answer.finish_reason)
+    if asked.include_usage:
+        yield {**_head(asked, name, "chat.completion.chunk"), "choices": [], "usage": usage(answer)}
+
+
+def text_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of a streamed completion."""
+    yield {**_head(asked, name, "text_completion"), "choices": [_text_choice(asked, answer, renderer)]}
+    if asked.include_usage:
+        yield {**_head(asked, name, "text_completion"), "choices": [], "usage": usage(answer)}
+
+
+def usage(answer: CallAnswer) -> dict[str, int]:
+    """Return the tokens of a call: its whole context counts as prompt."""
+    sampled = len(answer.call.completion.tokens)
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": answer.prompt_tokens + sampled,
+    }
+
+
+def _head(asked: Asked, name: str, kind: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model}
+
+
+def _chunk(asked: Asked, name: str, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+    return {**_head(asked, name, "chat.completion.chunk"), "choices": [choice]}
+
+
+def _text_choice(asked: Asked, answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
+    completion = answer.call.completion
+    logprobs = None
+    if asked.logprobs:
+        pieces = [renderer.piece(token) for token in completion.tokens]
+        offsets = [sum(map(len, pieces[:i])) for i in range(len(pieces))]
+        logprobs = {
+            "tokens": pieces,
+            "token_logprobs": list(completion.logprobs),
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+    return {"index": 0, "text": answer.text, "finish_reason": answer.finish_reason, "logprobs": logprobs}
+
+
+def _chat_logprobs(answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
+    completion = answer.call.completion
+    pieces = [renderer.piece(token) for token in completion.tokens]
+    return {
+        "content": [
+            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+            for piece, logprob in zip(pieces, completion.logprobs, strict=True)
+        ],
+        "refusal": None,
+    }

@@ -1,0 +1,64 @@
+"""Makes the rows of a sample from the calls of its session: each sampled token is in one of them, once."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout.engines.requests import spans_of
+from rollout.environments.base import Branch
+from rollout.sessions.calls import CallTree, ModelCall, context_tokens
+
+
+def branches_of(tree: CallTree) -> tuple[Branch, ...]:
+    """Return the rows of a session's sample, in the order of their first calls.
+
+    A row begins behind the tokens that it shares with an earlier one: at least those of the call that it
+    continues, at most its context. So two answers that begin with the same tokens are both kept.
+    """
+    found: list[Branch] = []
+    full: list[NDArray[np.int64]] = []
+    for row in tree.rows():
+        context = np.array(context_tokens(row[0].parent, row[0].inserted), dtype=np.int64)
+        parent, shared = _longest_shared(context, full)
+        branch = _branch(row, context[shared:].tolist(), parent, shared)
+        before = full[parent][:shared] if parent >= 0 else context[:0]
+        full.append(np.concatenate([before, np.array(branch.tokens, dtype=np.int64)]))
+        found.append(branch)
+    return tuple(found)
+
+
+def _longest_shared(context: NDArray[np.int64], rows: Sequence[NDArray[np.int64]]) -> tuple[int, int]:
+    """Return the row with the longest prefix in common, and its length; (-1, 0) if there is none."""
+    best = (-1, 0)
+    for index, row in enumerate(rows):
+        n = min(len(row), len(context))
+        different = np.flatnonzero(row[:n] != context[:n])
+        shared = int(different[0]) if len(different) else n
+        if best[0] < 0 or shared > best[1]:
+            best = (index, shared)
+    return best
+
+
+def _branch(row: Sequence[ModelCall], context: Sequence[int], parent: int, shared: int) -> Branch:
+    """Return the row of some calls, of which the first has `context` left over by what is shared."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    mask: list[int] = []
+    versions: list[int] = []
+    for call in row:
+        inserted, sampled = context if call is row[0] else call.inserted, call.completion
+        of_sampled = [
+            version for (first, _), (end, version) in _pairs(sampled.spans) for _ in range(first, end)
+        ]
+        tokens += (*inserted, *sampled.tokens)
+        logprobs += (*[0.0] * len(inserted), *sampled.logprobs)
+        mask += (*[0] * len(inserted), *[1] * len(sampled.tokens))
+        # an inserted token has the version of the one before it, the first ones that of the one after them
+        versions += (*[versions[-1] if versions else of_sampled[0]] * len(inserted), *of_sampled)
+    return Branch(tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared)
+
+
+def _pairs(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    return pairwise([(0, 0), *spans])

@@ -1,0 +1,29 @@
+"""Defines the refusal of a request, with what its client is answered."""
+
+
+class RequestRefused(Exception):
+    """A request that was refused; nothing changed.
+
+    The fields are those of an error of the OpenAI API, whose clients raise an exception by the status.
+    """
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        """Name of the request's field at fault."""
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The error as clients expect it."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        }
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> RequestRefused:
+    """Return the refusal of a request that is wrong, whenever it is sent."""
+    return RequestRefused(400, code, message, param)

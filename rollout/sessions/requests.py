@@ -1,0 +1,142 @@
+"""Reads the bodies of requests to the OpenAI API, and refuses what would not be done as asked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.sessions.messages import Dialogue, read_dialogue
+from rollout.sessions.refusal import RequestRefused, invalid
+
+SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias",
+    "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+"""What would change the distribution that the trainer computes with."""
+WITHOUT_EFFECT = (
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention",
+)  # fmt: skip
+"""Fields that change no token."""
+DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "top_logprobs": 0,
+    "stop": [],
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "echo": False,
+    "suffix": "",
+}
+"""Field -> its only value that is supported."""
+COMMON = ("max_tokens", "stream", "stream_options", "logprobs")
+CHAT = ("messages", "tools", "tool_choice", "max_completion_tokens")
+TEXT = ("prompt",)
+FORMS_OF_LOGPROBS: dict[tuple[str, ...], tuple[tuple[Any, ...], str]] = {
+    CHAT: ((None, False, True), "true or false"),
+    TEXT: ((None, 0), "0: that of each sampled token"),
+}
+"""API -> what `logprobs` may be, and how that is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for."""
+
+    model: str
+    """Returned as it came."""
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    """Whether a stream ends with the usage."""
+    logprobs: bool
+    overridden: tuple[str, ...]
+    """Sampling parameters that the request has and that are not applied."""
+    dialogue: Dialogue | None = None
+    """What a chat request has."""
+    tools: bool = False
+    """Whether tool calls are read from the answer."""
+    prompt: str | tuple[int, ...] = ""
+    """What a completion continues: text, or tokens."""
+
+
+def read_chat(body: Any, *, override: bool) -> Asked:
+    """Read the body of a chat request.
+
+    Args:
+        body: the parsed JSON.
+        override: whether sampling parameters are not applied; otherwise they are refused.
+
+    Raises:
+        RequestRefused: it is malformed, or asks for something that is not supported; names the field.
+    """
+    common = _common(body, CHAT, override)
+    choice = body.get("tool_choice") or "auto"
+    if choice not in ("auto", "none"):
+        raise _unsupported("tool_choice", choice, "'auto' or 'none'")
+    if common["max_tokens"] is None:
+        common["max_tokens"] = _count(body, "max_completion_tokens")
+    dialogue = read_dialogue(body.get("messages"), body.get("tools"))
+    return Asked(dialogue=dialogue, tools=bool(dialogue.tools) and choice == "auto", **common)
+
+
+def read_text(body: Any, *, override: bool) -> Asked:
+    """Read the body of a completion request; arguments and errors are those of `read_chat`."""
+    common = _common(body, TEXT, override)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+        prompt = tuple(prompt)
+    if not prompt or not isinstance(prompt, (str, tuple)):
+        raise invalid("prompt must be one text, or the ids of one text's tokens; not empty", "prompt")
+    return Asked(prompt=prompt, **common)
+
+
+def _common(body: Any, fields: tuple[str, ...], override: bool) -> dict[str, Any]:
+    if not isinstance(body, dict):
+        raise invalid("the body must be a JSON object")
+    overridden = []
+    for name, value in body.items():
+        if value is None or name in (*COMMON, *fields, *WITHOUT_EFFECT):
+            continue
+        if name in SAMPLING:
+            overridden.append(name)
+        elif name not in DEFAULTS:
+            raise invalid(f"{name} is not known here", name, "unknown_parameter")
+        elif value != DEFAULTS[name]:
+            raise _unsupported(name, value, repr(DEFAULTS[name]))
+    if overridden and not override:
+        raise invalid(
+            f"{overridden[0]} would change the distribution that is trained on, which [sampling] decides; "
+            'leave it out, or have it not applied with environment.options.sampling = "run"',
+            overridden[0],
+            "unsupported_parameter",
+        )
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise invalid("stream_options must be an object", "stream_options")
+    known, meaning = FORMS_OF_LOGPROBS[fields]
+    logprobs = body.get("logprobs")
+    if logprobs not in known:
+        raise _unsupported("logprobs", logprobs, meaning)
+    model = body.get("model")
+    return {
+        "model": model if isinstance(model, str) else "",
+        "max_tokens": _count(body, "max_tokens"),
+        "stream": bool(body.get("stream")),
+        "include_usage": bool(options.get("include_usage")),
+        "logprobs": logprobs is not None and logprobs is not False,
+        "overridden": tuple(sorted(overridden)),
+    }
+
+
+def _count(body: dict[str, Any], name: str) -> int | None:
+    value = body.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise invalid(f"{name} is {value!r}, it must be a whole number of at least 1", name)
+    return value
+
+
+def _unsupported(name: str, value: object, supported: str) -> RequestRefused:
+    shown = repr(value)[:80]
+    return invalid(f"{name} = {shown} is not supported, only {supported}", name, "unsupported_value")

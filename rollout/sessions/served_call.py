@@ -1,0 +1,121 @@
+"""Answers one call of a client, in one piece or as a stream, in the shape of the API that it speaks."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import hdrs, web
+
+from rollout.sessions import anthropic_api, bodies
+from rollout.sessions.refusal import RequestRefused
+from rollout.sessions.requests import Asked, read_chat, read_text
+from rollout.sessions.session import Begun, CallAnswer, Session
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One API that clients may speak."""
+
+    path: str
+    """Behind the session's URL."""
+    prefix: str
+    """What the names of answers begin with."""
+    read: Callable[..., Asked]
+    """(body, override) -> what a request asks for."""
+    whole: Callable[..., Body]
+    """(asked, answer, renderer, name) -> an answer in one piece."""
+    events: Callable[..., Iterable[Body]]
+    """Likewise, an answer as events."""
+    start: Callable[[Asked, str], Body] | None = None
+    """(asked, name) -> the event that is sent while the answer is generated."""
+    last: bytes = b""
+    """What ends a stream."""
+    error: Callable[[RequestRefused], Body] = lambda refusal: refusal.body
+
+    def refused(self, refusal: RequestRefused) -> web.Response:
+        """Return the answer to a request that is refused, which says whether to try again."""
+        headers = {"x-should-retry": "true" if refusal.status == 429 else "false"}
+        return web.json_response(self.error(refusal), status=refusal.status, headers=headers)
+
+
+DONE = b"data: [DONE]\n\n"
+APIS = (
+    Api(
+        "/chat/completions", "chatcmpl-", read_chat, bodies.chat_body, bodies.chat_events,
+        start=bodies.chat_start, last=DONE,
+    ),
+    Api("/completions", "cmpl-", read_text, bodies.text_body, bodies.text_events, last=DONE),
+    Api(
+        "/messages", "msg_", anthropic_api.read_messages, anthropic_api.message_body,
+        anthropic_api.message_events, error=anthropic_api.error_body,
+    ),
+)  # fmt: skip
+"""Those of OpenAI, and Anthropic's messages."""
+
+
+class ServedCall:
+    """One call of a client; what could not be written to it leaves nothing in the session."""
+
+    def __init__(self, api: Api, request: web.Request, session: Session, begun: Begun, name: str) -> None:
+        self._api, self._request, self._session = api, request, session
+        self._begun, self._name = begun, name
+
+    async def whole(self) -> web.StreamResponse:
+        """Answer in one piece."""
+        answer = await self._session.answer(self._begun)
+        made = self._api.whole(self._begun.asked, answer, self._session.renderer, self._name)
+        response = web.json_response(made, headers=_overridden(self._begun.asked))
+
+        async def send() -> None:
+            await response.prepare(self._request)
+            await response.write_eof()
+
+        await self._deliver(answer, send)
+        return response
+
+    async def stream(self) -> web.StreamResponse:
+        """Answer by events: the first one at once, the others when the answer is generated."""
+        response = web.StreamResponse(headers=_overridden(self._begun.asked))
+        response.content_type = "text/event-stream"
+        response.headers[hdrs.CACHE_CONTROL] = "no-cache"
+        await response.prepare(self._request)
+        if self._api.start is not None:
+            await response.write(_event(self._api.start(self._begun.asked, self._name)))
+        try:
+            answer = await self._session.answer(self._begun)
+        except RequestRefused as refusal:
+            await response.write(_event(self._api.error(refusal)))
+            await response.write_eof()
+            return response
+
+        async def send() -> None:
+            for event in self._api.events(self._begun.asked, answer, self._session.renderer, self._name):
+                await response.write(_event(event))
+            await response.write(self._api.last)
+            await response.write_eof()
+
+        await self._deliver(answer, send)
+        return response
+
+    async def _deliver(self, answer: CallAnswer, send: Callable[[], Awaitable[None]]) -> None:
+        """Write an answer, or withdraw it if the client has hung up: nobody has seen it."""
+        try:
+            await send()
+        except (ConnectionError, asyncio.CancelledError) as hung_up:
+            self._session.tree.withdraw(answer.call)
+            if isinstance(hung_up, asyncio.CancelledError):
+                raise
+
+
+def _event(body: Body) -> bytes:
+    """Return an event; those that have a type are named by it."""
+    name = f"event: {body['type']}\n" if "type" in body else ""
+    return f"{name}data: {json.dumps(body)}\n\n".encode()
+
+
+def _overridden(asked: Asked) -> dict[str, str]:
+    return {"x-tether-not-applied": ", ".join(asked.overridden)} if asked.overridden else {}

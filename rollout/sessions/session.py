@@ -1,0 +1,234 @@
+"""Runs the calls of one session on the engine, and records them."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import xxhash
+from msgspec import Meta
+
+from protocol.errors import EngineError, EpisodeError, SettingsError
+from rollout.engines.base import Completion
+from rollout.environments.base import EpisodeOver, Generate
+from rollout.render import Renderer
+from rollout.sessions.calls import CallTree, ModelCall, context_tokens
+from rollout.sessions.messages import read_message
+from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.requests import Asked
+from rollout.sessions.template import added, whole
+from rollout.sessions.tool_calls import PARSERS
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What one session may do."""
+
+    max_calls: Annotated[int, Meta(ge=1, le=10**6)] = 256
+    """Calls that are answered."""
+    max_running: Annotated[int, Meta(ge=1, le=10**5)] = 64
+    """Calls that run at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A call that was checked and not answered yet."""
+
+    asked: Asked
+    parent: ModelCall | None
+    inserted: tuple[int, ...]
+    """As in `ModelCall`."""
+    context: tuple[int, ...]
+    """The tokens that the answer continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallAnswer:
+    """The answer to a call, as its client gets it."""
+
+    call: ModelCall
+    prompt_tokens: int
+    text: str
+    """The answer to a completion."""
+    message: dict[str, Any]
+    """As the chat API has it."""
+    finish_reason: str
+    """"stop", "length" or "tool_calls"."""
+
+
+class Session:
+    """One sample's calls.
+
+    Calls may run at once. Cancelling one ends its request on the engine and records nothing.
+    """
+
+    def __init__(
+        self, generate: Generate, renderer: Renderer, limits: SessionLimits, *, tool_syntax: str = "hermes"
+    ) -> None:
+        self._generate, self._renderer, self._limits = generate, renderer, limits
+        self._parse = PARSERS[tool_syntax]
+        self._running: set[asyncio.Task[Completion]] = set()
+        self.tree = CallTree()
+        self.ended = ""
+        """Why no call is answered any more; empty while they are."""
+        self.truncated = False
+        """Whether the last call was refused because the episode has no turn or no room left."""
+        self.restarts = 0
+        """Calls that begin anew because the template cannot write their messages after an answer."""
+        self.overridden = 0
+        """Calls with sampling parameters that were not applied."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """What renders the requests."""
+        return self._renderer
+
+    def begin(self, asked: Asked) -> Begun:
+        """Find what a request continues, and check it; a refusal changes nothing.
+
+        Raises:
+            RequestRefused: the session has ended or reached a limit, the request is too long, or the chat
+                template refuses it.
+        """
+        if self.ended:
+            raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
+        if len(self.tree.calls) + len(self._running) >= self._limits.max_calls:
+            raise RequestRefused(
+                403, "too_many_calls", f"the session has made its {self._limits.max_calls} calls (max_calls)"
+            )
+        if len(self._running) >= self._limits.max_running:
+            raise RequestRefused(
+                429, "too_many_running", f"{len(self._running)} calls of the session run (max_running)"
+            )
+        begun = self._placed(asked)
+        length, most = len(begun.context), self._renderer.max_prompt_tokens
+        if 0 < most < length and not self.tree.calls:
+            raise invalid(
+                f"the request has {length} tokens, over the context length of {most} "
+                "(render.max_prompt_tokens)",
+                "messages" if asked.dialogue else "prompt",
+                "context_length_exceeded",
+            )
+        if not length:
+            raise invalid("the request has no tokens", "messages" if asked.dialogue else "prompt")
+        return begun
+
+    async def answer(self, begun: Begun) -> CallAnswer:
+        """Generate the answer of a call and record it.
+
+        Raises:
+            RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
+                room left.
+        """
+        completion = await self._completed(begun)
+        text = self._renderer.text(completion.tokens)
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        reason = completion.finish_reason
+        asked = begun.asked
+        if asked.dialogue is None:
+            end: int | str = _ending(begun, text, self._renderer)
+        else:
+            if asked.tools:
+                content, found = self._parse(text)
+                if found:
+                    message = _calling(content, found, begun.context, completion)
+                    reason = "tool_calls" if reason == "stop" else reason
+            end = asked.dialogue.answered(read_message(message, "answer"))
+        call = ModelCall(begun.parent, begun.inserted, completion, end)
+        self.tree.add(call)
+        self.truncated = False
+        self.overridden += bool(asked.overridden)
+        return CallAnswer(call, len(begun.context), text, message, reason)
+
+    def end(self, reason: str) -> None:
+        """Answer no call any more; those that run are ended. The first reason counts."""
+        self.ended = self.ended or reason
+        for task in self._running:
+            task.cancel()
+
+    async def drained(self) -> None:
+        """Wait until no call of an ended session runs."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def _completed(self, begun: Begun) -> Completion:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                task = tasks.create_task(self._generate_once(begun), name="session.call")
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+        except BaseExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if isinstance(first, EpisodeOver):
+                self.truncated = True
+                raise invalid(str(first), code="episode_over") from None
+            if isinstance(first, EngineError | EpisodeError):
+                raise RequestRefused(500, "engine_error", str(first)) from None
+            raise first from None
+        if task.cancelled():
+            raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
+        return task.result()
+
+    async def _generate_once(self, begun: Begun) -> Completion:
+        completion = await self._generate(begun.context, begun.asked.max_tokens)
+        if completion.experts is not None:
+            raise EngineError("a session does not record experts yet: set trainer.routing_replay to false")
+        if not completion.tokens:
+            raise EngineError("the engine answered without a token")
+        return completion
+
+    def _placed(self, asked: Asked) -> Begun:
+        """Return what a request continues, and the tokens of the rest."""
+        if asked.dialogue is None:
+            return self._placed_text(asked)
+        parent, count = self.tree.continued(asked.dialogue.keys)
+        if parent is not None:
+            try:
+                tokens = added(self._renderer, asked.dialogue, count, parent.completion.tokens)
+                return _begun(asked, parent, tokens)
+            except SettingsError:
+                self.restarts += 1
+        try:
+            return _begun(asked, None, whole(self._renderer, asked.dialogue))
+        except SettingsError as error:
+            raise invalid(str(error), "messages") from None
+
+    def _placed_text(self, asked: Asked) -> Begun:
+        if isinstance(asked.prompt, tuple):
+            for call in reversed(self.tree.calls):
+                known = call.tokens()
+                if asked.prompt[: len(known)] == known:
+                    return Begun(asked, call, asked.prompt[len(known) :], asked.prompt)
+            return Begun(asked, None, asked.prompt, asked.prompt)
+        parent, rest = self.tree.continued_text(asked.prompt)
+        return _begun(asked, parent, self._renderer.encode(rest, special=parent is None))
+
+
+def _begun(asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...]) -> Begun:
+    return Begun(asked, parent, inserted, context_tokens(parent, inserted))
+
+
+def _ending(begun: Begun, text: str, renderer: Renderer) -> str:
+    """Return the text of prompt and answer, with which a prompt begins that continues them."""
+    prompt = begun.asked.prompt
+    return (prompt if isinstance(prompt, str) else renderer.text(prompt)) + text
+
+
+def _calling(
+    content: str, found: list[tuple[str, dict[str, Any]]], context: tuple[int, ...], completion: Completion
+) -> dict[str, Any]:
+    """Return the message of an answer that calls tools; the ids follow from the tokens."""
+    calls = [
+        {
+            "id": _call_id(f"{i} {context} {completion.tokens}"),
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
+        for i, (name, arguments) in enumerate(found)
+    ]
+    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+
+
+def _call_id(text: str) -> str:
+    """Return nine letters and digits, which every template takes."""
+    return xxhash.xxh3_64_hexdigest(text.encode())[:9]

@@ -1,0 +1,53 @@
+"""Defines the interface of tools, and finds a call in the model's text.
+
+A call is a fenced block that names the tool; its result is inserted as another fenced block:
+
+    ```python                    ```output
+    print(6 * 7)                 42
+    ```                          ```
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w+)[^\S\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+
+
+class Tool(Protocol):
+    """Answers calls. One instance serves all episodes of a process at the same time."""
+
+    async def run(self, text: str) -> str:
+        """Return the answer to a call; what is wrong with the call is an answer, too.
+
+        Cancelling the call ends what it started.
+
+        Raises:
+            Exception: the tool itself does not work; the episode fails.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A fenced block that names a tool."""
+
+    tool: str
+    text: str
+    """What is between the fences."""
+
+
+def find_call(turn: str, tools: Iterable[str]) -> ToolCall | None:
+    """Return the last call in a turn of the model, if it has one."""
+    known = set(tools)
+    calls = [ToolCall(name.lower(), text) for name, text in BLOCK.findall(turn) if name.lower() in known]
+    return calls[-1] if calls else None
+
+
+def as_output(text: str, most: int) -> str:
+    """Return the answer of a tool as a fenced block; of more than `most` characters, beginning and end."""
+    text = text.strip("\n")
+    if len(text) > most:
+        head, tail = (most + 1) // 2, most // 2
+        text = f"{text[:head]}\n[{len(text) - most} characters left out]\n{text[len(text) - tail :]}"
+    return f"```output\n{text}\n```"

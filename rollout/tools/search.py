@@ -1,0 +1,118 @@
+"""Searches a local index of passages: a SQLite file with full-text search (FTS5), ranked by BM25.
+
+python -m rollout.tools.search build INDEX DOCUMENTS.jsonl      lines {"text": ..., "title": ...}
+python -m rollout.tools.search ask INDEX QUERY
+"""
+
+import asyncio
+import contextlib
+import json
+import re
+import sqlite3
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from protocol.errors import SettingsError
+
+WORDS = 32
+"""Words of a query that are searched for."""
+STEPS = 20_000_000
+"""Instructions of SQLite's machine after which a query is ended: about a second."""
+CREATE = "CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')"
+FIND = "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank LIMIT ?"
+
+
+class SearchTool:
+    """Tool `search`: returns the passages that fit a query best."""
+
+    def __init__(self, index: Path, results: int, characters: int) -> None:
+        """Open an index.
+
+        Args:
+            index: file that `build_index` wrote.
+            results: passages of an answer.
+            characters: of each passage.
+
+        Raises:
+            SettingsError: there is no such index.
+        """
+        self._index, self._results, self._characters = index, results, characters
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tool-search")
+        self._find("index")
+
+    async def run(self, text: str) -> str:
+        """Return the best passages. A query ends after `STEPS`, also if the call was cancelled."""
+        found = await asyncio.wrap_future(self._threads.submit(self._find, text))
+        return "\n\n".join(found) or "nothing found"
+
+    def _find(self, query: str) -> list[str]:
+        words = re.findall(r"\w+", query)[:WORDS]
+        if not words:
+            return []
+        match = " OR ".join(f'"{word}"' for word in words)
+        try:
+            with contextlib.closing(_opened(self._index)) as database:
+                rows = database.execute(FIND, (match, self._results)).fetchall()
+        except sqlite3.OperationalError as error:
+            if "interrupted" in str(error):
+                return ["error: the search took too long; use fewer words"]
+            raise SettingsError(f"search index {self._index}: {error}; build it with build_index") from None
+        except sqlite3.DatabaseError as error:
+            raise SettingsError(f"search index {self._index}: {error}; build it with build_index") from None
+        return [f"{title}: {text}"[: self._characters] if title else text[: self._characters]
+                for title, text in rows]  # fmt: skip
+
+
+def build_index(index: Path, documents: Iterable[tuple[str, str]]) -> int:
+    """Write an index of passages (title, text), which may be empty titles; return how many there are.
+
+    Raises:
+        SettingsError: the file exists.
+    """
+    if index.exists():
+        raise SettingsError(f"search index {index} exists; remove it, or give another name")
+    with contextlib.closing(sqlite3.connect(index)) as database, database:
+        database.execute(CREATE)
+        database.executemany("INSERT INTO passages VALUES (?, ?)", documents)
+        count: int = database.execute("SELECT count(*) FROM passages").fetchone()[0]
+    return count
+
+
+def read_documents(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (title, text) of each line of a JSONL file.
+
+    Raises:
+        SettingsError: a line is no JSON object with a `text`; names it.
+    """
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                yield str(row.get("title", "")), str(row["text"])
+            except (ValueError, KeyError, AttributeError):
+                raise SettingsError(f"{path}:{number}: not a JSON object with a field 'text'") from None
+
+
+def _opened(index: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True, check_same_thread=False)
+    database.set_progress_handler(lambda: 1, STEPS)
+    return database
+
+
+def main(arguments: list[str]) -> int:
+    """Run `python -m rollout.tools.search`; return the exit code."""
+    match arguments:
+        case ["build", index, documents]:
+            print(f"{build_index(Path(index), read_documents(Path(documents)))} passages")
+            return 0
+        case ["ask", index, *words] if words:
+            print(asyncio.run(SearchTool(Path(index), 3, 500).run(" ".join(words))))
+            return 0
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,34 @@
+"""Does what a page of docs/ says: blocks with a file name are files, blocks of bash are typed in a shell."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> Iterator[tuple[str, str, str]]:
+    """Yield language, file name and text of each block of a page."""
+    for block in BLOCK.finditer((DOCS / page).read_text()):
+        yield block[1], block[2] or "", block[3]
+
+
+def follow(page: str, place: Path) -> str:
+    """Write the files and type the commands of a page in a directory; return what was printed."""
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    printed = ""
+    for language, name, text in blocks(page):
+        if name:
+            (place / name).write_text(text)
+        elif language == "bash":
+            command = ["bash", "-eu", "-c", text]
+            result = subprocess.run(
+                command, cwd=place, env=environ, capture_output=True, text=True, timeout=600
+            )
+            assert result.returncode == 0, f"{text}\n{result.stdout}\n{result.stderr}"
+            printed += result.stdout
+    return printed

@@ -1,0 +1,35 @@
+"""Runs the agents of docs/agents.md as they are written."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.rollout_view import decode_rollout
+from rollout.environments.base import EnvironmentConfig
+from tests.rollout.environments.groups import generated
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/agents.md"
+BLOCK = re.compile(r'^```python title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in BLOCK.findall(PAGE.read_text()):
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+async def test_the_function_of_the_page_is_an_agent(place: Path) -> None:
+    config = EnvironmentConfig("agent", {"function": "my_agent:solve"}, attempts=1)
+    rows = decode_rollout(await generated(place, config)).rows
+    assert [row.environment_reward for row in rows] == [0.0, 0.0]
+    assert not rows[0].sampled.all()
+
+
+async def test_the_program_of_the_page_is_an_agent(place: Path) -> None:
+    options = {"command": [sys.executable, "-m", "my_program"], "directory": str(place)}
+    rows = decode_rollout(await generated(place, EnvironmentConfig("command", options, attempts=1), n=1)).rows
+    assert [row.environment_reward for row in rows] == [0.0]

@@ -1,0 +1,44 @@
+"""Runs docs/environments.md as it is written; checks the settings that it shows but does not run."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from protocol.choices import checked_options
+from protocol.ranges import check_ranges
+from rollout.environments import gsm8k, textarena, tools
+from rollout.environments.base import EnvironmentConfig
+from rollout.prompts.base import PromptConfig
+from rollout.prompts.registry import make_source
+from tests.docs.pages import blocks, follow
+
+PAGE = "environments.md"
+
+
+def test_an_environment_of_ones_own_is_trained_as_written(tmp_path: Path) -> None:
+    printed = follow(PAGE, tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "my-game/game/metrics.jsonl").read_text().splitlines()]
+    assert [step["version"] for step in steps] == [1, 2, 3]
+    assert all(0 < step["reward_mean"] < 1 for step in steps)
+    assert re.search(r"steps 3 .*violations 0", printed)
+
+
+def test_an_environment_of_ones_own_is_short() -> None:
+    (text,) = [text for _, name, text in blocks(PAGE) if name.endswith("my_game.py")]
+    assert len(text.splitlines()) <= 20
+
+
+@pytest.mark.parametrize(
+    "table", [text for language, name, text in blocks(PAGE) if language == "toml" and not name]
+)
+def test_settings_of_shipped_environments_are_right(table: str) -> None:
+    sections = tomllib.loads(table)
+    config = checked_options(EnvironmentConfig, sections["environment"], "environment")
+    kinds = {"gsm8k": gsm8k.Options, "textarena": textarena.Options, "tools": tools.Options}
+    check_ranges(checked_options(kinds[config.name], config.options, "environment.options"), "options")
+    if prompts := sections.get("prompts"):
+        source = make_source(PromptConfig(**{**prompts, "families": tuple(prompts["families"])}))
+        assert {source.at(index).metadata["game"] for index in range(3)} == set(prompts["families"])

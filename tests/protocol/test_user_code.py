@@ -1,0 +1,41 @@
+"""Where an exception of the user's code comes from, and modules that cannot be imported."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError
+from protocol.user_code import import_attribute, located
+from rollout.tools.calculator import calculate
+
+
+def test_the_place_of_an_exception_is_in_the_users_code() -> None:
+    with pytest.raises(TypeError) as raised:
+        calculate(None)  # type: ignore[arg-type]
+    text = located(raised.value)
+    assert text.startswith(f"{__file__}:")
+    assert text.endswith("TypeError: object of type 'NoneType' has no len()")
+
+
+def test_the_first_of_several_exceptions_is_named() -> None:
+    error = ExceptionGroup("several", [ExceptionGroup("inner", [KeyError("a")]), ValueError("b")])
+    assert located(error) == "KeyError: 'a'"
+    assert located(asyncio.CancelledError()) == "CancelledError"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("def f(:", r"broken\.py:1: SyntaxError"),
+        ("import no_such_module_at_all", r"broken\.py:1: ModuleNotFoundError: No module named 'no_such"),
+        ("1 / 0", r"broken\.py:1: ZeroDivisionError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, why: str
+) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SettingsError, match=rf"setting x: {tmp_path}/{why}"):
+        import_attribute("broken:f", "setting x")

@@ -1,0 +1,41 @@
+"""Generates groups with a scripted engine and a real tokenizer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from protocol.messages import Rollout
+from rollout.engines.base import EngineConfig, Sampling
+from rollout.engines.scripted import ScriptedEngine
+from rollout.environments.base import EnvironmentConfig
+from rollout.environments.registry import make_environment
+from rollout.generate import generate_group
+from rollout.prompts.base import Prompt
+from tests.rollout.sessions.chats import renderer
+
+PROMPT = Prompt("2+2=", metadata={"answer": "4"}, index=7)
+
+
+class Serving(ScriptedEngine):
+    """The scripted engine serving version 5."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+        super().__init__(config, model_dir, incarnation)
+        self._served = replace(self._served, epoch="e", version=5)
+
+
+async def generated(folder: Path, config: EnvironmentConfig, prompt: Prompt = PROMPT, n: int = 2) -> Rollout:
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 280}))
+    engine = Serving(EngineConfig(name="scripted", max_model_len=512), folder, "engine.0")
+    environment = make_environment(config)
+    await engine.start()
+    text = renderer("tool use")
+    try:
+        return await generate_group(
+            engine, text, environment, prompt, group=7, token="t", n=n, engine_name="engine.0",
+            sampling=Sampling(max_tokens=8, stop_token_ids=text.stop_token_ids), config=config,
+            max_model_len=512,
+        )  # fmt: skip
+    finally:
+        await environment.close()
+        await engine.close()

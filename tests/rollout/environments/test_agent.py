@@ -1,0 +1,66 @@
+"""Agents in the worker: what they did by HTTP is the sample, branch by branch."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import EpisodeError, SettingsError
+from protocol.rollout_view import decode_rollout
+from rollout.environments.base import EnvironmentConfig
+from rollout.environments.registry import make_environment
+from tests.rollout.environments.groups import PROMPT, generated
+from tests.rollout.sessions.chats import renderer
+
+HERE = "tests.rollout.environments.agents"
+
+
+def config(function: str, **options: object) -> EnvironmentConfig:
+    return EnvironmentConfig("agent", {"function": f"{HERE}:{function}", **options}, attempts=1)
+
+
+async def test_the_calls_of_an_agent_are_its_sample(tmp_path: Path) -> None:
+    view = decode_rollout(await generated(tmp_path, config("plays")))
+    assert [row.sample for row in view.rows] == [0, 0, 1, 1]
+    assert {row.environment_reward for row in view.rows} == {4.0}
+    text = renderer("tool use")
+    for first, second in (view.rows[:2], view.rows[2:]):
+        dialogue = [*view.prompt, *first.context, *first.tokens]
+        shown = "".join(text.piece(int(token)) for token in dialogue)
+        assert shown.startswith("<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n")
+        assert "<|im_start|>user\nmore" in shown
+        rewritten = [*view.prompt, *second.context, *second.tokens]
+        shown = "".join(text.piece(int(token)) for token in rewritten)
+        assert shown.startswith("<|im_start|>user\n2+2=: so far<|im_end|>\n<|im_start|>assistant\n")
+        assert not second.sampled[: -len(second.tokens)].any()
+        assert second.response == text.text(tuple(second.tokens[second.sampled].tolist()))
+
+
+async def test_without_a_reward_verifiers_score_the_last_answer(tmp_path: Path) -> None:
+    rollout = await generated(tmp_path, config("unscored"))
+    assert (rollout.branches, rollout.environment_rewards) == (None, None)
+    view = decode_rollout(rollout)
+    assert tuple(view.prompt.tolist()) == renderer("tool use").encode(PROMPT.text)
+    assert all(row.sampled.all() for row in view.rows)
+    end = renderer("tool use").stop_token_ids[0]
+    for row in view.rows:
+        assert row.finish_reason == ("environment" if row.tokens[-1] == end else "length")
+
+
+async def test_an_agent_that_never_asks_has_failed(tmp_path: Path) -> None:
+    with pytest.raises(EpisodeError, match="without a call of the model"):
+        await generated(tmp_path, config("silent"))
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (config("not_asynchronous"), "is not asynchronous"),
+        (config("absent"), "has no 'absent'"),
+        (config("plays", sampling="ignore"), r"use one of refuse, run"),
+        (config("plays", tool_syntax="hermess"), "did you mean 'hermes'"),
+        (config("plays", max_call=1), "did you mean 'max_calls'"),
+    ],
+)
+def test_wrong_options_of_an_agent_are_named(made: EnvironmentConfig, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        make_environment(made)

@@ -1,0 +1,84 @@
+"""Commands: a program finds the URL in its environment, and its calls are the sample."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import EpisodeError, SettingsError
+from protocol.rollout_view import decode_rollout
+from rollout.environments.base import EnvironmentConfig
+from rollout.environments.registry import make_environment
+from tests.rollout.environments.agents import ASKS
+from tests.rollout.environments.groups import generated
+from tests.rollout.sessions.chats import renderer
+
+REWARDS = (
+    ASKS
+    + """
+assert set(os.environ) >= {"OPENAI_API_KEY"} and "SECRET" not in os.environ, sorted(os.environ)
+outcome = {"reward": float(task["metadata"]["answer"]) / 8}
+pathlib.Path(os.environ["TETHER_OUTCOME"]).write_text(json.dumps(outcome))
+"""
+)
+
+
+def config(program: str, **limits: float) -> EnvironmentConfig:
+    options = {"command": [sys.executable, "-c", program]}
+    return EnvironmentConfig("command", options, attempts=1, **limits)  # type: ignore[arg-type]
+
+
+async def test_the_calls_of_a_program_are_its_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "credentials of the worker")
+    rollout = await generated(tmp_path, config(REWARDS))
+    assert rollout.branches is None
+    view = decode_rollout(rollout)
+    assert [row.environment_reward for row in view.rows] == [0.5, 0.5]
+    for row in view.rows:
+        shown = "".join(renderer("tool use").piece(int(token)) for token in row.tokens)
+        assert "<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n" in shown
+        assert not row.sampled.all()
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (ASKS + "\nprint('no idea'); sys.exit(3)", r"ended with status 3: no idea"),
+        (ASKS + "\nopen(os.environ['TETHER_OUTCOME'], 'w').write('[]')", "the outcome is not"),
+        ("pass", "without a call of the model"),
+    ],
+)
+async def test_a_program_that_fails_has_no_reward(tmp_path: Path, program: str, why: str) -> None:
+    with pytest.raises(EpisodeError, match=why):
+        await generated(tmp_path, config(program), n=1)
+
+
+async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = ASKS + (
+        f"\nimport subprocess\nend = os.open({str(pipe)!r}, os.O_WRONLY)"
+        "\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(10**6)'], pass_fds=[end])"
+    )
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(asyncio.to_thread(pipe.read_bytes))  # ends with the last writer
+        await generated(tmp_path, config(program), n=1)
+    assert reading.result() == b""
+
+
+async def test_a_program_that_hangs_ends_with_its_time(tmp_path: Path) -> None:
+    with pytest.raises(EpisodeError, match="episode_s"):
+        await generated(tmp_path, config("import time; time.sleep(10**6)", episode_s=0.2), n=1)
+
+
+def test_a_command_must_be_given() -> None:
+    with pytest.raises(SettingsError, match="command is empty"):
+        make_environment(EnvironmentConfig("command"))
+
+
+async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    made = EnvironmentConfig("command", {"command": ["no-such-program"]})
+    with pytest.raises(SettingsError, match="no-such-program cannot be started: No such file"):
+        await generated(tmp_path, made, n=1)

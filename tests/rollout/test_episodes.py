@@ -1,0 +1,244 @@
+"""Episodes: their limits, their failures, and what a failed one costs its group."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import EngineError, EpisodeError, SettingsError
+from protocol.messages import Rollout
+from protocol.rollout_view import decode_rollout
+from rollout.engines.base import EngineConfig, Sampling
+from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Generate, Sample
+from rollout.environments.episode import Episode, EpisodeEnvironment
+from rollout.episodes import EpisodeReport
+from rollout.generate import generate_group
+from rollout.prompts.base import Prompt
+from rollout.render import RenderConfig, Renderer
+from tests.rollout.test_generate import Watched
+from tests.rollout.tokenizers import write_tokenizer
+
+PROMPT = Prompt("3+4=", metadata={"answer": "7"}, index=12)
+NEVER = EngineConfig(name="scripted", seconds_per_token=3600.0)
+Play = Callable[[Episode], Awaitable[float | None]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def engine(model_dir: Path) -> AsyncIterator[Watched]:
+    engine = Watched(model_dir)
+    yield engine
+    assert not engine._running
+    await engine.close()
+
+
+class Group:
+    """Generates a group of four and keeps the reports of its episodes."""
+
+    def __init__(self, engine: Watched, model_dir: Path) -> None:
+        self.engine, self.renderer = engine, Renderer(model_dir, RenderConfig())
+        self.reports: list[EpisodeReport] = []
+
+    async def generate(
+        self, environment: Play | Environment, *, least: int = 2, max_model_len: int = 0, **limits: float
+    ) -> Rollout:
+        played = environment if isinstance(environment, Environment) else EpisodeEnvironment(environment)
+        return await generate_group(
+            self.engine, self.renderer, played, PROMPT,
+            group=12, token="t0", n=4, sampling=Sampling(max_tokens=6), engine_name="engine.1",
+            config=EnvironmentConfig(**limits), max_model_len=max_model_len, least=least,
+            report=self.reports.append,
+        )  # fmt: skip
+
+    def failures(self) -> list[tuple[int, int, str]]:
+        return sorted((r.sample, r.attempt, r.failure) for r in self.reports if r.failure)
+
+
+@pytest.fixture
+def group(engine: Watched, model_dir: Path) -> Group:
+    return Group(engine, model_dir)
+
+
+def failing(times: int, error: BaseException) -> Play:
+    """An environment whose first `times` episodes raise after their first turn."""
+    begun: list[Episode] = []
+
+    async def play(episode: Episode) -> float:
+        begun.append(episode)
+        number = len(begun)
+        await episode.generate()
+        if number <= times:
+            raise error
+        return float(number)
+
+    return play
+
+
+async def test_a_failed_sample_is_tried_again(group: Group) -> None:
+    rollout = await group.generate(failing(1, KeyError("board")))
+    assert len(decode_rollout(rollout).rows) == 4
+    assert group.failures() == [(0, 0, "error")]
+    assert [r.error for r in group.reports if r.failure] == [
+        next(
+            r.error
+            for r in group.reports
+            if "test_episodes.py:" in r.error and "KeyError: 'board'" in r.error
+        )
+    ]
+    assert [(r.turns, r.tokens) for r in group.reports] == [(1, 6)] * 5
+
+
+async def test_requests_of_another_attempt_have_ids_of_their_own(group: Group) -> None:
+    await group.generate(failing(2, ValueError()))
+    ids = [request.id for request in group.engine.requests]
+    assert len(set(ids)) == 6
+    assert all(id.rpartition("/")[0] == "12" for id in ids)
+
+
+async def test_a_group_is_sent_without_the_samples_that_failed(group: Group) -> None:
+    rollout = await group.generate(failing(2, RuntimeError("broken")), attempts=1)
+    samples = decode_rollout(rollout).rows
+    assert [sample.environment_reward for sample in samples] == [3.0, 4.0]
+    assert group.failures() == [(0, 0, "error"), (1, 0, "error")]
+
+
+async def test_a_group_of_too_few_samples_fails_with_the_reason(group: Group) -> None:
+    with pytest.raises(EpisodeError, match=r"error: 3 of 4 episodes failed, such as: .*RuntimeError: broken"):
+        await group.generate(failing(3, RuntimeError("broken")), attempts=1)
+    with pytest.raises(EpisodeError, match="1 of 4 episodes failed"):
+        await group.generate(failing(1, RuntimeError("broken")), attempts=1, least=4)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), TimeoutError(), EpisodeOver()])
+async def test_whatever_an_environment_raises_costs_one_sample(group: Group, error: BaseException) -> None:
+    class Raising(Environment):
+        def __init__(self) -> None:
+            self.begun = 0
+
+        async def run(
+            self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
+        ) -> Sample:
+            self.begun += 1
+            if self.begun == 1:
+                raise error
+            completion = await generate(prompt_tokens, None)
+            return Sample(completion.tokens, completion.logprobs, (1,) * 6, completion.spans, "stop")
+
+    rollout = await group.generate(Raising(), attempts=1)
+    assert len(rollout.responses) == 3
+    assert [failure for _, _, failure in group.failures()] == [
+        "length" if isinstance(error, EpisodeOver) else "error"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "attempts"),
+    [({"call_s": 0.01}, "call_s", 8), ({"episode_s": 0.01}, "episode_s", 4)],
+)
+async def test_a_time_limit_fails_the_sample_and_aborts_its_request(
+    model_dir: Path, limits: dict[str, float], reason: str, attempts: int
+) -> None:
+    engine = Watched(model_dir, NEVER)
+    group = Group(engine, model_dir)
+    with pytest.raises(EpisodeError, match=rf"{reason}: 4 of 4 episodes failed.*environment\.{reason} 0\.01"):
+        await group.generate(failing(0, KeyError()), **limits)
+    assert {failure for _, _, failure in group.failures()} == {reason}
+    assert len(group.reports) == attempts
+    assert not engine._running
+    await engine.close()
+
+
+async def test_an_error_of_a_call_counts_although_the_environment_catches_it(model_dir: Path) -> None:
+    engine = Watched(model_dir, NEVER)
+    group = Group(engine, model_dir)
+
+    async def careless(episode: Episode) -> float:
+        with contextlib.suppress(Exception):
+            await episode.generate()
+        return 0.0
+
+    with pytest.raises(EpisodeError, match="call_s: 4 of 4"):
+        await group.generate(careless, call_s=0.01)
+    assert not engine._running
+    await engine.close()
+
+
+async def test_an_environment_that_ignores_its_time_limit_has_failed(group: Group) -> None:
+    async def stubborn(episode: Episode) -> float:
+        await episode.generate()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return 1.0
+
+    with pytest.raises(EpisodeError, match="episode_s: 4 of 4"):
+        await group.generate(stubborn, episode_s=0.05)
+
+
+@pytest.mark.parametrize("limits", [{"max_turns": 3}, {"max_model_len": 25}])
+async def test_an_episode_without_turns_or_room_is_truncated(group: Group, limits: dict[str, int]) -> None:
+    async def endless(episode: Episode) -> float:
+        episode.reward = 0.25
+        while True:
+            await episode.generate()
+            episode.insert("+")
+
+    rollout = await group.generate(endless, **limits)
+    samples = decode_rollout(rollout).rows
+    assert rollout.finish_reasons == ("length",) * 4
+    assert {sample.environment_reward for sample in samples} == {0.25}
+    assert all(sample.sampled[-1] for sample in samples)
+    lengths = rollout.lengths.numpy().tolist()
+    assert lengths == [20] * 4 if "max_turns" in limits else [21] * 4
+    assert not group.failures()
+
+
+async def test_the_model_cannot_be_called_after_the_episode(group: Group) -> None:
+    kept: list[Episode] = []
+
+    async def play(episode: Episode) -> float:
+        kept.append(episode)
+        await episode.generate()
+        return 0.0
+
+    await group.generate(play)
+    with pytest.raises(RuntimeError, match="the episode has ended"):
+        await kept[0].generate()
+
+
+async def test_what_no_attempt_would_change_fails_the_group_at_once(group: Group) -> None:
+    async def misfit(episode: Episode) -> float:
+        raise SettingsError("prompt 12 lacks a board")
+
+    with pytest.raises(SettingsError, match="lacks a board"):
+        await group.generate(misfit)
+    await group.engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await group.generate(failing(0, KeyError()))
+    assert not group.reports
+
+
+async def test_cancelling_a_group_ends_its_environments(group: Group) -> None:
+    begun, ended = asyncio.Event(), []
+
+    async def waiting(episode: Episode) -> float:
+        try:
+            await episode.generate()
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            ended.append(episode)
+        return 0.0
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(group.generate(waiting))
+        await begun.wait()
+        task.cancel()
+    assert task.cancelled()
+    assert len(ended) == 4
+    assert not group.reports

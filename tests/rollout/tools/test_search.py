@@ -1,0 +1,63 @@
+"""The tool `search`: passages by rank, and queries of any characters."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from protocol.errors import SettingsError
+from rollout.tools.search import SearchTool, build_index, main, read_documents
+
+PASSAGES = [
+    ("Paris", "The capital of France lies on the Seine."),
+    ("Berlin", "The capital of Germany lies on the Spree."),
+    ("", "Rivers carry water."),
+]
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("search") / "a b?c#.db"
+    assert build_index(path, PASSAGES) == 3
+    return path
+
+
+async def test_the_best_passages_are_found_first(index: Path) -> None:
+    tool = SearchTool(index, 2, 26)
+    assert (await tool.run("river")) == "Rivers carry water."
+    assert (await tool.run("capital of Germany?")).splitlines()[0] == "Berlin: The capital of Ger"
+    assert (await tool.run("volcano")) == "nothing found"
+    assert (await tool.run('"*')) == "nothing found"
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(query=st.text(max_size=40))
+def test_no_query_is_a_syntax_error(index: Path, query: str) -> None:
+    assert len(SearchTool(index, 3, 100)._find(query)) <= 3
+
+
+def test_an_index_is_built_and_asked_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents, index = tmp_path / "documents.jsonl", str(tmp_path / "index.db")
+    documents.write_text('{"text": "Rivers carry water.", "title": "River"}\n{"text": "b"}\n')
+    assert main(["build", index, str(documents)]) == 0
+    assert main(["ask", index, "water", "river"]) == 0
+    assert capsys.readouterr().out == "2 passages\nRiver: Rivers carry water.\n"
+    assert main(["ask", index]) == 2
+
+
+def test_what_is_no_index_or_no_document_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"search index .*absent\.db: unable to open"):
+        SearchTool(tmp_path / "absent.db", 3, 100)
+    assert not (tmp_path / "absent.db").exists()
+    other = tmp_path / "other.db"
+    other.write_text("text that is no database at all")
+    with pytest.raises(SettingsError, match="file is not a database"):
+        SearchTool(other, 3, 100)
+    with pytest.raises(SettingsError, match="exists; remove it"):
+        build_index(other, [])
+    other.write_text('{"text": "a"}\n[]\n')
+    with pytest.raises(SettingsError, match=r"other\.db:2: not a JSON object"):
+        list(read_documents(other))

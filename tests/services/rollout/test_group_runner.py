@@ -1,0 +1,32 @@
+"""What a rollout worker counts and logs of its episodes."""
+
+import logging
+
+import pytest
+
+from rollout.episodes import EpisodeReport
+from services.observability.metrics import Metrics
+from services.rollout.group_runner import observe_episode
+
+
+def test_episodes_are_counted_and_failures_logged_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics("rollout")
+    with caplog.at_level(logging.INFO, "tether.leasing"):
+        observe_episode(metrics, 7, EpisodeReport(2, 0, 3, 40, 1.5, "call_s", "request 7/2: no answer"))
+        assert caplog.messages == [
+            "episode.failed group=7 sample=2 attempt=0 turns=3 reason=call_s error=request 7/2: no answer"
+        ]
+        observe_episode(metrics, 7, EpisodeReport(2, 1, 4, 50, 0.5))
+        assert len(caplog.messages) == 1
+
+    def counted(event: str) -> float | None:
+        return metrics.registry.get_sample_value("tether_events_total", {"event": event})
+
+    assert [counted(event) for event in ("episode.done", "episode.turns", "episode.failed.call_s")] == [
+        1,
+        7,
+        1,
+    ]
+    assert counted("tokens.failed") == 40
+    seconds = metrics.registry.get_sample_value("tether_work_seconds_sum", {"kind": "episode"})
+    assert seconds == 2.0
