@@ -8,7 +8,7 @@ from pathlib import Path
 
 from protocol.choices import checked_options
 from protocol.errors import SettingsError
-from reward.verifiers.registry import VERIFIERS, make_verifier
+from reward.verifiers.registry import VERIFIERS, checked_verifier, make_verifier
 from rollout.prompts.base import Prompt, PromptSource
 from rollout.render import PromptTooLong, Renderer
 from services.preflight.model import ModelFacts
@@ -101,7 +101,7 @@ def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
     """Return the fields of the metadata that one of our verifiers needs; nothing for a module of the user."""
     if name not in VERIFIERS:
         return ()
-    module = importlib.import_module(f"reward.verifiers.{name}")
+    module = importlib.import_module(checked_verifier(name))
     bound = checked_options(module.Options, options, f"verifier {name}")
     if getattr(bound, "schema", None):  # json_schema: one schema for all prompts
         return ()
