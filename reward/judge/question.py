@@ -12,6 +12,8 @@ from reward.judge.config import WHAT, Options
 from reward.user_code import UserCode, load_user_code
 from reward.verifiers.registry import required
 
+OF_GROUP = {"prompt", "response", "responses"}
+"""Names in templates that are not fields of the metadata."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -42,7 +44,7 @@ class TemplateQuestion:
             SettingsError: a template is not well formed, or names no response; names the option.
         """
         self._system, self._prompt, self._max_chars = options.system, options.prompt, options.max_chars
-        self._fields = {*_fields(options.prompt, "prompt"), *_fields(options.system, "system")}
+        self._fields = template_fields(options)
         self.whole = "responses" in self._fields
         if self.whole == ("response" in self._fields):
             raise SettingsError(
@@ -101,6 +103,11 @@ class OwnQuestion:
 def make_question(options: Options) -> Question:
     """Return what makes the messages. Raises SettingsError if options are wrong."""
     return OwnQuestion(options.messages) if options.messages else TemplateQuestion(options)
+
+
+def template_fields(options: Options) -> set[str]:
+    """Return the names in the templates. Raises SettingsError if one is not well formed."""
+    return _fields(options.prompt, "prompt") | _fields(options.system, "system")
 
 
 def _fields(template: str, option: str) -> set[str]:

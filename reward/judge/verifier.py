@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from reward.group import ResponseGroup
 from reward.judge.client import JudgeClient
 from reward.judge.config import Options, check_options, read_key
-from reward.judge.question import make_question
+from reward.judge.question import OF_GROUP, make_question, template_fields
 from reward.judge.reading import make_reader
 from reward.notes import Notes
 from reward.verifiers.awaited import AwaitedVerifier
 
-__all__ = ["Judge", "Options", "load_judge"]
+__all__ = ["Judge", "Options", "load_judge", "needed_fields"]
 
 
 def load_judge(options: Options) -> "Judge":
@@ -21,6 +21,11 @@ def load_judge(options: Options) -> "Judge":
     """
     check_options(options)
     return Judge(options)
+
+
+def needed_fields(options: Options) -> list[str]:
+    """Return the fields of the metadata that the templates name."""
+    return sorted(template_fields(options) - OF_GROUP)
 
 
 class Judge(AwaitedVerifier):
