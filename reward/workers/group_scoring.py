@@ -46,6 +46,8 @@ class GroupScoring:
         self._names = [verifier.component for verifier in config.verifiers]
         self._scores = {i: [0.0] * n for i in primaries(config)}
         self._given_up, self._fell_back = [0.0] * n, [0.0] * n
+        self._fallback_errors: dict[int, VerifierError] = {}
+        """Verifier -> its first error for which another one was asked."""
         self._waiting: list[asyncio.Task[None]] = []
         self._failures: list[tuple[int, int, TetherError]] = []
         self.remarks: list[Remark] = []
@@ -73,6 +75,9 @@ class GroupScoring:
                     )
                     if self._verifiers.awaits(target):
                         self._waiting.append(task)
+        for verifier, error in self._fallback_errors.items():
+            to = self._config.verifiers[verifier].fallback
+            log.warning("score.fell_back verifier=%s to=%s error=%s", error.verifier, to, error.error)
         if self._failures:
             raise min(self._failures, key=lambda failure: failure[:2])[2]
         extra = {TIMED_OUT: self._given_up, FELL_BACK: self._fell_back}
@@ -113,7 +118,7 @@ class GroupScoring:
             late, failed, error = [], samples, raised
         fallback = self._config.verifiers[verifier].fallback
         if fallback:
-            log.warning("score.fell_back verifier=%s to=%s error=%s", error.verifier, fallback, error.error)
+            self._fallback_errors.setdefault(verifier, error)
             self._verifiers.count(verifier, "fallbacks", len(failed))
             for i in failed:
                 self._fell_back[i] += 1.0
