@@ -5,7 +5,7 @@ import itertools
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -149,8 +149,7 @@ class AsyncWorkerClient(asyncio.SubprocessProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport (called by asyncio)."""
-        assert isinstance(transport, asyncio.SubprocessTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.SubprocessTransport, transport)  # uvloop's derives from nothing
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Take what the process wrote (called by asyncio)."""
@@ -214,6 +213,6 @@ class AsyncWorkerClient(asyncio.SubprocessProtocol):
     def _send(self, frame: list[Any]) -> None:
         assert self._transport is not None
         data = msgspec.msgpack.encode(frame)
-        pipe = self._transport.get_pipe_transport(0)
-        if isinstance(pipe, asyncio.WriteTransport) and not pipe.is_closing():
+        pipe = cast(asyncio.WriteTransport | None, self._transport.get_pipe_transport(0))
+        if pipe is not None and not pipe.is_closing():
             pipe.write(LENGTH.pack(len(data)) + data)

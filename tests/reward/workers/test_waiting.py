@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from reward.combine import VerifierError
 from reward.config import RewardConfig, VerifierConfig
@@ -121,3 +122,14 @@ async def test_late_calls_get_the_score_for_that(tmp_path: Path) -> None:
         _, components = await pool.score("q", ["sleep", "good"], {})
         assert components == {"function": [0.25, 1.0], "timed_out": [1.0, 0.0]}
         assert pool.counts["function", "late"] == 2
+
+
+def test_calls_wait_in_the_event_loop_of_a_service(tmp_path: Path) -> None:
+    async def score() -> list[str]:
+        async with own_pool(tmp_path) as pool:
+            rounds = (["meet 2"] * 2, ["exit"], ["good"])
+            return [(await outcomes(pool, [group]))[0] for group in rounds]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(score())
+    assert found == ["[1.0, 1.0]", "the worker process ended, exit code 5", "[1.0]"]
