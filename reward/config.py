@@ -19,6 +19,9 @@ class VerifierConfig:
     """Options of that verifier."""
     label: str = ""
     """Name of its scores in messages and metrics. Empty: `name`. Needed where a verifier is used twice."""
+    fallback: str = ""
+    """Name (its label, if it has one) of another verifier, whose score is taken for this one's where this one
+    fails. That verifier is asked for nothing else, and its weight does not count."""
 
     @property
     def component(self) -> str:
@@ -36,14 +39,15 @@ class RewardConfig:
     """Factor of the environment's own reward, if it gives one."""
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
     """Limit for one verifier on one response (of a function that scores whole groups: on one group), seconds.
-    The worker process that exceeds it is replaced."""
+    The worker process that exceeds it is replaced; of a judge or an asynchronous function the call ends."""
     timeout_score: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
     """Score of a response on which a verifier exceeded `timeout_s` on two workers. Unset: its group has no
     score, and is dropped after `bound.max_attempts`."""
     start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 120.0
     """Limit for a worker process to import its verifiers and load their models, seconds."""
     workers: Annotated[int, Meta(ge=1, le=10_000)] = 2
-    """Worker processes, which is also how many groups are scored at once."""
+    """Worker processes, over which the samples of all groups are divided. Judges and asynchronous functions
+    share one more, in which calls for all samples wait at the same time."""
     memory_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
     """Address space of a worker process beside the models that it loads, MiB. 0: no limit, which a verifier
     on a GPU needs."""

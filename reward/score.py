@@ -1,9 +1,12 @@
 """Turns a rollout into its scored form, or into the message that it could not be scored."""
 
 import time
+from collections.abc import Sequence
+
+import msgspec
 
 from protocol.errors import ProtocolError, RewardError
-from protocol.messages import Rollout, ScoredRollout, ScoreFailure
+from protocol.messages import Remark, Rollout, ScoredRollout, ScoreFailure
 from protocol.rollout_view import sample_lengths
 from protocol.tensors import Array
 from reward.combine import VerifierError
@@ -11,6 +14,10 @@ from reward.workers.pool import ScorePool
 
 MAX_ERROR = 500
 """Characters of an error that are sent."""
+MAX_REMARK = 2000
+"""Characters of what a judge said of one sample."""
+MAX_REMARKS = 64_000
+"""Characters of what judges said of a group."""
 
 
 async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> ScoredRollout | ScoreFailure:
@@ -22,6 +29,7 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
         scorer: incarnation of this reward worker.
     """
     began = time.perf_counter()
+    remarks: list[Remark] = []
     try:
         environment = None
         if rollout.environment_rewards is not None:
@@ -38,6 +46,7 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
             environment,
             sample_lengths(rollout),
             rollout.finish_reasons,
+            remarks,
         )
     except (RewardError, ProtocolError) as error:
         verifier = error.verifier if isinstance(error, VerifierError) else ""
@@ -51,4 +60,12 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
         components={name: Array.of(scores, "float32") for name, scores in components.items()},
         scorer=scorer,
         score_s=time.perf_counter() - began,
+        remarks=bounded(remarks),
     )
+
+
+def bounded(remarks: Sequence[Remark]) -> tuple[Remark, ...]:
+    """Return remarks in the order of samples, with texts short enough to be kept with the group."""
+    most = min(MAX_REMARK, MAX_REMARKS // max(1, len(remarks)))
+    ordered = sorted(remarks, key=lambda remark: (remark.sample, remark.verifier))
+    return tuple(msgspec.structs.replace(remark, text=remark.text[:most]) for remark in ordered)

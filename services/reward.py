@@ -12,7 +12,8 @@ from typing import Any
 from protocol.messages import Rollout, ScoredRollout, ScoreFailure
 from protocol.topics import ROLLOUTS, SCORED, Role
 from reward.score import score_rollout
-from reward.workers.pool import TIMED_OUT, ScorePool
+from reward.workers.group_scoring import FELL_BACK, TIMED_OUT
+from reward.workers.pool import ScorePool
 from services.bus.receiver import Delivery, Receiver
 from services.bus.sender import Declined, Sender
 from services.observability.busy import BusyMeter
@@ -45,6 +46,12 @@ async def serve(process: Process) -> None:
     ):
         process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", receiver.stats.as_dict)
         process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", sender.stats.as_dict)
+        process.metrics.watch_labelled(
+            "tether_verifier",
+            "Calls of verifiers: how many, how long, and what they cost",
+            ("verifier", "what"),
+            lambda: pool.counts,
+        )
         process.edges |= {ROLLOUTS.name: receiver.snapshot, SCORED.name: sender.snapshot}
         process.info["endpoints"] = {ROLLOUTS.name: receiver.endpoint}
         meter = BusyMeter()
@@ -113,7 +120,10 @@ async def _note_outcome(process: Process, result: ScoredRollout | ScoreFailure) 
         process.info[FAILED] = text
         if is_new:
             await process.register()
-    elif TIMED_OUT in result.components:
+        return
+    if FELL_BACK in result.components:
+        process.metrics.count("reward.fell_back", int(result.components[FELL_BACK].numpy().sum()))
+    if TIMED_OUT in result.components:
         given_up = result.components[TIMED_OUT].numpy()
         process.metrics.count("reward.timed_out", int(given_up.sum()))
         log.warning(

@@ -3,7 +3,7 @@
 from protocol.messages.base import Message
 from protocol.messages.control import Ack, Action, Control, Heartbeat, Hello
 from protocol.messages.step import Mismatch, StepReport
-from protocol.messages.trajectory import UNKNOWN_EXPERT, Rollout, ScoredRollout, ScoreFailure
+from protocol.messages.trajectory import UNKNOWN_EXPERT, Remark, Rollout, ScoredRollout, ScoreFailure
 from protocol.messages.weights import (
     TensorEntry,
     WeightApplied,
@@ -41,6 +41,7 @@ __all__ = [
     "Hello",
     "Message",
     "Mismatch",
+    "Remark",
     "Rollout",
     "ScoreFailure",
     "ScoredRollout",

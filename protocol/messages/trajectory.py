@@ -61,6 +61,25 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     has parent -1 and shared 0. None: R = n, and each row is a sample."""
 
 
+class Remark(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verifier said of a sample, for readers; nothing is computed from it."""
+
+    verifier: str
+    """Name of the verifier that was asked; a fallback has a name of its own."""
+    sample: int = -1
+    """Number of the sample in the group; -1: all of them at once."""
+    text: str = ""
+    """What it said, at most 2000 characters, and less where a group has many samples."""
+    prompt_tokens: int = 0
+    """Tokens that it read, of all requests for this score."""
+    completion_tokens: int = 0
+    """Tokens that it wrote, likewise."""
+    cost: float = 0.0
+    """What they cost, in the currency of the verifier's prices."""
+    is_cached: bool = False
+    """Whether it was asked the same before, and the answer kept."""
+
+
 class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):
     """A group with its rewards, sent by a reward worker to the ingest."""
 
@@ -73,6 +92,8 @@ class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):
     """Incarnation of the reward worker."""
     score_s: float = 0.0
     """Seconds spent scoring."""
+    remarks: tuple[Remark, ...] = ()
+    """What judges said, at most one of each verifier and sample; their scores are in `components`."""
 
 
 class ScoreFailure(Message, tag="score_failure", frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from protocol.choices import checked_name, checked_options
 from protocol.errors import RewardError, SettingsError
 from reward.group import ResponseGroup
+from reward.verifiers.awaited import AwaitedVerifier
 from reward.verifiers.location import locate
 
 VERIFIERS = (
@@ -15,6 +16,7 @@ VERIFIERS = (
     "exact_match",
     "function",
     "json_schema",
+    "judge",
     "last_integer",
     "math",
     "positions",
@@ -22,7 +24,11 @@ VERIFIERS = (
     "reasoning_gym",
     "reward_model",
 )
-"""Modules in `reward/verifiers/`; only the worker processes that run one import it."""
+"""Modules in `reward/verifiers/`, and `judge`; only the worker processes that run one import it."""
+ELSEWHERE = {"judge": "reward.judge.verifier"}
+"""Verifier -> its module, where that is in another package."""
+FACTORIES = {"function": "load_function", "judge": "load_judge", "reward_model": "RewardModel"}
+"""Verifier -> the function of its module that makes it of its options; the others have a function `score`."""
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt_text, response, metadata) -> score."""
@@ -51,10 +57,7 @@ class LoadedVerifier(Protocol):
         """
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
-        """Return the scores of these samples; None for one that exceeded the time limit.
-
-        May raise anything.
-        """
+        """Return the scores of these samples. May raise anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +85,16 @@ def checked_verifier(name: str) -> str:
     """
     if "." in name:
         return name
-    return f"reward.verifiers.{checked_name(name, VERIFIERS, 'setting reward.verifiers: verifier')}"
+    known = checked_name(name, VERIFIERS, "setting reward.verifiers: verifier")
+    return ELSEWHERE.get(known, f"reward.verifiers.{known}")
 
 
-def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0) -> LoadedVerifier:
+def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | AwaitedVerifier:
     """Return a verifier with its options.
 
     Args:
         name: of a verifier of tether, or a module of the user.
         options: as in the settings.
-        timeout_s: limit for one response, which asynchronous functions are held to from within.
 
     Raises:
         SettingsError: the name or an option is unknown (suggests the nearest one), or the module or function
@@ -105,16 +108,13 @@ def make_verifier(name: str, options: Mapping[str, Any], timeout_s: float = 30.0
     except Exception as error:  # a module of the user may raise anything
         text = f"{locate(error)}: {type(error).__name__}: {error}"
         raise SettingsError(f"verifier {name} cannot be imported: {text}") from None
-    for part in ("Options", "score"):
-        if not hasattr(module, part) and name not in ("function", "reward_model"):
+    for part in ("Options", FACTORIES.get(name, "score")):
+        if not hasattr(module, part):
             raise SettingsError(f"verifier {name}: {module.__file__} has no {part!r}; see docs/rewards.md")
     bound = checked_options(module.Options, options, f"verifier {name}")
-    if name == "function":
-        function: LoadedVerifier = module.load_function(bound, timeout_s)
-        return function
-    if name == "reward_model":
-        model: LoadedVerifier = module.RewardModel(bound)
-        return model
+    if name in FACTORIES:
+        made: LoadedVerifier | AwaitedVerifier = getattr(module, FACTORIES[name])(bound)
+        return made
 
     def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
         return float(module.score(prompt_text, response, metadata, bound))

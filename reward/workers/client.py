@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import struct
 import sys
@@ -14,16 +15,15 @@ import msgspec
 
 from protocol.errors import RewardError, SettingsError
 from protocol.host.process_tree import kill_process_tree
-from reward.combine import VerifierError
 from reward.config import RewardConfig
+from reward.workers.outcome import CallOutcome, GroupFrame
 
 LENGTH = struct.Struct("<I")
-MAX_FRAME = 1 << 16
+MAX_FRAME = 1 << 17
 """Limit on a frame from a worker, bytes: it holds numbers or a short text."""
-GRACE_S = 1.0
-"""What a call of all samples may take over `timeout_s`: the worker itself ends those that are late."""
 EXIT_S = 2.0
 """Time for a process that has closed its pipe to exit by itself."""
+log = logging.getLogger("tether.reward")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,10 +35,12 @@ class WorkerClient:
 
     def __init__(self, process: Process, config: RewardConfig) -> None:
         self._process, self._config = process, config
-        self._group = b""
+        self._group: GroupFrame | None = None
         self.healthy = True
         self.at_once: Sequence[bool] = ()
         """For each verifier, whether one call takes all samples of a group."""
+        self.awaits: Sequence[bool] = ()
+        """For each verifier, whether it waits, and so runs in an `AsyncWorkerClient`."""
 
     @classmethod
     async def start(cls, config: RewardConfig, modules: Sequence[str] = ()) -> "WorkerClient":
@@ -52,10 +54,6 @@ class WorkerClient:
             SettingsError: a verifier's name or options are wrong.
             RewardError: the worker was not ready within `start_timeout_s`.
         """
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        # Verifiers need no settings, which may contain passwords.
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
-        environment = inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -64,7 +62,7 @@ class WorkerClient:
             stdin=PIPE,
             stdout=PIPE,
             start_new_session=True,
-            env=environment,
+            env=worker_environment(),
         )
         worker = cls(process, config)
         try:
@@ -87,47 +85,42 @@ class WorkerClient:
         if kind == "settings":
             await worker.end()
             raise SettingsError(rest[0])
-        worker.at_once = rest[0]
+        worker.at_once, worker.awaits = rest
         return worker
 
-    async def call(self, group: bytes, verifier: int, samples: Sequence[int]) -> list[float | None]:
-        """Return the scores that one verifier gives to samples of a group.
+    async def call(self, group: GroupFrame, verifier: int, samples: Sequence[int]) -> CallOutcome:
+        """Return the outcome of one verifier on samples of a group.
 
         Args:
-            group: the frame that describes the group; sent once for all calls with it.
+            group: sent once for consecutive calls with it.
             verifier: number of the verifier in the settings.
             samples: numbers of the samples.
 
         Returns:
-            A score for each sample; None for one that exceeded `timeout_s`, after which the worker is not
-            healthy.
-
-        Raises:
-            VerifierError: a verifier raised (the worker stays healthy), or the process crashed.
+            The outcome. The worker stays healthy if the verifier raised, but not if it was late or crashed.
         """
         self.healthy = False  # until the whole answer has been read, even if this call is cancelled
-        name = self._config.verifiers[verifier].component
-        late: list[float | None] = [None] * len(samples)
         try:
-            async with asyncio.timeout(self._config.timeout_s + (GRACE_S if self.at_once[verifier] else 0)):
+            async with asyncio.timeout(self._config.timeout_s):
                 if group is not self._group:
-                    await self._send(group)
+                    await self._send(group.data)
                     self._group = group
                 await self._send(msgspec.msgpack.encode(["call", verifier, samples]))
                 kind, value = await self._receive()
             if kind == "error":
                 self.healthy = True
-                raise VerifierError(name, value)
-            scores = msgspec.convert(value, list[float | None])
+                return CallOutcome([], error=str(value))
+            scores = msgspec.convert(value, list[float])
             if len(scores) != len(samples):
                 raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
         except TimeoutError:
-            return late
+            return CallOutcome([None] * len(samples))
         except (EOFError, OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
             code = await self._exit_code()
-            raise VerifierError(name, f"the worker process ended, exit code {code}") from error
-        self.healthy = None not in scores
-        return scores
+            log.warning("score.worker_ended code=%s error=%s", code, error)
+            return CallOutcome([], error=f"the worker process ended, exit code {code}")
+        self.healthy = True
+        return CallOutcome(scores)
 
     def kill(self) -> None:
         """Kill the process and everything that it started."""
@@ -168,3 +161,11 @@ class WorkerClient:
         if length > MAX_FRAME:
             raise ValueError(f"frame of {length} bytes from a reward worker")
         return msgspec.msgpack.decode(await self._process.stdout.readexactly(length), type=list[Any])
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the environment of a worker process, which imports our packages from where they are."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Verifiers need no settings, which may contain passwords.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

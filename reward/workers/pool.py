@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
-from collections import deque
+import itertools
+import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -10,21 +12,28 @@ from typing import Any
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
+from protocol.messages import Remark
 from protocol.ranges import check_ranges
-from reward.combine import VerifierError, combine
+from reward.combine import combine
 from reward.config import RewardConfig
 from reward.verifiers.registry import checked_verifier
 from reward.workers.client import WorkerClient
+from reward.workers.group_scoring import FELL_BACK, TIMED_OUT, GroupScoring, check_fallbacks
+from reward.workers.outcome import CallOutcome, GroupFrame
+from reward.workers.waiting import WaitingProcesses
 
 ENVIRONMENT = "environment"
 """Name of the component with the environment's reward."""
-TIMED_OUT = "timed_out"
-"""Name of the component that counts, for each sample, the verifiers of which it got `timeout_score`. It is
-there only if there are such samples, and no part of the reward."""
+OWN = (ENVIRONMENT, TIMED_OUT, FELL_BACK)
+"""Names of components that are not of a verifier."""
+CLOSED = "the score pool is closed"
 
 
 class ScorePool:
-    """Pool of `config.workers` processes that score one group each at a time; an async context manager."""
+    """Pool of `config.workers` processes that score one sample each at a time, and one in which calls wait.
+
+    An async context manager.
+    """
 
     def __init__(self, config: RewardConfig, modules: Sequence[str] = ()) -> None:
         """Check the section.
@@ -40,16 +49,25 @@ class ScorePool:
         for verifier in config.verifiers:
             checked_verifier(verifier.name)
         names = [verifier.component for verifier in config.verifiers]
-        if len({*names, ENVIRONMENT, TIMED_OUT}) != len(names) + 2:
+        if len({*names, *OWN}) != len(names) + len(OWN):
             raise SettingsError(
                 f"setting reward.verifiers: {', '.join(names)}: each needs a name of its own, "
-                f"other than {ENVIRONMENT!r} and {TIMED_OUT!r}; give a `label`"
+                f"other than {', '.join(map(repr, OWN))}; give a `label`"
             )
+        if wrong := check_fallbacks({item.component: item.fallback for item in config.verifiers}):
+            raise SettingsError(f"setting reward.verifiers: {wrong}")
         self._config, self._modules = config, tuple(modules)
         self._weights = {verifier.component: verifier.weight for verifier in config.verifiers} | {
             ENVIRONMENT: config.environment_weight,
             TIMED_OUT: 0.0,
+            FELL_BACK: 0.0,
         }
+        self.counts: dict[tuple[str, str], float] = defaultdict(float)
+        """(verifier, what happened) -> how often, or how much."""
+        self._at_once: Sequence[bool] = ()
+        self._awaits: Sequence[bool] = ()
+        self._waiting = WaitingProcesses(config, self._modules)
+        self._numbers = itertools.count()
         self._slots: asyncio.Queue[WorkerClient | None] = asyncio.Queue()
         """One entry per free slot: its worker, or None if that has to be started. Every taker puts one
         back."""
@@ -65,8 +83,7 @@ class ScorePool:
             SettingsError, RewardError: it does not start.
         """
         if self._config.verifiers:
-            async with self._worker():
-                pass
+            await self._learn()
         return self
 
     async def __aexit__(
@@ -82,8 +99,11 @@ class ScorePool:
         environment: Sequence[float] | None = None,
         token_counts: Sequence[int] | None = None,
         finish_reasons: Sequence[str] | None = None,
+        remarks: list[Remark] | None = None,
     ) -> tuple[list[float], dict[str, list[float]]]:
-        """Score a group on a free worker, for which it waits; cancelling the call replaces that worker.
+        """Score a group; its samples wait for free workers, behind those of groups that came before.
+
+        Cancelling it replaces workers that score its samples.
 
         Args:
             prompt_text: the prompt as text.
@@ -92,6 +112,7 @@ class ScorePool:
             environment: [n] rewards of the environment, which are one more component.
             token_counts: [n] tokens of the samples; by default 0.
             finish_reasons: [n] why they ended; by default "stop".
+            remarks: what judges said is appended to it.
 
         Returns:
             [n] combined rewards, and component -> [n] scores.
@@ -103,62 +124,72 @@ class ScorePool:
         n = len(responses)
         if self._config.verifiers:
             counts, reasons = token_counts or [0] * n, finish_reasons or ["stop"] * n
-            group = _group_frame(prompt_text, list(responses), metadata, list(counts), list(reasons))
-            components = await self._components(group, n)
+            data = _group_frame(prompt_text, list(responses), metadata, list(counts), list(reasons))
+            group = GroupFrame(next(self._numbers), data)
+            await self._learn()
+            scoring = GroupScoring(self, self._config, group, n)
+            try:
+                components = await scoring.run()
+            finally:
+                self._waiting.forget(group)
+            if remarks is not None:
+                remarks.extend(scoring.remarks)
         if environment is not None:
             components[ENVIRONMENT] = list(environment)
         return combine(components, self._weights), components
 
-    async def _components(self, group: bytes, n: int) -> dict[str, list[float]]:
-        """Return component -> [n] scores.
+    def at_once(self, verifier: int) -> bool:
+        """Return whether one call of a verifier takes all samples of a group."""
+        return self._at_once[verifier]
 
-        A sample that is late is tried once more, on another worker; if it is late again it gets
-        `timeout_score`.
+    def awaits(self, verifier: int) -> bool:
+        """Return whether a verifier waits, many calls at a time."""
+        return self._awaits[verifier]
+
+    def count(self, verifier: int, what: str, amount: float = 1.0) -> None:
+        """Count what happened to a verifier."""
+        self.counts[self._config.verifiers[verifier].component, what] += amount
+
+    async def call(
+        self, verifier: int, group: GroupFrame, samples: Sequence[int], scoring: GroupScoring
+    ) -> CallOutcome | None:
+        """Return the outcome of a call; None if `scoring` was over before it began.
 
         Raises:
-            VerifierError: a verifier failed; or was late, and there is no `timeout_score`.
+            RewardError: the pool is closed, or a process does not start.
         """
-        names = [verifier.component for verifier in self._config.verifiers]
-        scores = {name: [0.0] * n for name in names}
-        given_up = [0.0] * n
-        calls: deque[tuple[int, list[int], bool]] | None = None
-        while calls is None or calls:
+        began = time.monotonic()
+        if self._awaits[verifier]:
+            if self._closed:
+                raise RewardError(CLOSED)
+            answer = await self._waiting.call(group, verifier, samples)
+        else:
             async with self._worker() as worker:
-                if calls is None:
-                    calls = deque(
-                        (verifier, samples, False)
-                        for verifier, at_once in enumerate(worker.at_once)
-                        for samples in ([list(range(n))] if at_once else [[i] for i in range(n)])
-                    )
-                while calls and worker.healthy:
-                    verifier, samples, is_second = calls.popleft()
-                    got = await worker.call(group, verifier, samples)
-                    late = [i for i, score in zip(samples, got, strict=True) if score is None]
-                    for i, score in zip(samples, got, strict=True):
-                        if score is not None:
-                            scores[names[verifier]][i] = score
-                    if not late:
-                        continue
-                    if not is_second and self._config.timeout_score is not None:
-                        calls.appendleft((verifier, late, True))
-                        continue
-                    for i in late:
-                        scores[names[verifier]][i] = self._timeout_score(names[verifier], i)
-                        given_up[i] += 1.0
-        return scores | ({TIMED_OUT: given_up} if any(given_up) else {})
+                if scoring.is_over:
+                    return None
+                began = time.monotonic()
+                answer = await worker.call(group, verifier, samples)
+        self.count(verifier, "calls")
+        self.count(verifier, "seconds", time.monotonic() - began)
+        self.count(verifier, "failures", bool(answer.error))
+        self.count(verifier, "late", answer.scores.count(None))
+        for what, amount in answer.counts.items():
+            self.count(verifier, what, amount)
+        return answer
 
-    def _timeout_score(self, verifier: str, sample: int) -> float:
-        """Return the score of a sample that was late. Raises VerifierError if none is set."""
-        limit, score = self._config.timeout_s, self._config.timeout_score
-        if score is None:
-            raise VerifierError(verifier, f"no score for sample {sample} within reward.timeout_s {limit}")
-        return score
+    async def _learn(self) -> None:
+        """Learn from a worker, which has imported the verifiers, how each is to be called."""
+        if not self._at_once:
+            async with self._worker() as worker:
+                self._at_once, self._awaits = worker.at_once, worker.awaits
+                self._waiting.awaited = [i for i, awaits in enumerate(self._awaits) if awaits]
 
     async def close(self) -> None:
         """End all workers; groups that are being scored fail. Idempotent."""
         if self._closed:
             return
         self._closed = True
+        await self._waiting.close()
         for worker in self._running:
             worker.kill()
         for _ in range(self._config.workers):
@@ -168,11 +199,11 @@ class ScorePool:
 
     @contextlib.asynccontextmanager
     async def _worker(self) -> AsyncIterator[WorkerClient]:
-        """Take a worker for one group; one that is not healthy afterwards is ended, and later replaced."""
+        """Take a worker for one call; one that is not healthy afterwards is ended, and later replaced."""
         worker: WorkerClient | None = await self._slots.get()
         try:
             if self._closed:
-                raise RewardError("the score pool is closed")
+                raise RewardError(CLOSED)
             if worker is None:
                 worker = await WorkerClient.start(self._config, self._modules)
                 self._running.add(worker)

@@ -3,10 +3,12 @@
 Frames in both directions: 4 bytes of length, little-endian, and a MessagePack array.
 
     in   [memory_mb, timeout_s, modules, [[verifier, options], ...]]                  once
-    out  ["ready", [at_once, ...]] or ["settings", text]                              once, all loaded
+    out  ["ready", [at_once, ...], [awaits, ...]] or ["settings", text]               once, all loaded
     in   ["group", prompt_text, responses, metadata, token_counts, finish_reasons]    no answer
     in   ["call", verifier, [sample, ...]]                                            of the last group
-    out  ["scores", [number or nil, ...]], nil for a sample that was too slow, or ["error", text]
+    out  ["scores", [number, ...]], or ["error", text]
+
+Verifiers that wait (`AwaitedVerifier`) run in `async_worker.py`; here their options are checked, no more.
 """
 
 import asyncio
@@ -25,6 +27,7 @@ from protocol.errors import RewardError, SettingsError
 from protocol.host.parent_death import die_with_parent
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from reward.group import ResponseGroup
+from reward.verifiers.awaited import AwaitedVerifier
 from reward.verifiers.location import locate
 from reward.verifiers.registry import LoadedVerifier, make_verifier
 
@@ -40,27 +43,30 @@ def main() -> None:
     die_with_parent(signal.SIGKILL)
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
-    memory_mb, timeout_s, modules, configured = _read(source)
+    memory_mb, _, modules, configured = read_frame(source)
     sys.path.extend(modules)  # last, so that none replaces a module of ours
     try:
-        verifiers = [make_verifier(name, options, timeout_s) for name, options in configured]
-        loaded = _load(verifiers, memory_mb)
+        verifiers = [make_verifier(name, options) for name, options in configured]
+        loaded = _load([item for item in verifiers if not isinstance(item, AwaitedVerifier)], memory_mb)
     except SettingsError as error:
-        _write(sink, ["settings", str(error)])
+        write_frame(sink, ["settings", str(error)])
         return
     if memory_mb:
         limit = (memory_mb << 20) + loaded
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    _write(sink, ["ready", [verifier.at_once for verifier in verifiers]])
+    awaits = [isinstance(verifier, AwaitedVerifier) for verifier in verifiers]
+    write_frame(sink, ["ready", [verifier.at_once for verifier in verifiers], awaits])
     printed: set[str] = set()
     group: ResponseGroup | str = "no group"
-    while (frame := _read(source)) is not None:
+    while (frame := read_frame(source)) is not None:
         kind, *rest = frame
         if kind == "group":
-            group = _group(*rest)
+            group = decode_group(*rest)
         else:
-            verifier, samples = rest
-            _write(sink, _call(verifiers[verifier], group, samples, printed))
+            number, samples = rest
+            verifier = verifiers[number]
+            assert not isinstance(verifier, AwaitedVerifier)
+            write_frame(sink, _call(verifier, group, samples, printed))
 
 
 def _load(verifiers: Sequence[LoadedVerifier], memory_mb: int) -> int:
@@ -86,10 +92,10 @@ def _mapped() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def _group(
+def decode_group(
     prompt_text: str, responses: list[str], packed: bytes, token_counts: list[int], finish_reasons: list[str]
 ) -> ResponseGroup | str:
-    """Return the group, or what is wrong with its metadata."""
+    """Return the group of a frame, or what is wrong with its metadata."""
     try:
         check_shape(packed, most_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])
@@ -105,20 +111,29 @@ def _call(
         return ["error", group]
     try:
         return ["scores", verifier.score(group, samples)]
-    except RewardError as error:
-        return ["error", f"{type(error).__name__}: {error}"[:MAX_ERROR]]
     except (Exception, asyncio.CancelledError) as error:  # verifiers may raise anything
-        text = f"{type(error).__name__}: {error}"
-        if verifier.file:
-            place = locate(error, verifier.file)
-            text = f"{place}: {text}" if place else text
-            if place not in printed and len(printed) < MOST_TRACES:
-                printed.add(place)
-                traceback.print_exception(error)
-        return ["error", text[:MAX_ERROR]]
+        return ["error", describe_error(error, verifier.file, printed)]
 
 
-def _read(source: BinaryIO) -> Any:
+def describe_error(error: BaseException, file: str, printed: set[str]) -> str:
+    """Return an exception of a verifier as text; print the traceback of a new one from the user's code.
+
+    Args:
+        error: what the verifier raised.
+        file: of the user, that the verifier comes from, or "".
+        printed: places whose traceback was printed.
+    """
+    text = f"{type(error).__name__}: {error}"
+    if file and not isinstance(error, RewardError):
+        place = locate(error, file)
+        text = f"{place}: {text}" if place else text
+        if place not in printed and len(printed) < MOST_TRACES:
+            printed.add(place)
+            traceback.print_exception(error)
+    return text[:MAX_ERROR]
+
+
+def read_frame(source: BinaryIO) -> Any:
     """Return the next frame, or None at the end of the stream."""
     head = source.read(LENGTH.size)
     if len(head) < LENGTH.size:
@@ -126,7 +141,8 @@ def _read(source: BinaryIO) -> Any:
     return msgspec.msgpack.decode(source.read(*LENGTH.unpack(head)))
 
 
-def _write(sink: BinaryIO, frame: list[Any]) -> None:
+def write_frame(sink: BinaryIO, frame: list[Any]) -> None:
+    """Write a frame."""
     data = msgspec.msgpack.encode(frame)
     sink.write(LENGTH.pack(len(data)) + data)
     sink.flush()

@@ -24,6 +24,26 @@ class StatsCollector(Collector):
         yield family
 
 
+class LabelledCounters(Collector):
+    """Exports a dictionary of counters by two labels as one metric."""
+
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        labels: tuple[str, str],
+        read: Callable[[], Mapping[tuple[str, str], float]],
+    ) -> None:
+        self._name, self._help, self._labels, self._read = name, help, labels, read
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metric with the present values."""
+        family = CounterMetricFamily(self._name, self._help, labels=self._labels)
+        for values, amount in list(self._read().items()):
+            family.add_metric(values, amount)
+        yield family
+
+
 class Metrics:
     """Metrics that every service has; services add their own on `registry`."""
 
@@ -53,3 +73,13 @@ class Metrics:
     def watch(self, name: str, help: str, read: Callable[[], Mapping[str, int]]) -> None:
         """Export a dictionary of counters as the metric `name`; `read` is called at each scrape."""
         self.registry.register(StatsCollector(name, help, read))
+
+    def watch_labelled(
+        self,
+        name: str,
+        help: str,
+        labels: tuple[str, str],
+        read: Callable[[], Mapping[tuple[str, str], float]],
+    ) -> None:
+        """Export counters by the values of two labels; `read` is called at each scrape."""
+        self.registry.register(LabelledCounters(name, help, labels, read))

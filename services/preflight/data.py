@@ -8,7 +8,8 @@ from pathlib import Path
 
 from protocol.choices import checked_options
 from protocol.errors import SettingsError
-from reward.verifiers.registry import VERIFIERS, make_verifier
+from reward.verifiers.registry import VERIFIERS, checked_verifier, make_verifier
+from reward.workers.group_scoring import check_fallbacks
 from rollout.prompts.base import Prompt, PromptSource
 from rollout.render import PromptTooLong, Renderer
 from services.preflight.model import ModelFacts
@@ -72,7 +73,9 @@ def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prom
 
 
 def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Problem]:
-    """Yield verifiers that cannot be made, or that need a field that no prompt has."""
+    """Yield verifiers that cannot be made, fall back to none, or need a field that no prompt has."""
+    if wrong := check_fallbacks({item.component: item.fallback for item in settings.reward.verifiers}):
+        yield Problem(f"setting reward.verifiers: {wrong}")
     for verifier in settings.reward.verifiers:
         try:
             make_verifier(verifier.name, verifier.options)
@@ -101,8 +104,10 @@ def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
     """Return the fields of the metadata that one of our verifiers needs; nothing for a module of the user."""
     if name not in VERIFIERS:
         return ()
-    module = importlib.import_module(f"reward.verifiers.{name}")
+    module = importlib.import_module(checked_verifier(name))
     bound = checked_options(module.Options, options, f"verifier {name}")
+    if hasattr(module, "needed_fields"):
+        return tuple(module.needed_fields(bound))
     if getattr(bound, "schema", None):  # json_schema: one schema for all prompts
         return ()
     key = getattr(bound, "key", None)

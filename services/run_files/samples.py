@@ -11,7 +11,7 @@ import numpy as np
 
 from protocol.codec import decode_payload
 from protocol.errors import TetherError
-from protocol.messages import Rollout, ScoredRollout
+from protocol.messages import Remark, Rollout, ScoredRollout
 from protocol.rollout_view import sample_lengths
 from services.run_files.event_tail import EventTail
 from trainer.storage.archive import Archive
@@ -121,8 +121,9 @@ def describe_group(
 
     Returns:
         `group`, `prompt`, `task` (what the prompt source knows, as JSON), `samples`: each with `reward`,
-        `components` (verifier -> score), `text`, `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first
-        token, token after the last, version), `versions` and `lags`.
+        `components` (verifier -> score), `remarks` (what judges said of it, or of the whole group), `text`,
+        `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first token, token after the last, version),
+        `versions` and `lags`.
     """
     return {
         "group": message.rollout.group,
@@ -168,6 +169,9 @@ def _samples(
                 "components": {
                     name: _number(values.numpy()[index]) for name, values in message.components.items()
                 },
+                "remarks": [
+                    _remark(item, max_text) for item in message.remarks if item.sample in (index, -1)
+                ],
                 "text": text[:max_text],
                 "is_cut": len(text) > max_text,
                 "tokens": lengths[index],
@@ -178,6 +182,17 @@ def _samples(
             }
         )
     return found
+
+
+def _remark(remark: Remark, max_text: int) -> dict[str, Any]:
+    return {
+        "verifier": remark.verifier,
+        "of_group": remark.sample < 0,
+        "text": remark.text[:max_text],
+        "tokens": remark.prompt_tokens + remark.completion_tokens,
+        "cost": _number(remark.cost),
+        "is_cached": remark.is_cached,
+    }
 
 
 def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:

@@ -144,6 +144,9 @@ def render_samples(facts: Mapping[str, Any]) -> str:
         lines += _indented("task", group["task"]) if group["task"] else []
         for number, sample in enumerate(group["samples"]):
             lines += [f"  sample {number}: {_headline(sample)}", *_indented("", sample["text"])]
+            for remark in sample["remarks"]:
+                if number == 0 or not remark["of_group"]:
+                    lines += [f"    {_remark_headline(remark)}", *_indented("", remark["text"])]
     if facts["left_out"]:
         lines.append(f"{facts['left_out']} more samples: see --limit and --group")
     return "\n".join(lines)
@@ -159,6 +162,17 @@ def _headline(sample: Mapping[str, Any]) -> str:
         + _versions(sample["spans"])
         + (f", lag {lags[-1]}" if lags else "")
         + (", text cut" if sample["is_cut"] else "")
+    )
+
+
+def _remark_headline(remark: Mapping[str, Any]) -> str:
+    return (
+        f"{printable(remark['verifier'])} said"
+        + (" of all samples" if remark["of_group"] else "")
+        + (" (cached)" if remark["is_cached"] else "")
+        + f", {remark['tokens']} tokens"
+        + (f", cost {remark['cost']:.6f}" if remark["cost"] else "")
+        + ":"
     )
 
 

@@ -15,6 +15,7 @@ from protocol.messages import (
     Control,
     Heartbeat,
     Hello,
+    Remark,
     Rollout,
     ScoredRollout,
     ScoreFailure,
@@ -72,6 +73,17 @@ SAMPLES: dict[str, AnyMessage] = {
         components={"exact_match": Array.of([0.0, 1.0], "float32")},
         scorer="reward.0.1",
         score_s=0.5,
+        remarks=(
+            Remark(
+                verifier="judge",
+                sample=1,
+                text="Score: 1",
+                prompt_tokens=50,
+                completion_tokens=3,
+                cost=0.25,
+                is_cached=True,
+            ),
+        ),
     ),
     "score_failure": ScoreFailure(
         group=7, token="0123456789abcdef", verifier="math", error="timeout", scorer="reward.0.1"

@@ -11,6 +11,7 @@ from protocol.errors import RewardError
 from reward.config import RewardConfig, VerifierConfig
 from reward.verifiers.registry import VERIFIERS
 from reward.workers.pool import ScorePool
+from tests.reward.judge_server import asked, judge_server
 from tests.reward.reward_models import write_reward_model
 
 pytestmark = [pytest.mark.xdist_group("sandbox"), pytest.mark.asyncio(loop_scope="module")]
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.xdist_group("sandbox"), pytest.mark.asyncio(loop_scope
 LIMITS = {"wall_s": 3.0, "cpu_s": 1, "memory_mb": 256, "processes": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
     "function": {"path": "own_reward:score"},
+    "judge": {"model": "m", "prompt": "Is this {answer}?\n{response}", "retries": 0, "max_chars": 5000},
     "reward_model": {"sigmoid": True},
     "json_schema": {
         "schema": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -34,6 +36,7 @@ RIGHT = {
     "exact_match": "42",
     "function": "42",
     "json_schema": '{"age": 3}',
+    "judge": "42",
     "last_integer": "so it is 42",
     "math": "\\boxed{6 \\cdot 7}",
     "positions": "42",
@@ -98,11 +101,21 @@ async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ScoreP
     directory = tmp_path_factory.mktemp("modules")
     (directory / "own_reward.py").write_text(REWARD)
     model = write_reward_model(directory / "model")
-    options = OPTIONS | {"reward_model": {**OPTIONS["reward_model"], "path": str(model)}}
-    verifiers = tuple(VerifierConfig(name, options=options.get(name, {})) for name in VERIFIERS)
-    config = RewardConfig(verifiers=verifiers, timeout_s=60.0, workers=1)
-    async with ScorePool(config, [str(directory)]) as pool:
-        yield pool
+    async with judge_server(quoting) as server:
+        options = OPTIONS | {
+            "judge": OPTIONS["judge"] | {"url": server.url},
+            "reward_model": OPTIONS["reward_model"] | {"path": str(model)},
+        }
+        verifiers = tuple(VerifierConfig(name, options=options.get(name, {})) for name in VERIFIERS)
+        config = RewardConfig(verifiers=verifiers, timeout_s=60.0, workers=1)
+        async with ScorePool(config, [str(directory)]) as pool:
+            yield pool
+
+
+def quoting(request: dict[str, Any]) -> str:
+    """Judge a response, and quote it before the score."""
+    question = asked(request)
+    return f"{question}\nScore: {int(question.partition(chr(10))[2] == '42')}"
 
 
 async def test_the_right_response_of_each_verifier_scores_one(pool: ScorePool) -> None:

@@ -62,5 +62,10 @@ function card(sample) {
   return el("div", { class: "sample" },
     el("b", { class: `score ${level}`, text: number(reward), "data-value": reward ?? "" }),
     el("div", {}, el("pre", { text: sample.text || "(empty)" }), sample.is_cut ? el("em", { text: "cut off here" }) : null,
-      el("small", { text: facts.filter(Boolean).join(" · ") })));
+      el("small", { text: facts.filter(Boolean).join(" · ") }), sample.remarks.map(remark)));
+}
+
+function remark(said) {
+  const facts = [`${said.verifier} said${said.of_group ? " of all samples" : ""}`, said.is_cached ? "cached" : "", count(said.tokens, "token"), said.cost ? `cost ${number(said.cost)}` : ""];
+  return el("details", {}, el("summary", { text: facts.filter(Boolean).join(" · ") }), el("pre", { text: said.text }));
 }

@@ -1,9 +1,10 @@
 """Tests the user's own function: what it is given, what it may return, and what is refused at the start."""
 
+import asyncio
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +12,41 @@ import pytest
 
 from protocol.errors import RewardError, SettingsError
 from reward.group import ResponseGroup
-from reward.verifiers.function import Options, UserFunction, load_function
+from reward.notes import Notes
+from reward.verifiers.awaited import AwaitedVerifier
+from reward.verifiers.function import AsyncUserFunction, Options, UserFunction, load_function
 
 DOCS = Path(__file__).parents[3] / "docs/rewards.md"
 GROUP = ResponseGroup("2 + 2 =", ["4", "5"], {"answer": "4"}, [1, 2], ["stop", "length"])
 
-Load = Callable[..., UserFunction]
+Load = Callable[..., UserFunction | AsyncUserFunction]
+
+
+def scores(function: UserFunction | AsyncUserFunction, samples: Sequence[int]) -> list[float | None]:
+    """Return scores, of an asynchronous function by as many calls at once as the pool makes."""
+    if isinstance(function, UserFunction):
+        return function.score(GROUP, samples)
+    awaited: AwaitedVerifier = function
+
+    async def each() -> list[float | None]:
+        async with asyncio.TaskGroup() as tasks:
+            calls = [list(samples)] if awaited.at_once else [[i] for i in samples]
+            running = [tasks.create_task(awaited.answer(GROUP, call, Notes())) for call in calls]
+        return [score for task in running for score in task.result()]
+
+    return asyncio.run(each())
 
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Write a module `own_reward` and load a function of it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    loaded: list[UserFunction] = []
 
-    def write_and_load(code: str, path: str = "own_reward:score", timeout_s: float = 60.0) -> UserFunction:
+    def write_and_load(code: str, path: str = "own_reward:score") -> UserFunction | AsyncUserFunction:
         (tmp_path / "own_reward.py").write_text(code)
-        loaded.append(load_function(Options(path), timeout_s))
-        return loaded[-1]
+        return load_function(Options(path))
 
     yield write_and_load
-    for function in loaded:
-        function.close()
     sys.modules.pop("own_reward", None)
 
 
@@ -60,7 +74,7 @@ def test_a_function_gets_the_parameters_that_it_names(
         with pytest.raises(SettingsError, match="`response`"):
             load(code)
     else:
-        assert load(code).score(GROUP, [0, 1]) == expected
+        assert scores(load(code), [0, 1]) == expected
 
 
 def test_samples_of_an_asynchronous_function_are_scored_at_the_same_time(load: Load) -> None:
@@ -69,25 +83,8 @@ def test_samples_of_an_asynchronous_function_are_scored_at_the_same_time(load: L
         "    await met.wait()\n    return 1"
     )
     function = load(code)
-    assert function.at_once
-    assert function.score(GROUP, [0, 1]) == [1, 1]
-
-
-def test_a_slow_sample_of_an_asynchronous_function_has_no_score_and_the_others_have(load: Load) -> None:
-    code = (
-        "import asyncio\nasync def score(response):\n"
-        "    await asyncio.sleep(3600 * (response == '5'))\n    return 1"
-    )
-    assert load(code, timeout_s=0.2).score(GROUP, [0, 1]) == [1, None]
-
-
-def test_a_time_limit_of_the_function_itself_is_its_own_error(load: Load) -> None:
-    code = (
-        "import asyncio\nasync def score(response):\n    async with asyncio.timeout(0):\n"
-        "        await asyncio.sleep(9)"
-    )
-    with pytest.raises(TimeoutError):
-        load(code).score(GROUP, [0])
+    assert not function.at_once
+    assert scores(function, [0, 1]) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +104,9 @@ def test_a_result_that_is_no_score_is_refused_and_names_the_function(
     load: Load, returned: str, shown: str
 ) -> None:
     with pytest.raises(RewardError, match=rf"own_reward:score returned {shown}.*own_reward\.py"):
-        load(f"def score(response): return {returned}").score(GROUP, [0])
+        scores(load(f"def score(response): return {returned}"), [0])
     with pytest.raises(RewardError, match=rf"own_reward:score returned {shown}"):
-        load(f"def score(responses): return [1, {returned}]").score(GROUP, [0, 1])
+        scores(load(f"def score(responses): return [1, {returned}]"), [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def test_a_result_that_is_no_score_is_refused_and_names_the_function(
 )
 def test_a_group_needs_as_many_scores_as_responses(load: Load, returned: str, shown: str) -> None:
     with pytest.raises(RewardError, match=f"returned {shown} for 2 responses"):
-        load(f"def score(responses): return {returned}").score(GROUP, [0, 1])
+        scores(load(f"def score(responses): return {returned}"), [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -146,23 +143,15 @@ def test_what_cannot_be_called_is_refused_at_the_start_and_names_the_file(
 
 
 def examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    return [code for code in blocks if "def score(" in code]
 
 
 def test_the_documented_functions_run_as_they_are_written(load: Load) -> None:
-    scores: list[Any] = []
+    found: list[Any] = []
     for code in examples():
-        scores.append(load(code, "own_reward:score").score(GROUP, [0, 1]))
+        found.append(scores(load(code, "own_reward:score"), [0, 1]))
         sys.modules.pop("own_reward")
-    assert len(scores) == 3
-    assert scores[0] == [1.0, 0.0]
-    assert all(math.isfinite(score) for group in scores for score in group)
-
-
-def test_an_exception_of_one_sample_ends_the_others(load: Load) -> None:
-    code = (
-        "import asyncio\nasync def score(response):\n"
-        "    if response == '4': raise ValueError('four')\n    await asyncio.sleep(3600)"
-    )
-    with pytest.raises(ValueError, match="four"):
-        load(code).score(GROUP, [0, 1])
+    assert len(found) == 3
+    assert found[0] == [1.0, 0.0]
+    assert all(math.isfinite(score) for group in found for score in group)

@@ -224,7 +224,7 @@ def test_a_scorer_that_cannot_read_a_response_calls_it_wrong_or_fails_if_it_is_s
 
 
 def test_the_metadata_of_every_verifier_are_known() -> None:
-    assert set(VERIFIERS) == {*ANSWER, "constant", "function", "reward_model"}
+    assert set(VERIFIERS) == {*ANSWER, "constant", "function", "judge", "reward_model"}
 
 
 def test_a_constant_is_the_score_of_everything() -> None:

@@ -201,7 +201,7 @@ async def test_functions_of_the_user_score_samples_and_groups(own: RewardConfig,
         assert components == {"each": [3.0, 0.0], "whole": [0.5, 0.5], "slow": [1.0, 1.0]}
         with pytest.raises(VerifierError, match=r"each: /\S+/own_reward\.py:6: KeyError: 'no such thing'"):
             await pool.score("q", ["a", "bad"], {})
-        assert len(workers()) == 1
+        assert len(workers()) == 2  # one of them for what waits
 
 
 async def test_only_the_late_samples_of_an_asynchronous_function_are_scored_for_that(
@@ -266,7 +266,7 @@ async def test_groups_are_scored_at_once_by_as_many_workers_as_allowed(config: R
     [
         ([VerifierConfig("exact_mach")], {}, "did you mean 'exact_match'"),
         ([VerifierConfig(), VerifierConfig()], {}, "each needs a name of its own"),
-        ([VerifierConfig(label="timed_out")], {}, "other than 'environment' and 'timed_out'"),
+        ([VerifierConfig(label="timed_out")], {}, "other than 'environment', 'timed_out', 'fell_back'"),
         ([VerifierConfig("function", options={"path": "nowhere:score"})], {}, r"there is no nowhere\.py"),
         ([VerifierConfig(options={"stripp": True})], {}, "did you mean 'strip'"),
         ([VerifierConfig("no.such_module")], {}, "cannot be imported"),

@@ -24,6 +24,7 @@ QWEN2 = {
 
 WINDOWS_REFUSED = "vLLM has no qwen"
 ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
+JUDGE = '{url="http://127.0.0.1:9/v1",model="m",prompt="{response} {answer} {rubric}"}'
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -113,6 +114,14 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
             ["setting reward.verifiers = 'python_tests'", "'tests'", "have answer"],
         ),
         (['reward.verifiers=[{name="exact_mach"}]'], ["did you mean 'exact_match'"]),
+        (
+            [f'reward.verifiers=[{{name="judge",options={JUDGE}}}]'],
+            ["setting reward.verifiers = 'judge'", "'rubric'", "have answer"],
+        ),
+        (
+            ['reward.verifiers=[{name="exact_match",fallback="math"}]'],
+            ["setting reward.verifiers: exact_match: there is no verifier 'math' to fall back to"],
+        ),
         (['environment.name="multi_turn"'], ["setting environment.name", "not known"]),
         (['render.stop=["12"]'], ["setting render.stop", "2 tokens"]),
         (["render.max_prompt_tokens=1", 'render.suffix="00"'], ["all of the first 16 prompts are too long"]),

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.codec import decode_payload, encode_payload
 from protocol.errors import SettingsError
-from protocol.messages import ScoredRollout
+from protocol.messages import Remark, ScoredRollout
 from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import trace
 from services.tools.samples import find_samples, render_samples, samples_of_trace
@@ -113,3 +113,23 @@ def test_samples_cannot_drive_the_terminal(run_dir: Path) -> None:
     text = render_samples(find_samples(run_dir, 2, None, 1))
     assert text.replace("\n", "").isprintable()
     assert "| \\x1b[2J\\x1b]52;c;eA==\\x07line\\x0dover\n         |   sample 9: reward 1.000" in text
+
+
+def test_what_judges_said_is_shown_with_its_sample(run_dir: Path) -> None:
+    archive = Archive(run_dir / "archive", 100)
+    record = archive.records(2)[0]
+    message = decode_payload(record.payload)
+    assert isinstance(message, ScoredRollout)
+    remarks = (
+        Remark(verifier="ranking", text="[1, 0]", prompt_tokens=7),
+        Remark(verifier="quality", sample=1, text="Poor.\x1b", prompt_tokens=9, cost=0.5, is_cached=True),
+    )
+    changed = encode_payload(msgspec.structs.replace(message, remarks=remarks))
+    (run_dir / "spool.sqlite").unlink()
+    archive.put(2, [(record.group, record.token, changed)])
+    facts = find_samples(run_dir, 2, record.group, 3)
+    said = [[remark["verifier"] for remark in sample["remarks"]] for sample in facts["groups"][0]["samples"]]
+    assert said == [["ranking"], ["ranking", "quality"], ["ranking"]]
+    text = render_samples(facts)
+    assert text.count("ranking said of all samples, 7 tokens:\n         | [1, 0]") == 1
+    assert "quality said (cached), 9 tokens, cost 0.500000:\n         | Poor.\\x1b" in text

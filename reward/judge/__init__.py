@@ -1,0 +1,1 @@
+"""Scores by asking a model at an OpenAI-style URL."""

@@ -1,0 +1,66 @@
+"""Keeps what judges answered on disk, by request, so that the same question is asked once."""
+
+import sqlite3
+import threading
+from pathlib import Path
+
+from protocol.errors import SettingsError
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS answers (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, request BLOB NOT NULL UNIQUE, text TEXT NOT NULL
+)
+"""
+BUSY_S = 5.0
+"""Wait for another process that writes, seconds."""
+TRIM_EVERY = 256
+"""Answers between two checks of the size."""
+
+
+class AnswerCache:
+    """SQLite database of answers, which processes of a host may share. Methods block: call in a thread."""
+
+    def __init__(self, path: str, most: int) -> None:
+        """Open or make the database.
+
+        Args:
+            path: of the file.
+            most: answers that are kept.
+
+        Raises:
+            SettingsError: that is not possible; names the file.
+        """
+        self._most, self._written = most, 0
+        self._lock = threading.Lock()
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(
+                path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.execute(SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise SettingsError(f"verifier judge: option cache: {path}: {error}") from None
+
+    def get(self, request: bytes) -> str | None:
+        """Return the answer to a request, by its digest. Raises sqlite3.Error."""
+        with self._lock:
+            row = self._database.execute("SELECT text FROM answers WHERE request = ?", (request,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def put(self, request: bytes, text: str) -> None:
+        """Keep an answer, and now and then delete the oldest. Raises sqlite3.Error."""
+        with self._lock:
+            self._database.execute(
+                "INSERT OR REPLACE INTO answers (request, text) VALUES (?, ?)", (request, text)
+            )
+            self._written += 1
+            if self._written % TRIM_EVERY == 0 or self._most < TRIM_EVERY:
+                self._database.execute(
+                    "DELETE FROM answers WHERE number <= (SELECT max(number) FROM answers) - ?", (self._most,)
+                )
+
+    def close(self) -> None:
+        """Close the database."""
+        self._database.close()

@@ -1,0 +1,244 @@
+"""Asks an OpenAI-style server for chat completions, and again where that may help."""
+
+import asyncio
+import hashlib
+import random
+import sqlite3
+import time
+from collections.abc import Callable
+from email.utils import parsedate_to_datetime
+from typing import Annotated, Any, TypeVar
+
+import aiohttp
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import RewardError
+from reward.judge.cache import AnswerCache
+from reward.judge.config import Options, checked_url
+from reward.judge.question import Messages
+from reward.judge.reading import Unreadable
+from reward.notes import Notes
+
+T = TypeVar("T")
+AGAIN = {408, 409, 425, 429, *range(500, 600)}
+"""Statuses of an answer that may be another one later."""
+MOST_BACKOFF_S = 60.0
+"""Longest wait before a retry, also where the server asks for more."""
+MAX_BODY = 4 << 20
+"""Bytes of an answer that are read."""
+MAX_TOKENS = 10**9
+"""Tokens of a request that are believed."""
+MAX_SHOWN = 200
+"""Characters of an answer in an error."""
+
+
+class _Said(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Said
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+    completion_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] = 0
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _Passing(Exception):
+    """A failure that the next request may not have."""
+
+    def __init__(self, text: str, wait_s: float = 0.0) -> None:
+        super().__init__(text)
+        self.wait_s = wait_s
+        """What the server asks to wait, seconds."""
+
+
+class JudgeClient:
+    """Connections to one server. To be used in one event loop."""
+
+    def __init__(self, options: Options, key: str) -> None:
+        """Check the URL and open the cache, but no connection.
+
+        Raises:
+            SettingsError: that is not possible.
+        """
+        self._options, self._key, self._url = options, key, checked_url(options)
+        self._cache = AnswerCache(options.cache, options.cache_entries) if options.cache else None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def ask(self, messages: Messages, read: Callable[[str], T], notes: Notes) -> T:
+        """Return what `read` makes of the answer to some messages, from the cache or the server.
+
+        Cancelling it closes the request's connection.
+
+        Args:
+            messages: the question.
+            read: what is wanted of the answer's text; it raises Unreadable to ask again.
+            notes: counts what happens; gets the text.
+
+        Raises:
+            RewardError: there is none, after all retries, or a failure that a retry does not cure; names the
+                URL.
+        """
+        body = self._body(messages)
+        digest = hashlib.sha256(f"{self._url}\n".encode() + body).digest()
+        kept = await self._kept(digest, notes)
+        if kept is not None:
+            try:
+                found = read(kept)
+            except Unreadable:
+                pass  # kept when other answers could be read
+            else:
+                notes.counts["cache_hits"] += 1
+                notes.text = kept
+                return found
+        for attempt in range(self._options.retries + 1):
+            try:
+                text = await self._request(body, notes)
+                notes.text = self._without_key(text)
+                found = read(text)
+            except (_Passing, Unreadable) as error:
+                notes.problem = self._without_key(f"{self._url}: {error}")
+                if attempt < self._options.retries:
+                    notes.counts["retries"] += 1
+                    await asyncio.sleep(self._wait_s(attempt, getattr(error, "wait_s", 0.0)))
+            else:
+                await self._keep(digest, text, notes)
+                return found
+        raise RewardError(f"{notes.problem} ({self._options.retries + 1} requests)")
+
+    async def close(self) -> None:
+        """Close all connections and the cache."""
+        if self._session is not None:
+            await self._session.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    def _body(self, messages: Messages) -> bytes:
+        options = self._options
+        fields: dict[str, Any] = {
+            "model": options.model,
+            "messages": messages,
+            "temperature": options.temperature,
+            "max_tokens": options.max_tokens,
+        }
+        try:
+            return msgspec.json.encode(fields | options.extra, order="deterministic")
+        except (TypeError, ValueError, UnicodeEncodeError, msgspec.MsgspecError) as error:
+            raise RewardError(f"the messages are no JSON: {error}") from None
+
+    async def _request(self, body: bytes, notes: Notes) -> str:
+        """Return the text of one answer."""
+        if self._session is None:
+            headers = {"Content-Type": "application/json"}
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key}"
+            self._session = aiohttp.ClientSession(
+                headers=headers,
+                connector=aiohttp.TCPConnector(limit=self._options.max_requests),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        began = time.monotonic()
+        notes.counts["requests"] += 1
+        try:
+            async with (
+                asyncio.timeout(self._options.request_timeout_s) as limit,
+                self._session.post(self._url, data=body, allow_redirects=False, timeout=NO_LIMIT) as answer,
+            ):
+                data = await _read(answer)
+        except TimeoutError:
+            if not limit.expired():
+                raise _Passing("the connection timed out") from None
+            raise _Passing(f"no answer within {self._options.request_timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Passing(f"{type(error).__name__}: {error}") from None
+        finally:
+            notes.counts["request_seconds"] += time.monotonic() - began
+        if answer.status != 200:
+            raise self._refused(answer.status, answer.headers.get("Retry-After", ""), data)
+        return self._text(data, notes)
+
+    def _refused(self, status: int, retry_after: str, data: bytes) -> Exception:
+        text = f"status {status}: {' '.join(data.decode(errors='replace').split())[:MAX_SHOWN]}"
+        if status in AGAIN:
+            return _Passing(text, _seconds(retry_after))
+        return RewardError(self._without_key(f"{self._url}: {text}"))
+
+    def _text(self, data: bytes, notes: Notes) -> str:
+        try:
+            completion = msgspec.json.decode(data, type=_Completion)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise _Passing(f"an answer that is no chat completion: {error}") from None
+        if completion.usage is not None:
+            read, written = completion.usage.prompt_tokens, completion.usage.completion_tokens
+            notes.counts["prompt_tokens"] += read
+            notes.counts["completion_tokens"] += written
+            notes.counts["cost"] += (
+                read * self._options.input_price + written * self._options.output_price
+            ) / 1e6
+        text = completion.choices[0].message.content if completion.choices else None
+        if text is None:
+            raise _Passing("a chat completion without text")
+        return text
+
+    async def _kept(self, digest: bytes, notes: Notes) -> str | None:
+        if self._cache is None:
+            return None
+        try:
+            return await asyncio.to_thread(self._cache.get, digest)
+        except sqlite3.Error as error:
+            self._note_cache(error, notes)
+            return None
+
+    async def _keep(self, digest: bytes, text: str, notes: Notes) -> None:
+        if self._cache is None:
+            return
+        try:
+            await asyncio.to_thread(self._cache.put, digest, text)
+        except (sqlite3.Error, UnicodeEncodeError) as error:
+            self._note_cache(error, notes)
+
+    def _note_cache(self, error: Exception, notes: Notes) -> None:
+        notes.counts["cache_errors"] += 1
+        notes.problem = f"cache {self._options.cache}: {error}"
+
+    def _wait_s(self, attempt: int, asked_s: float) -> float:
+        """Return the wait after an attempt: exponential with jitter, so that retries do not come together."""
+        longest = min(MOST_BACKOFF_S, self._options.backoff_s * 2 ** min(attempt, 16))
+        return min(MOST_BACKOFF_S, max(asked_s, random.uniform(longest / 2, longest)))
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+NO_LIMIT = aiohttp.ClientTimeout(total=None)
+"""The limit of a request is set around it."""
+
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    data = b""
+    async for chunk in answer.content.iter_any():
+        data += chunk
+        if len(data) > MAX_BODY:
+            raise _Passing(f"an answer of more than {MAX_BODY} bytes")
+    return data
+
+
+def _seconds(retry_after: str) -> float:
+    """Return the wait that a header asks for: seconds or a date; 0 for anything else."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0

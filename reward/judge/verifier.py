@@ -1,0 +1,60 @@
+"""Scores by what a model at an OpenAI-style URL says: one request for a response, or for all of a prompt."""
+
+from collections.abc import Sequence
+
+from reward.group import ResponseGroup
+from reward.judge.client import JudgeClient
+from reward.judge.config import Options, check_options, read_key
+from reward.judge.question import OF_GROUP, make_question, template_fields
+from reward.judge.reading import make_reader
+from reward.notes import Notes
+from reward.verifiers.awaited import AwaitedVerifier
+
+__all__ = ["Judge", "Options", "load_judge", "needed_fields"]
+
+
+def load_judge(options: Options) -> "Judge":
+    """Return the verifier; no request is made.
+
+    Raises:
+        SettingsError: an option is wrong, or the key is not there.
+    """
+    check_options(options)
+    return Judge(options)
+
+
+def needed_fields(options: Options) -> list[str]:
+    """Return the fields of the metadata that the templates name."""
+    return sorted(template_fields(options) - OF_GROUP)
+
+
+class Judge(AwaitedVerifier):
+    """Verifier that asks a judge."""
+
+    def __init__(self, options: Options) -> None:
+        self._question = make_question(options)
+        self._client = JudgeClient(options, read_key(options))
+        self.at_once = self._question.whole
+        self._read, parse_file = make_reader(options, self.at_once)
+        self.file = self._question.file or parse_file
+        self.max_running = options.max_requests
+
+    async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> list[float]:
+        """Return the scores of these samples.
+
+        Raises:
+            RewardError: the judge gave none; names its URL.
+            Exception: whatever a function of the user raises.
+        """
+        if self.at_once:
+            scores = await self._ask(group, 0, len(group.responses), notes)
+            return [scores[i] for i in samples]
+        return [(await self._ask(group, i, 1, notes))[0] for i in samples]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+    async def _ask(self, group: ResponseGroup, i: int, n: int, notes: Notes) -> list[float]:
+        messages = self._question.messages(group, i)
+        return await self._client.ask(messages, lambda text: self._read(text, n), notes)

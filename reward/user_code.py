@@ -1,0 +1,141 @@
+"""Finds functions of the user by `MODULE:FUNCTION`, and gives them the arguments that they name."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.choices import did_you_mean
+from protocol.errors import SettingsError
+from reward.group import ResponseGroup
+from reward.verifiers.location import locate
+
+EACH = ("prompt", "response", "metadata", "token_count", "finish_reason")
+"""Parameters of a function that is called for one response."""
+WHOLE = ("prompt", "responses", "metadata", "token_counts", "finish_reasons")
+"""Parameters of a function that is called for all responses of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserCode:
+    """A function of the user, and the arguments that it takes."""
+
+    path: str
+    """`MODULE:FUNCTION`."""
+    file: str
+    function: Callable[..., Any]
+    names: Sequence[str]
+    """The arguments that it takes."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it takes all responses of a prompt."""
+        return "responses" in self.names
+
+    @property
+    def awaits(self) -> bool:
+        """Whether it is asynchronous."""
+        called = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an asynchronous one)
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
+
+    def arguments(self, group: ResponseGroup, i: int) -> dict[str, Any]:
+        """Return its arguments for sample `i`; if it takes all responses, for all."""
+        known: dict[str, Any] = {"prompt": group.prompt, "metadata": dict(group.metadata)}
+        if self.whole:
+            known |= {
+                "responses": list(group.responses),
+                "token_counts": list(group.token_counts),
+                "finish_reasons": list(group.finish_reasons),
+            }
+        else:
+            known |= {
+                "response": group.responses[i],
+                "token_count": group.token_counts[i],
+                "finish_reason": group.finish_reasons[i],
+            }
+        return {name: known[name] for name in self.names}
+
+
+def load_user_code(path: str, what: str) -> UserCode:
+    """Import a function and check its parameters.
+
+    Args:
+        path: `MODULE:FUNCTION`.
+        what: the beginning of errors, such as "verifier function".
+
+    Raises:
+        SettingsError: module or function is missing, the module raises, or the parameters do not fit; names
+            the file.
+    """
+    function, file = import_function(path, what)
+    return UserCode(path, file, function, _checked_parameters(f"{what}: {path} in {file}", function))
+
+
+def import_function(path: str, what: str) -> tuple[Callable[..., Any], str]:
+    """Import a function; return it and its module's file.
+
+    Raises:
+        SettingsError: module or function is missing, or the module raises.
+    """
+    name, colon, attribute = path.partition(":")
+    if not colon or not name or not attribute:
+        raise SettingsError(f"{what}: path {path!r} is not MODULE:FUNCTION, such as my_reward:score")
+    module = _import(name, what)
+    file = str(getattr(module, "__file__", None) or name)
+    function: Any = module
+    for part in attribute.split("."):
+        if not hasattr(function, part):
+            known = [key for key, value in vars(function).items() if callable(value)]
+            hint = did_you_mean(part, known) if known else "it has no function"
+            raise SettingsError(f"{what}: {file} has no {part!r}; {hint}")
+        function = getattr(function, part)
+    if not callable(function):
+        raise SettingsError(f"{what}: {path} in {file} is not a function")
+    return function, file
+
+
+def _import(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise SettingsError(f"{what}: {locate(error)}: {error}") from None
+        searched = ", ".join(dict.fromkeys(path for path in sys.path if path and "/lib/python" not in path))
+        raise SettingsError(
+            f"{what}: there is no {name.replace('.', '/')}.py in {searched}; "
+            "name its directory in run.modules or PYTHONPATH"
+        ) from None
+    except Exception as error:  # a module may raise anything
+        raise SettingsError(f"{what}: {locate(error)}: {type(error).__name__}: {error}") from None
+
+
+def _checked_parameters(what: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the arguments to pass.
+
+    Raises:
+        SettingsError: the function cannot be called with the arguments that there are.
+    """
+    parameters = inspect.signature(function).parameters
+    whole = "responses" in parameters
+    if whole == ("response" in parameters):
+        raise SettingsError(
+            f"{what} must take a parameter `response` (scores one) or `responses` (scores all of a prompt)"
+        )
+    known, other = (WHOLE, EACH) if whole else (EACH, WHOLE)
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
+        return known
+    names = []
+    for name, item in parameters.items():
+        if item.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
+        if item.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise SettingsError(
+                f"{what}: parameter {name!r} is positional-only; arguments are passed by name"
+            )
+        if name in known:
+            names.append(name)
+        elif name in other or item.default is inspect.Parameter.empty:
+            raise SettingsError(f"{what}: there is no parameter {name!r}; {did_you_mean(name, known)}")
+    return tuple(names)

@@ -1,0 +1,30 @@
+"""Defines verifiers that wait for something, many calls at a time: judges and asynchronous functions."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from reward.group import ResponseGroup
+from reward.notes import Notes
+
+
+class AwaitedVerifier(ABC):
+    """Verifier whose calls run at the same time, in the event loop of one process of the reward service."""
+
+    at_once: bool
+    """Whether one call takes all samples of a group, instead of one sample."""
+    file: str
+    """File of the user that it comes from; empty for a verifier of tether."""
+    max_running: int
+    """Calls that run at once. Those beyond wait, which their time limit does not count."""
+
+    @abstractmethod
+    async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> list[float]:
+        """Return the scores of these samples. Cancelled when the time limit is exceeded.
+
+        Args:
+            group: prompt and responses.
+            samples: numbers of the samples: one, or any number for a verifier that is `at_once`.
+            notes: what the verifier keeps of the call, whatever its outcome.
+
+        May raise anything.
+        """
