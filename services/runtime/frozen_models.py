@@ -7,17 +7,17 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import xxhash
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
-from services.settings.hub import fetch_frozen
+from services.settings.hub import fetch_frozen, read_record
 from services.settings.sections import Settings
 from trainer.roles.config import FROZEN_ROLES
 
 FILE = "frozen_models.json"
 """File of the run directory: section -> digest of its model."""
+RECORDED = "models the run was made with"
 CHUNK = 1 << 24
 
 
@@ -29,7 +29,7 @@ def checked_digests(settings: Settings) -> Mapping[str, str]:
     """
     directories = {role: fetch_frozen(settings, role) for role in FROZEN_ROLES}
     found = {role: digest_of(directory) for role, directory in directories.items() if directory is not None}
-    for role, recorded in _recorded(settings.run_dir / FILE).items():
+    for role, recorded in read_record(settings.run_dir / FILE, RECORDED).items():
         if role in found and found[role] != recorded:
             raise SettingsError(
                 f"setting {role}.path: the model in {directories[role]} has the digest {found[role]}, and "
@@ -54,15 +54,3 @@ def digest_of(directory: Path) -> str:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
     return digest.hexdigest()
-
-
-def _recorded(path: Path) -> Mapping[str, str]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-    except FileNotFoundError:
-        return {}
-    except (OSError, msgspec.DecodeError) as error:
-        raise SettingsError(
-            f"{path}: {error}; it says which models the run was made with: restore it, or delete it to take "
-            "those of now"
-        ) from None

@@ -27,6 +27,7 @@ Named = TypeVar("Named", bound=SourceConfig)
 
 FILE = "hub.json"
 """File of the run directory: "KIND OWNER/NAME REVISION" -> commit."""
+RECORDED = "commits the run uses"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def pin_names(settings: Settings) -> Settings:
     Raises:
         SettingsError: a name cannot be resolved.
     """
-    commits = dict(_recorded(settings.run_dir / FILE))
+    commits = dict(read_record(settings.run_dir / FILE, RECORDED))
 
     def commit(name: HubName | None) -> str:
         if name is None or is_commit(name.revision):
@@ -88,7 +89,7 @@ def record_pins(asked: Settings, pinned: Settings) -> None:
         pinned: what `pin_names` made of them.
     """
     path = asked.run_dir / FILE
-    recorded = _recorded(path)
+    recorded = read_record(path, RECORDED)
     found = {
         name.key: at.revision
         for name, at in zip(hub_names(asked), hub_names(pinned), strict=True)
@@ -169,13 +170,21 @@ def _pinned(entry: Named, commit: str) -> Named:
     return replace(entry, revision=commit or entry.revision)
 
 
-def _recorded(path: Path) -> Mapping[str, str]:
+def read_record(path: Path, what: str) -> Mapping[str, str]:
+    """Return what a file of the run directory has recorded at the first start; nothing if it is not there.
+
+    Args:
+        path: the file, a JSON object of strings.
+        what: it says of the run, for the error.
+
+    Raises:
+        SettingsError: it cannot be read.
+    """
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError) as error:
         raise SettingsError(
-            f"{path}: {error}; it says which commits the run uses: restore it, or delete it to take "
-            "those of now"
+            f"{path}: {error}; it says which {what}: restore it, or delete it to take those of now"
         ) from None
