@@ -122,12 +122,17 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
 
 
 def sample_lengths(rollout: Rollout) -> list[int]:
-    """Return the tokens of each sample in all of its rows, counted once, without the prompt."""
-    lengths: list[int] = rollout.lengths.numpy().tolist()
-    if rollout.branches is None:
-        return lengths
-    found = [0] * len(rollout.responses)
-    for (sample, _, _), length in zip(rollout.branches.numpy().tolist(), lengths, strict=True):
+    """Return the tokens of each sample in all of its rows, counted once, without the prompt.
+
+    Raises:
+        ProtocolError: lengths, branches and responses contradict each other; names group and field.
+    """
+    lengths = checked_array(rollout.group, "lengths", rollout.lengths, "int32", (None,)).tolist()
+    branches = _branches(rollout, len(lengths))
+    found = [0] * (branches[-1][0] + 1 if branches else 0)
+    problem = f"has {len(rollout.responses)} entries for {len(found)} samples"
+    require(len(found) == len(rollout.responses), rollout.group, "responses", problem)
+    for (sample, _, _), length in zip(branches, lengths, strict=True):
         found[sample] += length
     return found
 

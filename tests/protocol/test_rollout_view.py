@@ -1,5 +1,7 @@
 """Decoding a rollout: its samples, and messages whose arrays contradict each other are refused by name."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -184,3 +186,18 @@ def test_a_message_whose_arrays_disagree_is_refused_by_group_and_field(
     rollout: Rollout = msgspec.structs.replace(PAIR, **change)
     with pytest.raises(ProtocolError, match=f"^group {rollout.group}: {problem}"):
         decode_rollout(rollout)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"responses": ("only one",)}, "responses has 1 entries for 2 samples"),
+        ({"branches": None}, "responses has 2 entries for 3 samples"),
+        ({"lengths": Array.of([[2, 1]], "int32")}, r"lengths has shape \[1, 2\]"),
+    ],
+)
+def test_lengths_of_a_rollout_that_contradicts_itself_are_refused(
+    changed: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ProtocolError, match=problem):
+        sample_lengths(msgspec.structs.replace(BRANCHED, **changed))

@@ -118,7 +118,7 @@ async def test_a_sample_stays_within_the_context_of_the_engine(name: str, model_
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_cancelling_an_environment_leaves_nothing(name: str, model_dir: Path) -> None:
-    engine = talking(model_dir, seconds_per_token=3600.0)
+    engine, before = talking(model_dir, seconds_per_token=3600.0), _children()
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         task = tasks.create_task(generated(name, engine, model_dir))
         while len(engine._running) < 3:  # noqa: ASYNC110 (games begin in a thread)
@@ -127,7 +127,7 @@ async def test_cancelling_an_environment_leaves_nothing(name: str, model_dir: Pa
     assert task.cancelled()
     assert not engine._running
     assert len(asyncio.all_tasks()) == 1
-    assert not _children()
+    assert _children() <= before
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,7 +138,7 @@ async def test_an_engine_that_has_ended_is_no_failed_sample(name: str, model_dir
         await generated(name, engine, model_dir)
 
 
-def _children() -> str:
-    """Return the processes that this one has started and that are there."""
+def _children() -> set[str]:
+    """Return the processes that this one has started and that are there, those of other tests too."""
     pid = os.getpid()
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
