@@ -111,7 +111,16 @@ TASKS: dict[str, Task] = {
         every=0,
         threshold=0.4,
         corrections=("clip", "truncated", "masked-geometric"),
-        settings=("engine.memory_fraction=0.3", "weights.transport=ipc"),
+        settings=(
+            "engine.name=hf",
+            "engine.dtype=float32",
+            "trainer.backend=reference",
+            "trainer.dtype=float32",
+            "trainer.micro_batch_size=16",
+            "rollout.groups_in_flight=64",
+            "trainer.checkpoint_every=1000",
+            "eval.at_end=false",
+        ),
     ),
 }
 """Task -> its runs. smollm2 needs a GPU, and its prompts and model: deploy/examples/smollm2/prepare.py."""

@@ -7,13 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import torch
 from torch.distributed import TCPStore
 
 DEADLINE_S = 800
 """On a machine with other work ranks take a minute or two. Below the limit of one test."""
 
-FORKS = multiprocessing.get_context("forkserver")
-"""Ranks are copies of one process that has imported what they need, which takes longer than their work."""
+FORKS = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+"""Ranks are copies of one process that has imported what they need, which takes longer than their work. With
+a GPU they are not: the imports have used CUDA, which does not survive a fork."""
 FORKS.set_forkserver_preload(["tests.trainer.megatron.ranks"])
 
 
