@@ -16,7 +16,7 @@ def whole(renderer: Renderer, dialogue: Dialogue) -> tuple[int, ...]:
     Raises:
         SettingsError: the chat template refuses it.
     """
-    text = renderer.dialogue_text(dialogue.messages, dialogue.tools)
+    text = _written(renderer, dialogue.messages, dialogue.tools)
     return renderer.encode(text, special=not renderer.has_template)
 
 
@@ -36,47 +36,93 @@ def added(renderer: Renderer, dialogue: Dialogue, first: int, sampled: Sequence[
     Raises:
         SettingsError: the template cannot write messages after an answer.
     """
-    new, answer = dialogue.messages[first:], dialogue.messages[first - 1]
     if not renderer.has_template:
-        return renderer.encode(renderer.dialogue_text(new))
-    mark = _unused_word(json.dumps([new, dialogue.tools]))
-    tail = renderer.encode(_behind_answer(renderer, mark, answer, new, dialogue.tools))
-    return tail[1:] if sampled and tail and sampled[-1] == tail[0] else tail
+        return renderer.encode(renderer.dialogue_text(dialogue.messages[first:]))
+    tail = renderer.encode(_behind_answer(renderer, dialogue, first))
+    return tail[_closing(renderer, tail, sampled) :]
 
 
-def _behind_answer(
-    renderer: Renderer, mark: str, answer: Message, new: Sequence[Message], tools: Sequence[dict[str, Any]]
-) -> str:
+def _closing(renderer: Renderer, tail: Sequence[int], sampled: Sequence[int]) -> int:
+    """Return how many tokens of `tail` merely close an answer that has ended with the end of its turn.
+
+    They are those up to that end. Some templates write other special tokens before it.
+    """
+    if not sampled or sampled[-1] not in tail:
+        return 0
+    if renderer.text((sampled[-1],)) and sampled[-1] not in renderer.stop_token_ids:
+        return 0  # it is part of the answer's text
+    end = tail.index(sampled[-1])
+    return 0 if renderer.text(tuple(tail[:end])).strip() else end + 1
+
+
+def _behind_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
     """Return what the template writes from the end of an answer on."""
-    question = {"role": "user", "content": "x"}
-    if new and new[0]["role"] == "tool" and answer.get("tool_calls"):
-        # Some templates write the result of a tool only after a call of it.
-        called = {
-            **answer,
-            "content": "",
-            "tool_calls": [_marked(call, mark) for call in answer["tool_calls"]],
-        }
+    new, answer, tools = dialogue.messages[first:], dialogue.messages[first - 1], dialogue.tools
+    mark, result = _unused_words(json.dumps([new, tools]))
+    # Some templates repeat the system's message, or the tools, before the last message of the user.
+    before = [*_system(dialogue.messages), {"role": "user", "content": "x"}]
+    if calls := answer.get("tool_calls"):
+        # Some templates write the result of a tool only after a call of it, or end a call by another token.
+        called = {**answer, "content": "", "tool_calls": [_marked(call, mark) for call in calls]}
         try:
-            text = renderer.dialogue_text([question, called, *new], tools).rpartition(mark)[2]
-            if ends := [place for stop in _stops(renderer) if (place := text.find(stop)) >= 0]:
-                return text[min(ends) :]
+            _, found, text = _written(renderer, [*before, called, *new], tools).rpartition(mark)
         except SettingsError:
-            pass  # a template without calls may still write their results, as below
+            found = text = ""  # a template without calls may still write their results, as below
+        if found and (ends := [place for stop in _stops(renderer) if (place := text.find(stop)) >= 0]):
+            return text[min(ends) :]
     plain = {"role": "assistant", "content": mark}
-    _, found, text = renderer.dialogue_text([question, plain, *new], tools).rpartition(mark)
+    results = [{**message, "content": result} for message in new if message["role"] == "tool"]
+    if results and result not in _written(renderer, [*before, plain, *results], tools).rpartition(mark)[2]:
+        raise SettingsError("the chat template leaves out the result of a tool")
+    _, found, text = _written(renderer, [*before, plain, *new], tools).rpartition(mark)
     if not found:
         raise SettingsError("the chat template leaves out an answer that others follow")
     return text
 
 
+def _written(renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+    """Return messages as the template writes them; some take the arguments of a call only as text."""
+    try:
+        return renderer.dialogue_text(messages, tools)
+    except SettingsError:
+        if not any(message.get("tool_calls") for message in messages):
+            raise
+        try:
+            return renderer.dialogue_text([_as_text(message) for message in messages], tools)
+        except SettingsError:
+            pass
+        raise
+
+
+def _as_text(message: Message) -> Message:
+    """Return a message with the arguments of its calls as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [_with_arguments(call, json.dumps(_arguments(call))) for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    return call["function"]["arguments"]
+
+
+def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
 def _marked(call: dict[str, Any], mark: str) -> dict[str, Any]:
     """Return a call whose only argument is the mark."""
-    return {**call, "function": {**call["function"], "arguments": {"x": mark}}}
+    return _with_arguments(call, {"x": mark})
+
+
+def _system(messages: Sequence[Message]) -> Sequence[Message]:
+    return messages[:1] if messages[0]["role"] == "system" else ()
 
 
 def _stops(renderer: Renderer) -> list[str]:
     return [text for token in renderer.stop_token_ids if (text := renderer.piece(token))]
 
 
-def _unused_word(text: str) -> str:
-    return next(word for i in itertools.count() if (word := f"tether{i}answer") not in text)
+def _unused_words(text: str) -> tuple[str, str]:
+    i = next(i for i in itertools.count() if f"tether{i}" not in text)
+    return f"tether{i}answer", f"tether{i}result"

@@ -4,18 +4,22 @@ of well-known ones."""
 import ast
 import functools
 import importlib.util
+import re
 import tempfile
 from pathlib import Path
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from rollout.render import RenderConfig, Renderer
 
-SPECIAL = [
-    "<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|header_start|>", "<|header_end|>", "<|eot|>",
-    "<|call|>", "<|start|>", "<|end|>", "<|message|>",
-]  # fmt: skip
+SPECIAL = re.compile(
+    r"<[|｜][^<>{}\s'\"]{1,40}[|｜]>|<\|[a-z_]+>|<[a-z_]+\|>|<(?:start|end)_of_[a-z]+>|</s>|\[/?[A-Z_]{3,30}\]"
+)
+"""What templates write that is one token."""
+ENDS_OF_CALLS = ("<|call|>", "<|eom_id|>", "<|eom|>", "<|observation|>", "<|tool_response>")
+"""Tokens that end an answer besides the one that ends a turn."""
 TOOLS_FIRST = (
     "{% if tools %}<|im_start|>system\n{{ messages[0].content if messages[0].role == 'system' }}"
     "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}<|im_end|>\n"
@@ -79,23 +83,49 @@ TRIMS = (
     "{{ m.content | trim }}<|eot|>{% endfor %}"
     "{% if add_generation_prompt %}<|header_start|>assistant<|header_end|>\n\n{% endif %}"
 )
+ARGUMENTS_AS_TEXT = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name + ' ' + call.function.arguments }}<|call|>"
+    "{% else %}{{ m.content }}<|end|>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+)
+CLOSED_TWICE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}<|text|>{{ m.content }}<|end_text|><|end_turn|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant<|text|>{% endif %}"
+)
+RESULTS_OF_CALLS_ALONE = (
+    "{% for m in messages %}{% if m.role != 'tool' %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[CALL]{{ call.function | tojson }}[/CALL]"
+    "{% endfor %}"
+    "{% if m.tool_calls %}{% for r in messages[loop.index0 + 1:] %}{% if r.role == 'tool' %}"
+    "[RESULT]{{ r.content }}[/RESULT]{% endif %}{% endfor %}{% else %}<|end|>{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|start|>assistant<|message|>{% endif %}"
+)
 OUR_OWN = {
-    "tool use": (TOOL_USE, "<|im_end|>"),
-    "forgets thoughts": (FORGETS_THOUGHTS, "<|im_end|>"),
-    "tools at the last user": (TOOLS_AT_LAST_USER, "<eos>"),
-    "call before result": (CALL_BEFORE_RESULT, "<|end|>"),
-    "trims": (TRIMS, "<|eot|>"),
-    "none": ("", "<eos>"),
+    "arguments as text": ARGUMENTS_AS_TEXT,
+    "closed twice": CLOSED_TWICE,
+    "results of calls alone": RESULTS_OF_CALLS_ALONE,
+    "tool use": TOOL_USE,
+    "forgets thoughts": FORGETS_THOUGHTS,
+    "tools at the last user": TOOLS_AT_LAST_USER,
+    "call before result": CALL_BEFORE_RESULT,
+    "trims": TRIMS,
+    "none": "",
 }
-ENDS = {"<|im_end|>": "<|im_end|>", "<|eot|>": "<|eot|>"}
-"""Text in a template -> the token that ends a turn."""
+
+ENDS = {"closed twice": "<|end_turn|>"}
+"""Template -> the token that ends a turn, where it is not the first one behind an answer."""
 
 
-def templates() -> dict[str, tuple[str, str]]:
-    """Return name -> template and the token that ends a turn."""
+@functools.cache
+def templates() -> dict[str, str]:
+    """Return name -> template."""
     found = dict(OUR_OWN)
-    for path in sorted(_folder("vllm", "transformers_utils/chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(), _end(path.read_text())
+    for package, inside in (("vllm", "transformers_utils/chat_templates"), ("trl", "chat_templates")):
+        for path in sorted(_folder(package, inside).glob("*.jinja")):
+            if path.stem.endswith("_training"):
+                continue  # the same with marks of what is trained
+            found[path.stem] = path.read_text()
     for path in sorted(_folder("transformers", "models").glob("*/processing_*.py")):
         source = path.read_text()
         if 'chat_template = "' not in source:
@@ -103,37 +133,57 @@ def templates() -> dict[str, tuple[str, str]]:
         for node in ast.parse(source).body:
             match node:
                 case ast.Assign(targets=[ast.Name(id="chat_template")], value=ast.Constant(value=str(text))):
-                    found[path.stem] = text, _end(text)
+                    found[path.stem] = text
     return found
 
 
 @functools.cache
 def renderer(name: str) -> Renderer:
     """Return a renderer with a template, and a byte-level tokenizer that has some merges."""
-    template, end = templates()[name]
+    return renderer_of(templates()[name], ENDS.get(name, ""))
+
+
+def renderer_of(template: str, end: str = "") -> Renderer:
+    """Return a renderer whose tokenizer has the special tokens of a template.
+
+    Args:
+        template: empty for none.
+        end: the token that ends a turn; empty: the one that the template writes behind an answer.
+    """
+    end = end or _end(template)
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = _tokenizer(end)
-        tokenizer.chat_template = template or None
+        tokenizer = _tokenizer(template, end)
         tokenizer.save_pretrained(folder)
-        return Renderer(Path(folder), RenderConfig())
-
-
-def _tokenizer(end: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose merges make tokens of text differ from those that were sampled."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e"), ("Ġ", "a"), ("Ċ", "Ċ"), ("<", "/")]
-    words = [*SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=end, bos_token="<bos>", pad_token="<pad>",
-        extra_special_tokens=[word for word in SPECIAL[3:] if word != end],
-    )  # fmt: skip
+        stops = tuple(token for token in ENDS_OF_CALLS if token in template and token != end)
+        return Renderer(Path(folder), RenderConfig(stop=stops))
 
 
 def _end(template: str) -> str:
-    return next((token for text, token in ENDS.items() if text in template), "<eos>")
+    """Return the special token that a template writes behind an answer."""
+    question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "tether"}
+    try:
+        text = _tokenizer(template, "<eos>").apply_chat_template([question, answer, question], tokenize=False)
+    except (TemplateError, TypeError, ValueError):  # of transformers, of jinja, or of the template
+        return "<eos>"
+    found = SPECIAL.match(text.rpartition("tether")[2].lstrip())
+    return found.group() if found else "<eos>"
+
+
+def _tokenizer(template: str, end: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose merges make tokens of text differ from those that were sampled."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("ab", "c"), ("t", "h"), ("th", "e"), ("Ġ", "a"), ("Ċ", "Ċ"), ("<", "/")]
+    special = dict.fromkeys(("<pad>", "<bos>", "<eos>", end, *SPECIAL.findall(template)))
+    words = [*alphabet, *("".join(pair) for pair in merges), *special]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=end, bos_token="<bos>", pad_token="<pad>",
+        extra_special_tokens=[word for word in special if word not in (end, "<bos>", "<pad>")],
+    )  # fmt: skip
+    fast.chat_template = template or None
+    return fast
 
 
 def _folder(package: str, inside: str) -> Path:
