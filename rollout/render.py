@@ -72,6 +72,7 @@ class Renderer:
                 "use 'auto' or 'off'"
             )
         self._chat = has_template and config.chat_template is not ChatTemplate.OFF
+        self._parts = self._chat and _takes_parts(self._tokenizer)
         self.stop_token_ids = self._stop_ids(Path(model_dir))
         """Ids of the tokens that end a sample, in ascending order."""
 
@@ -155,12 +156,9 @@ class Renderer:
         if not self._chat:
             return "\n".join(str(message["content"]) for message in messages)
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-            )
+            return self._applied(messages, tools)
         except Exception as error:  # templates raise any exception of jinja or their own
             raise SettingsError(f"the chat template refuses the messages: {error}") from error
-        return text
 
     def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
         """Tokenize, with the tokens that the tokenizer puts around a text if `special`."""
@@ -188,11 +186,16 @@ class Renderer:
     def _templated(self, messages: list[tuple[str, str]], index: int) -> str:
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
-            )
+            return self._applied(conversation)
         except Exception as error:  # templates raise any exception of jinja or their own
             raise SettingsError(f"prompt {index}: the chat template refuses it: {error}") from error
+
+    def _applied(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """Return what the chat template writes of messages, whichever form of their content it takes."""
+        given = [_in_parts(message) for message in messages] if self._parts else list(messages)
+        text: str = self._tokenizer.apply_chat_template(
+            given, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+        )
         return text
 
     def _encode(self, text: str, special: bool = False) -> tuple[int, ...]:
@@ -209,6 +212,27 @@ class Renderer:
                 )
             ids.add(tokens[0])
         return tuple(sorted(ids))
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose text is a part of its content."""
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _takes_parts(tokenizer: Any) -> bool:
+    """Return whether a chat template writes the parts of a message but not its text.
+
+    Templates of models that also see images do.
+    """
+
+    def writes(message: dict[str, Any]) -> bool:
+        try:
+            return _MARK in tokenizer.apply_chat_template([message], tokenize=False)
+        except Exception:  # it refuses a single message, or this form of one
+            return False
+
+    message = {"role": "user", "content": _MARK}
+    return not writes(message) and writes(_in_parts(message))
 
 
 def vocabulary_of(model_dir: Path) -> Mapping[str, int]:

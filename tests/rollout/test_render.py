@@ -114,3 +114,14 @@ _renderers: dict[Path, Renderer] = {}
 
 def _cached(path: Path) -> Renderer:
     return _renderers.setdefault(path, _renderers.get(path) or Renderer(path, RenderConfig()))
+
+
+def test_a_template_of_parts_gets_the_text_as_a_part(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: "
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<eos>"
+        "{% endfor %}"
+    )
+    renderer = Renderer(write_tokenizer(tmp_path, template=template, more=":<>"), RenderConfig())
+    assert shown(renderer, Prompt("1+1?")) == "user: 1+1?<eos>"
+    assert renderer.dialogue_text([{"role": "assistant", "content": "2"}]) == "assistant: 2<eos>"

@@ -98,7 +98,8 @@ RESULTS_OF_CALLS_ALONE = (
     "{% for call in m.tool_calls or [] %}[CALL]{{ call.function | tojson }}[/CALL]"
     "{% endfor %}"
     "{% if m.tool_calls %}{% for r in messages[loop.index0 + 1:] %}{% if r.role == 'tool' %}"
-    "[RESULT]{{ r.content }}[/RESULT]{% endif %}{% endfor %}{% else %}<|end|>{% endif %}{% endif %}{% endfor %}"
+    "[RESULT]{{ r.content }}[/RESULT]{% endif %}{% endfor %}"
+    "{% else %}<|end|>{% endif %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|start|>assistant<|message|>{% endif %}"
 )
 OUR_OWN = {

@@ -112,56 +112,112 @@ def check_wire(session: Session) -> None:
 ACTIONS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["continue", "continue", "tool", "again", "edit", "compact", "other tools", "forget"]
+            [
+                "continue", "continue", "tool", "tool", "again", "at once", "edit", "compact", "other tools",
+                "forget", "sub-agent", "strip thoughts",
+            ]
         ),
         st.text(alphabet="abc the\n<>/", max_size=8),
         st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
-        st.booleans(),
+        st.sampled_from(["text", "thought", "call", "calls"]),
         st.booleans(),
     ),
     min_size=1,
     max_size=7,
-)
+)  # fmt: skip
+CHEAP = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+DEEP = settings(CHEAP, max_examples=250)
 
 
-@pytest.mark.parametrize("name", sorted(templates()))
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(actions=ACTIONS)
-def test_branches_are_what_was_sampled_and_inserted(name: str, actions: list[Any]) -> None:
-    session, engine = opened(name)
+def said_tokens(name: str, drawn: Sequence[int], kind: str, ends: bool) -> tuple[int, ...]:
+    """An answer of random tokens, whose text would be tokenized otherwise, behind what its kind begins with."""
     text = renderer(name)
-    end = text.stop_token_ids[0]
-    vocabulary = list(range(256))
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "abc"}]
+    before = {"text": "", "thought": "<think>ab</think>", "call": CALL_TEXT, "calls": CALL_TEXT + CALL_TEXT}
+    words = tuple(i % 256 for i in drawn) if kind in ("text", "thought") else ()
+    return (*text.encode(before[kind]), *words, *((text.stop_token_ids[0],) if ends else ()))
+
+
+def rewritten(messages: list[dict[str, Any]], action: str, words: str) -> list[dict[str, Any]]:
+    """What a harness makes of its messages before it asks."""
+    if action == "edit" and len(messages) > 1:
+        return [*messages[:-2], {**messages[-2], "content": words, "tool_calls": None}, messages[-1]]
+    if action == "compact":
+        return [{"role": "user", "content": f"so far: {words}"}]
+    if action == "strip thoughts":
+        return [{**m, "content": (m.get("content") or "").split("</think>")[-1]} for m in messages]
+    return messages[-1:] if action == "forget" else messages
+
+
+def reply(answer: CallAnswer, action: str, words: str) -> list[dict[str, Any]]:
+    """An answer and what a harness says to it: results of its calls, the last one first, or a user's text."""
+    calls = answer.message.get("tool_calls") or []
+    if action == "tool" and calls:
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": words} for call in calls]
+        return [answer.message, *results[::-1]]
+    return [answer.message, {"role": "user", "content": words}]
+
+
+def check_random_session(name: str, actions: list[Any]) -> None:
+    """Run a harness of random actions, and check what is recorded of it."""
+    session, engine = opened(name)
+    main: list[dict[str, Any]] = [{"role": "user", "content": "abc"}]
+    other: list[dict[str, Any]] = [
+        {"role": "system", "content": "You help."},
+        {"role": "user", "content": "the"},
+    ]
     tools: list[Any] = [TOOL]
-    for action, words, drawn, calls, ends in actions:
-        said = text.encode(CALL_TEXT) if calls else tuple(vocabulary[i % len(vocabulary)] for i in drawn)
-        engine.says = (*said, end) if ends else said
-        if action == "edit" and len(messages) > 1:
-            messages[-2] = {**messages[-2], "content": words, "tool_calls": None}
-        elif action == "compact":
-            messages = [{"role": "user", "content": f"so far: {words}"}]
-        elif action == "forget":
-            messages = messages[-1:]
-        elif action == "other tools":
+    for action, words, drawn, kind, ends in actions:
+        engine.says = said_tokens(name, drawn, kind, ends)
+        main = rewritten(main, action, words)
+        if action == "other tools":
             tools = [] if tools else [TOOL]
-        before = list(engine.seen)
+        messages = other if action == "sub-agent" else main
+        before, count = list(engine.seen), session.restarts
         answer = asked(session, messages, tools)
         if answer is None:
             assert engine.seen == before
-            messages = [{"role": "user", "content": words or "a"}]
+            main = [{"role": "user", "content": words or "a"}]
             continue
-        if action == "again":
-            continue
-        messages.append(answer.message)
-        if action == "tool" and answer.message.get("tool_calls"):
-            for call in answer.message["tool_calls"]:
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": words})
-        else:
-            messages.append({"role": "user", "content": words})
+        check_continued(session, engine, answer, session.restarts - count)
+        if action == "at once":
+            both_asked(session, messages, tools)
+        elif action != "again":
+            messages += reply(answer, action, words)
     if engine.seen:
         check_exact(session, engine)
         check_wire(session)
+
+
+def check_continued(session: Session, engine: Engine, answer: CallAnswer, restarts: int) -> None:
+    """The context of a call is what it continues, and what was inserted; a restart continues nothing."""
+    parent, inserted = answer.call.parent, answer.call.inserted
+    context = engine.seen[-1][0]
+    assert context == (*(parent.tokens() if parent is not None else ()), *inserted)
+    assert restarts in (0, 1)
+    assert parent is None or not restarts
+
+
+def both_asked(session: Session, messages: Sequence[Any], tools: Sequence[Any]) -> None:
+    """Two requests that both begin before either is answered, the later one answered first."""
+    body = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
+    first, second = (session.begin(read_chat(body, override=False)) for _ in range(2))
+    for begun in (second, first):
+        asyncio.run(session.answer(begun))
+
+
+@pytest.mark.parametrize("name", sorted(templates()))
+@CHEAP
+@given(actions=ACTIONS)
+def test_branches_are_what_was_sampled_and_inserted(name: str, actions: list[Any]) -> None:
+    check_random_session(name, actions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(templates()))
+@DEEP
+@given(actions=ACTIONS)
+def test_branches_are_what_was_sampled_and_inserted_in_long(name: str, actions: list[Any]) -> None:
+    check_random_session(name, actions)
 
 
 @pytest.mark.parametrize("name", sorted(templates()))
