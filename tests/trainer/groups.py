@@ -32,6 +32,9 @@ class GroupSpec:
     prompt: Sequence[int] = (3, 4)
     samples: Sequence[SampleSpec] = field(default_factory=lambda: [SampleSpec([5, 6], [0, 0])])
     generate_s: float = 0.0
+    branches: Sequence[tuple[int, int, int]] = ()
+    """(sample, parent, shared) of each entry of `samples`, which then are rows. Reward and finish of a sample
+    are those of its first row. Empty: each row is a sample."""
 
 
 def spans_of(samples: Sequence[SampleSpec]) -> list[tuple[int, int, int]]:
@@ -59,13 +62,16 @@ def scored(spec: GroupSpec, **replaced: Array) -> ScoredRollout:
     }
     if not spans_of(spec.samples):
         arrays["spans"] = Array("int32", (0, 3), memoryview(b""))
-    rewards = replaced.pop("rewards", Array.of([s.reward for s in spec.samples], "float32"))
+    firsts = [s for i, s in enumerate(spec.samples) if not spec.branches or spec.branches[i][1] < 0]
+    if spec.branches:
+        arrays["branches"] = Array.of(spec.branches, "int32")
+    rewards = replaced.pop("rewards", Array.of([s.reward for s in firsts], "float32"))
     rollout = Rollout(
         group=spec.group,
         token="lease",
         engine="engine.1",
-        finish_reasons=tuple(s.finish for s in spec.samples),
-        responses=("",) * len(spec.samples),
+        finish_reasons=tuple(s.finish for s in firsts),
+        responses=("",) * len(firsts),
         generate_s=spec.generate_s,
         **{**arrays, **replaced},
     )

@@ -130,7 +130,7 @@ DEEP = settings(CHEAP, max_examples=250)
 
 
 def said_tokens(name: str, drawn: Sequence[int], kind: str, ends: bool) -> tuple[int, ...]:
-    """An answer of random tokens, whose text would be tokenized otherwise, behind what its kind begins with."""
+    """What its kind begins with, and random tokens, whose text would be tokenized otherwise."""
     text = renderer(name)
     before = {"text": "", "thought": "<think>ab</think>", "call": CALL_TEXT, "calls": CALL_TEXT + CALL_TEXT}
     words = tuple(i % 256 for i in drawn) if kind in ("text", "thought") else ()

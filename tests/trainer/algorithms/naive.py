@@ -1,10 +1,12 @@
 """Computes the loss of a step from the papers, a sample and a token at a time, in plain Python over float64.
 
-Nothing of the project is used but the batch; gradients are torch's.
+Nothing of the project is used but the batch; gradients are torch's. A row of a batch is a sample, or a branch
+of one.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,6 +25,28 @@ def mean(values: list[float]) -> float:
 
 def deviation(values: list[float]) -> float:
     return math.sqrt(mean([(value - mean(values)) ** 2 for value in values]))
+
+
+def owners(batch: Batch) -> list[int]:
+    """Return the sample of each row, from 0."""
+    rows = list(range(len(batch.lengths))) if batch.rows is None else batch.rows.tolist()
+    samples = sorted(set(rows))
+    return [samples.index(row) for row in rows]
+
+
+def of_samples(batch: Batch, values: list[Any]) -> list[Any]:
+    """Return what the first row of each sample has."""
+    owner = owners(batch)
+    return [values[owner.index(sample)] for sample in range(max(owner) + 1)]
+
+
+def sums_of_samples(batch: Batch, values: list[Any]) -> list[Any]:
+    """Return the sum of what the rows of each sample have."""
+    owner = owners(batch)
+    return [
+        sum(value for value, own in zip(values, owner, strict=True) if own == sample)
+        for sample in range(max(owner) + 1)
+    ]
 
 
 def advantages(config: AlgorithmConfig, rewards: list[float], groups: list[int]) -> list[float]:
@@ -71,7 +95,7 @@ def token_weight(config: AlgorithmConfig, sampled: list[int], sample: int) -> fl
 def policy_losses(
     config: AlgorithmConfig, logprobs: list[torch.Tensor], old: list[torch.Tensor], scores: list[float]
 ) -> list[torch.Tensor]:
-    """Return the loss of each trained token of a sample; `scores` are their advantages."""
+    """Return the loss of each trained token of a row; `scores` are their advantages."""
     ratios = [torch.exp(new - before) for new, before in zip(logprobs, old, strict=True)]
     low, high = 1 - config.clip_low, 1 + config.clip_high
     if config.name == "gspo":
@@ -137,15 +161,18 @@ def step_loss(
         batch: all samples of the update.
         logprobs: [t], float64; so is `entropy`.
         entropy: of the distribution that each token was drawn from.
-        scores: advantages of the samples; None: the batch is whole groups, from whose rewards they follow.
+        scores: advantages of the samples, whose branches share them; None: the batch is whole groups, from
+            whose rewards they follow.
         trust: tokens that M2PO keeps; None: all.
         of_tokens: advantages of the trained tokens; None: those of their samples.
     """
-    sampled = [int(mask.sum()) for mask in batch.sampled_mask.split(batch.lengths.tolist())]
-    scores = scores or advantages(config, batch.rewards.tolist(), batch.group_index.tolist())
+    counts = [int(mask.sum()) for mask in batch.sampled_mask.split(batch.lengths.tolist())]
+    sampled = sums_of_samples(batch, counts)
+    rewards, groups = (of_samples(batch, values.tolist()) for values in (batch.rewards, batch.group_index))
+    scores = scores or advantages(config, rewards, groups)
     total = logprobs.new_zeros(())
-    for sample in range(len(sampled)):
-        span = range(int(batch.offsets[sample]), int(batch.offsets[sample + 1]))
+    for row, sample in enumerate(owners(batch)):
+        span = range(int(batch.offsets[row]), int(batch.offsets[row + 1]))
         tokens = [token for token in span if batch.loss_mask[token]]
         if not tokens:
             continue

@@ -34,6 +34,25 @@ def samples(draw: st.DrawFn) -> SampleSpec:
 
 
 @st.composite
+def rows(draw: st.DrawFn) -> tuple[SampleSpec, int | None]:
+    """A row, and how many tokens of the one before it follows; None: it is a sample."""
+    return draw(samples()), draw(st.one_of(st.none(), st.integers(0, 6)))
+
+
+def branched(group: int, made: list[tuple[SampleSpec, int | None]]) -> GroupSpec:
+    """The group of some rows, of which the first is always a sample."""
+    branches: list[tuple[int, int, int]] = []
+    known = 0
+    for row, (spec, shared) in enumerate(made):
+        if row == 0 or shared is None:
+            branches.append((branches[-1][0] + 1 if branches else 0, -1, 0))
+        else:
+            branches.append((branches[-1][0], row - 1, min(shared, known)))
+        known = branches[-1][2] + len(spec.tokens)
+    return GroupSpec(group, samples=[spec for spec, _ in made], branches=branches)
+
+
+@st.composite
 def configs(draw: st.DrawFn) -> AlgorithmConfig:
     return AlgorithmConfig(
         name=draw(st.sampled_from(sorted(ALGORITHMS))),
@@ -99,7 +118,7 @@ def ours(
 
 @given(
     configs(),
-    st.lists(st.lists(samples(), min_size=1, max_size=3), min_size=1, max_size=3),
+    st.lists(st.lists(rows(), min_size=1, max_size=4), min_size=1, max_size=3),
     st.integers(0, 2**32),
     st.booleans(),
     st.booleans(),
@@ -107,13 +126,13 @@ def ours(
 )
 def test_loss_and_gradient_are_those_of_the_paper(
     config: AlgorithmConfig,
-    made: list[list[SampleSpec]],
+    made: list[list[tuple[SampleSpec, int | None]]],
     seed: int,
     decoupled: bool,
     later: bool,
     pieces: int,
 ) -> None:
-    groups = [(scored(GroupSpec(group=g, samples=rows)), BOUND) for g, rows in enumerate(made)]
+    groups = [(scored(branched(g, rows)), BOUND) for g, rows in enumerate(made)]
     plain = batch_of(groups, step=STEP, algorithm=make_algorithm(config))
     batch, logprobs, entropy = shifted(plain, seed, decoupled=decoupled, later=later)
     trust = None

@@ -65,7 +65,7 @@ def run_case(models: RankModels, case: Case, directory: Path, rank: int = 0) -> 
         follow_commands(models)
         return []
     leader, reports = LeaderRank(models, case.made()), []
-    for step, groups in enumerate(records(directory)):
+    for step, groups in enumerate(records(directory, case.branched)):
         plan, stats = leader.train(case.command(FIRST + step, groups))
         assert (stats.updates, stats.updates_skipped)[bool(stats.skipped)] == case.epochs
         report = flat(stats) | of_records(plan)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from protocol.codec import encode_payload
+from protocol.messages import ScoredRollout
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from tests.trainer.megatron.models import save_model
 from tests.trainer.recomputed.loop import NaiveTrainer
@@ -44,6 +45,8 @@ class Case:
     """Whether the reference is another model than the initial policy."""
     epochs: int = 1
     """Updates of a step, each on the whole batch."""
+    branched: bool = False
+    """Whether samples have branches."""
 
     @property
     def has_critic(self) -> bool:
@@ -148,6 +151,31 @@ CASES = {
     "kl-k3": Case(
         {"name": "cispo", "kl_coef": 0.1, "kl_estimator": "k3", "importance_cap": 1.1}, decoupled=True
     ),
+    "branches": Case(
+        {"name": "grpo", "truncated": "mask", "importance_cap": 1.1}, decoupled=True, branched=True
+    ),
+    "branches-gspo": Case({"name": "gspo", "clip_low": 0.05, "clip_high": 0.05}, branched=True),
+    "branches-dr_grpo": Case({"name": "dr_grpo"}, branched=True),
+    "branches-sequence": Case(
+        {
+            "name": "dapo",
+            "importance_cap": 1.2,
+            "importance_level": "sequence",
+            "ess_scaling": "sqrt",
+            "truncated": "shape",
+            "overlong_length": 9,
+            "overlong_buffer": 5,
+            "overlong_penalty": 0.5,
+        },
+        decoupled=True,
+        branched=True,
+    ),
+    "branches-kl-in-reward": Case(
+        {"name": "reinforce_plus_plus", "kl_coef": 0.05, "use_kl_in_reward": True}, branched=True
+    ),
+    "branches-ppo": Case(
+        {**GAE, "kl_coef": 0.1, "use_kl_in_reward": True}, reference=True, epochs=2, branched=True
+    ),
 }
 
 
@@ -162,51 +190,74 @@ def other_model(directory: Path) -> Path:
     return directory.parent / OTHER
 
 
-@lru_cache(maxsize=1)
-def records(directory: Path) -> tuple[Groups, ...]:
+@lru_cache(maxsize=2)
+def records(directory: Path, branched: bool = False) -> tuple[Groups, ...]:
     """The groups of each step: lags 0 to 3 under a bound of 2, inserted tokens, a sample without a trained
     one, a truncated sample in every group, a group without signal, and a step without a token within the
-    bound.
+    bound. If `branched`, samples have up to three rows, one of them without a trained token.
 
     The engine's log-probabilities are those of the initial model, with noise.
     """
     generator = torch.Generator().manual_seed(7)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return tuple(
-        tuple((_group(model, step, number, generator), BOUND) for number in range(3)) for step in range(STEPS)
+        tuple((_group(model, step, number, generator, branched), BOUND) for number in range(3))
+        for step in range(STEPS)
     )
 
 
-def _group(model: torch.nn.Module, step: int, number: int, generator: torch.Generator) -> Any:
+BRANCHES = ((0,), (), (0, 1), (0,))
+"""Place of a sample -> the parents of its further rows, by their places in the sample."""
+
+
+def _group(
+    model: torch.nn.Module, step: int, number: int, generator: torch.Generator, branched: bool
+) -> ScoredRollout:
     """A group of a step; all rewards of group 1 are equal."""
 
     def draw(high: int, low: int = 0) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
     prompt = [draw(131) for _ in range(2 + number)]
-    samples = []
+    rows: list[SampleSpec] = []
+    branches: list[tuple[int, int, int]] = []
+    full: list[list[int]] = []
     for place in range(4):
-        length = 1 if (number, place) == (0, 3) else draw(7, 2)
-        tokens = [draw(131) for _ in range(length)]
-        oldest = 3 if place == 2 else 2
-        lags = sorted((draw(oldest + 1) for _ in range(length)), reverse=True)
-        if (number, place) == (0, 3) or step == WITHOUT_TOKENS:  # none is within the bound
-            lags = [BOUND + 1] * length
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0] / TEMPERATURE
-        log_p = logits.log_softmax(-1)[torch.arange(len(prompt) - 1, len(prompt) + length - 1), tokens]
-        noise = 0.25 * torch.randn(length, generator=generator)
-        samples.append(
-            SampleSpec(
-                tokens,
-                [FIRST + step - lag for lag in lags],
-                reward=0.5 if number == 1 else draw(3) / 2 + 0.1 * place,
-                mask=[0 if place == 1 and token == 1 else 1 for token in range(length)],
-                logprobs=(log_p + noise).tolist(),
-                finish="length" if place == 0 else "stop",
+        first = len(rows)
+        for parent in (-1, *(BRANCHES[place] if branched else ())):
+            before = full[first + parent] if parent >= 0 else []
+            shared = draw(len(before) + 1) if parent >= 0 else 0
+            context = before[:shared]
+            length = 1 if (number, place, parent) == (0, 3, -1) else draw(7, 2)
+            tokens = [draw(131) for _ in range(length)]
+            oldest = 3 if place == 2 else 2
+            lags = sorted((draw(oldest + 1) for _ in range(length)), reverse=True)
+            if (number, place) == (0, 3) or step == WITHOUT_TOKENS or (number, parent) == (2, 1):
+                lags = [BOUND + 1] * length  # none is within the bound
+            noise = 0.25 * torch.randn(length, generator=generator)
+            rows.append(
+                SampleSpec(
+                    tokens,
+                    [FIRST + step - lag for lag in lags],
+                    reward=0.5 if number == 1 else draw(3) / 2 + 0.1 * place,
+                    mask=[0 if place == 1 and token == 1 else 1 for token in range(length)],
+                    logprobs=(_logprobs(model, prompt + context, tokens) + noise).tolist(),
+                    finish="length" if place == 0 else "stop",
+                )
             )
-        )
-    return scored(GroupSpec(group=10 * step + number, prompt=prompt, samples=samples))
+            branches.append((place, first + parent if parent >= 0 else -1, shared))
+            full.append(context + tokens)
+    spec = GroupSpec(
+        group=10 * step + number, prompt=prompt, samples=rows, branches=branches if branched else ()
+    )
+    return scored(spec)
+
+
+@torch.no_grad()
+def _logprobs(model: torch.nn.Module, before: list[int], tokens: list[int]) -> torch.Tensor:
+    """Of the tokens that follow others, under the sampling temperature."""
+    logits = model(input_ids=torch.tensor([before + tokens])).logits[0] / TEMPERATURE
+    return logits.log_softmax(-1)[torch.arange(len(before) - 1, len(before) + len(tokens) - 1), tokens]
 
 
 @lru_cache(maxsize=len(CASES))
@@ -218,6 +269,6 @@ def recomputed(name: str, directory: Path) -> tuple[list[dict[str, Any]], dict[s
     trainer = NaiveTrainer(directory, case.config, OPTIMIZER, TEMPERATURE, **paths, critic=critic)
     reports = [
         trainer.step(groups, FIRST + step, decoupled=case.decoupled, epochs=case.epochs)
-        for step, groups in enumerate(records(directory))
+        for step, groups in enumerate(records(directory, case.branched))
     ]
     return reports, trainer.weights()

@@ -1,4 +1,4 @@
-"""Reads the batch of a step from the records of scored groups, a sample and a token at a time."""
+"""Reads the batch of a step from the records of scored groups, a row and a token at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from protocol.messages import ScoredRollout
-from tests.trainer.algorithms.naive import mean
+from tests.trainer.algorithms.naive import mean, of_samples
 from trainer.config import AlgorithmConfig
 
 Groups = Sequence[tuple[ScoredRollout, int]]
@@ -15,13 +15,18 @@ Groups = Sequence[tuple[ScoredRollout, int]]
 
 @dataclass
 class NaiveBatch:
-    """All tokens of a step, one sample after the other: what `naive.step_loss` reads of a batch."""
+    """All tokens of a step, one row after the other: what `naive.step_loss` reads of a batch.
+
+    A row is a sample, or a branch of one.
+    """
 
     step: int
     decoupled: bool
     tokens: list[int]
     offsets: list[int]
-    """Where each sample begins, and the end."""
+    """Where each row begins, and the end."""
+    rows: torch.Tensor
+    """The sample of each row."""
     lengths: torch.Tensor
     sampled_mask: torch.Tensor
     loss_mask: torch.Tensor
@@ -37,12 +42,12 @@ class NaiveBatch:
 
     @property
     def trained(self) -> list[list[int]]:
-        """The trained tokens of each sample."""
+        """The trained tokens of each row."""
         return self._under(self.loss_mask)
 
     @property
     def sampled(self) -> list[list[int]]:
-        """The sampled tokens of each sample."""
+        """The sampled tokens of each row."""
         return self._under(self.sampled_mask)
 
     def _under(self, mask: torch.Tensor) -> list[list[int]]:
@@ -57,23 +62,33 @@ def read(groups: Groups, step: int, config: AlgorithmConfig, *, decoupled: bool)
     trained: list[bool] = []
     versions: list[int] = []
     behaviour: list[float] = []
-    offsets, rewards, group_index = [0], [], []
+    offsets, rewards, group_index, owners = [0], [], [], []
     left_out = 0
     for index, (scored, bound) in enumerate(groups):
         rollout = scored.rollout
         prompt = rollout.prompt_tokens.numpy().tolist()
         all_tokens, all_masks = rollout.tokens.numpy().tolist(), rollout.loss_mask.numpy().tolist()
         all_logprobs, spans = rollout.logprobs.numpy().tolist(), rollout.spans.numpy().tolist()
-        first = 0
-        for sample, length in enumerate(rollout.lengths.numpy().tolist()):
-            tokens += prompt
-            sampled += [False] * len(prompt)
-            trained += [False] * len(prompt)
-            versions += [-1] * len(prompt)
-            behaviour += [0.0] * len(prompt)
+        lengths, before = rollout.lengths.numpy().tolist(), max(owners, default=-1) + 1
+        branches = [[row, -1, 0] for row in range(len(lengths))]
+        if rollout.branches is not None:
+            branches = rollout.branches.numpy().tolist()
+        lengths_of = [
+            sum(length for (other, _, _), length in zip(branches, lengths, strict=True) if other == sample)
+            for sample in range(branches[-1][0] + 1)
+        ]
+        first, full = 0, []
+        for row, ((sample, parent, shared), length) in enumerate(zip(branches, lengths, strict=True)):
+            context = full[parent][: len(prompt) + shared] if parent >= 0 else prompt
+            full.append(context + all_tokens[first : first + length])
+            tokens += context
+            sampled += [False] * len(context)
+            trained += [False] * len(context)
+            versions += [-1] * len(context)
+            behaviour += [0.0] * len(context)
             is_masked = config.truncated == "mask" and rollout.finish_reasons[sample] == "length"
             for place in range(length):
-                version = next(v for row, end, v in spans if row == sample and place < end)
+                version = next(v for own, end, v in spans if own == row and place < end)
                 is_sampled = all_masks[first + place] == 1
                 tokens.append(all_tokens[first + place])
                 sampled.append(is_sampled)
@@ -83,10 +98,10 @@ def read(groups: Groups, step: int, config: AlgorithmConfig, *, decoupled: bool)
                 behaviour.append(all_logprobs[first + place])
             first += length
             offsets.append(len(tokens))
-            rewards.append(scored.rewards.numpy().tolist()[sample] + punishment(config, length))
+            rewards.append(scored.rewards.numpy().tolist()[sample] + punishment(config, lengths_of[sample]))
             group_index.append(index)
-    measured = {"mask": {"truncated_tokens": left_out}, "shape": {"shaped_reward_mean": mean(rewards)}}
-    return NaiveBatch(
+            owners.append(before + sample)
+    batch = NaiveBatch(
         step=step,
         decoupled=decoupled,
         tokens=tokens,
@@ -98,8 +113,12 @@ def read(groups: Groups, step: int, config: AlgorithmConfig, *, decoupled: bool)
         behaviour_logprobs=torch.tensor(behaviour, dtype=torch.float64),
         rewards=torch.tensor(rewards, dtype=torch.float64),
         group_index=torch.tensor(group_index),
-        measured=measured.get(config.truncated, {}),
+        rows=torch.tensor(owners),
     )
+    shaped = mean(of_samples(batch, rewards))  # type: ignore[arg-type]
+    measured = {"mask": {"truncated_tokens": left_out}, "shape": {"shaped_reward_mean": shaped}}
+    batch.measured = measured.get(config.truncated, {})
+    return batch
 
 
 def punishment(config: AlgorithmConfig, length: int) -> float:

@@ -13,14 +13,16 @@ def with_a_teacher(
     A penalty in the reward is that of all sampled tokens of a sample (Ziegler et al. 2019); a teacher's
     log-probabilities, [t], give each token its own part (Agarwal et al. 2023).
     """
-    rewards, found = batch.rewards.tolist(), {}
+    rewards, found = naive.of_samples(batch, batch.rewards.tolist()), {}  # type: ignore[arg-type]
     if config.use_kl_in_reward:
-        gaps = penalties(batch)
-        sums = [sum(gaps[token] for token in tokens) for tokens in batch.sampled]
+        sums = penalties_of_samples(batch)
         rewards = [reward - config.kl_coef * total for reward, total in zip(rewards, sums, strict=True)]
         found["reward_kl_k1"] = naive.mean(sums)
-    scores = naive.advantages(config, rewards, batch.group_index.tolist())
-    advantages = {token: scores[i] for i, tokens in enumerate(batch.trained) for token in tokens}
+    groups = naive.of_samples(batch, batch.group_index.tolist())  # type: ignore[arg-type]
+    scores = naive.advantages(config, rewards, groups)
+    owners = naive.owners(batch)  # type: ignore[arg-type]
+    rows = zip(owners, batch.trained, strict=True)
+    advantages = {token: scores[sample] for sample, tokens in rows for token in tokens}
     if teacher is not None and advantages:
         gaps = {token: batch.behaviour_logprobs[token].item() - teacher[token] for token in advantages}
         found["teacher_kl_k1"] = naive.mean(list(gaps.values()))
@@ -33,23 +35,31 @@ def with_a_critic(
 ) -> tuple[dict[int, float], dict[int, float], dict[str, float]]:
     """Return the advantages of trained tokens, the returns of sampled ones, and what is reported of them.
 
-    Schulman et al. 2015 and 2017; `values` are those of the states in which the tokens were sampled.
+    Schulman et al. 2015 and 2017; `values` are those of the states in which the tokens were sampled. Every
+    branch of a sample ends with its reward.
     """
     gaps = penalties(batch) if config.use_kl_in_reward else {}
     advantages: dict[int, float] = {}
     for tokens, reward in zip(batch.sampled, batch.rewards.tolist(), strict=True):
         rewards = [-config.kl_coef * gaps.get(token, 0.0) for token in tokens]
         rewards[-1] += reward
-        found = naive.gae(rewards, [values[token] for token in tokens], config.gamma, config.gae_lambda)
-        advantages |= dict(zip(tokens, found, strict=True))
+        own = naive.gae(rewards, [values[token] for token in tokens], config.gamma, config.gae_lambda)
+        advantages |= dict(zip(tokens, own, strict=True))
     returns = {token: score + values[token] for token, score in advantages.items()}
     trained = {token: advantages[token] for tokens in batch.trained for token in tokens}
     if config.whiten_advantages and trained:
         scores = list(trained.values())
         center, scale = naive.mean(scores), naive.deviation(scores) + config.advantage_eps
         trained = {token: (score - center) / scale for token, score in trained.items()}
-    sums = [sum(gaps[token] for token in tokens) for tokens in batch.sampled] if gaps else []
-    return trained, returns, {"reward_kl_k1": naive.mean(sums)} if gaps else {}
+    found = {"reward_kl_k1": naive.mean(penalties_of_samples(batch))} if gaps else {}
+    return trained, returns, found
+
+
+def penalties_of_samples(batch: NaiveBatch) -> list[float]:
+    """Return the sum of the penalties of each sample's tokens, in all of its branches."""
+    gaps = penalties(batch)
+    sums = [sum(gaps[token] for token in tokens) for tokens in batch.sampled]
+    return naive.sums_of_samples(batch, sums)  # type: ignore[arg-type]
 
 
 def penalties(batch: NaiveBatch) -> dict[int, float]:

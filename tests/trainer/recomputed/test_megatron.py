@@ -13,7 +13,7 @@ from tests.trainer.recomputed.cases import CASES, model_dir, recomputed
 from tests.trainer.recomputed.ranks import run
 
 FEW = ("rejection-geometric", "ppo-kl-in-reward")
-OTHER_MODELS = ("on_policy_distillation-rewards", "kl-in-reward-path", "sft")
+OTHER_MODELS = ("on_policy_distillation-rewards", "kl-in-reward-path", "sft", "branches-ppo")
 MANY_RANKS = ("tp2", "tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2")
 
 pytestmark = pytest.mark.xdist_group("recomputed")

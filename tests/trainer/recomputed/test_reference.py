@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.algorithms.naive import mean, of_samples
 from tests.trainer.recomputed.backend_run import (
     assert_equal,
     differences,
@@ -56,6 +57,30 @@ def test_the_records_have_what_is_hard(directory: Path) -> None:
     assert inserted
 
 
+def test_the_branches_have_what_is_hard(directory: Path) -> None:
+    """Rows that share nothing with the one before, a part of it, or more than it has of its own."""
+    of_parent, untrained = set(), 0
+    for step, groups in enumerate(records(directory, True)):
+        for scored, _ in groups:
+            rows = scored.rollout.branches.numpy().tolist()
+            lengths = scored.rollout.lengths.numpy().tolist()
+            assert len({sample for sample, _, _ in rows}) == 4 < len(rows)
+            for _, parent, shared in rows:
+                if parent >= 0:
+                    inherited = rows[parent][2]
+                    of_parent.add(
+                        (shared > 0) + (shared > inherited) + (shared == inherited + lengths[parent])
+                    )
+        batch = read(groups, FIRST + step, CASES["branches"].config, decoupled=False)
+        owners = batch.rows.tolist()
+        trained = {owner for owner, tokens in zip(owners, batch.trained, strict=True) if tokens}
+        untrained += sum(
+            not tokens and owner in trained for owner, tokens in zip(owners, batch.trained, strict=True)
+        )
+    assert of_parent >= {0, 2, 3}
+    assert untrained
+
+
 def test_the_cases_use_what_they_test(directory: Path) -> None:
     assert {case.config.name for case in CASES.values()} == ALGORITHMS.keys()
     for name, case in CASES.items():
@@ -74,12 +99,13 @@ def test_the_cases_use_what_they_test(directory: Path) -> None:
         if case.config.truncated == "mask":
             assert first["truncated_tokens"] > 0
         if case.config.truncated == "shape":
-            assert first["shaped_reward_mean"] < naive_mean_reward(directory)
+            assert first["shaped_reward_mean"] < naive_mean_reward(directory, case.branched)
         if case.config.use_kl_in_reward:
             assert first["reward_kl_k1"]
         if "teacher" in case.frozen:
             assert first["teacher_kl_k1"]
 
 
-def naive_mean_reward(directory: Path) -> float:
-    return read(records(directory)[0], FIRST, CASES["grpo"].config, decoupled=False).rewards.mean().item()
+def naive_mean_reward(directory: Path, branched: bool) -> float:
+    batch = read(records(directory, branched)[0], FIRST, CASES["grpo"].config, decoupled=False)
+    return mean(of_samples(batch, batch.rewards.tolist()))

@@ -30,23 +30,24 @@ RECIPES = {
     "interpolated": AlgorithmConfig(name="dr_grpo", proximal_policy="interpolated", importance_cap=1.2),
 }
 STEPS = 3
+BRANCHES = ((0, -1, 0), (0, 0, 4), (1, -1, 0), (2, -1, 0), (2, 3, 2), (2, 4, 0))
 
 
 def command(recipe: str, step: int, *, epochs: int = 2, mini_batches: int = 3) -> TrainCommand:
-    """Four groups of three samples: lags 0 to 2, tokens over the bound, inserted ones."""
+    """Four groups of three samples, two of which have branches: lags 0 to 2, tokens over the bound, inserted
+    ones."""
     generator = torch.Generator().manual_seed(step)
     records = []
     for group in range(4):
         samples = []
-        for length in (6, 3, 5):
+        for length in (6, 2, 3, 5, 4, 3):
             tokens = torch.randint(2, 16, (length,), generator=generator).tolist()
             logprobs = (-2.7 + 0.3 * torch.randn(length, generator=generator)).tolist()
             versions = sorted(max(step + 4 - (group + i) % 4, 0) for i in range(length))
             mask = [int(i != 1) for i in range(length)]
             samples.append(SampleSpec(tokens, versions, float(length == 3), mask, logprobs))
-        records.append(
-            encode_payload(scored(GroupSpec(group=4 * step + group, prompt=[3, 4, 5], samples=samples)))
-        )
+        spec = GroupSpec(4 * step + group, prompt=[3, 4, 5], samples=samples, branches=BRANCHES)
+        records.append(encode_payload(scored(spec)))
     return TrainCommand(
         step=step + 4,
         records=records,
@@ -96,7 +97,10 @@ class PlainLoop:
         config = self.config
         plan = plan_command(made, make_algorithm(config))
         batch = whole(plan)
-        scores = naive.advantages(config, batch.rewards.tolist(), batch.group_index.tolist())
+        rewards, groups = (
+            naive.of_samples(batch, values.tolist()) for values in (batch.rewards, batch.group_index)
+        )
+        scores = naive.advantages(config, rewards, groups)
         with torch.no_grad():
             start = self.forward(batch)[0].float()
         trust = None
@@ -108,8 +112,9 @@ class PlainLoop:
         seen, tokens, bonus = 0.0, 0, self.bonus if self.below else 0.0
         for number in plan.mini_batches.order(made.epochs):
             chosen = plan.mini_batches.of_sample == number
-            of_tokens = chosen[batch.sample_index]
-            part = dataclasses.replace(batch.select(chosen.nonzero()[:, 0]), start_logprobs=start[of_tokens])
+            rows = chosen[torch.tensor(naive.owners(batch))]
+            of_tokens = rows[batch.sample_index]
+            part = dataclasses.replace(batch.select(rows.nonzero()[:, 0]), start_logprobs=start[of_tokens])
             places = of_tokens.nonzero()[:, 0].tolist()
             kept = None if trust is None else {places.index(token) for token in trust if token in places}
             logprobs, entropy = self.forward(part)
@@ -150,7 +155,7 @@ class PlainLoop:
         return report
 
     def share(self, part: Batch, logprobs: torch.Tensor) -> float:
-        """The root of the effective sample size as a share of the samples."""
+        """The root of the effective sample size as a share of the rows."""
         if not self.config.ess_scaling:
             return 1.0
         moved = (logprobs - part.behaviour_logprobs) * part.loss_mask
