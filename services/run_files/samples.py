@@ -123,7 +123,8 @@ def describe_group(
         `group`, `prompt`, `task` (what the prompt source knows, as JSON), `samples`: each with `reward`,
         `components` (verifier -> score), `remarks` (what judges said of it, or of the whole group), `text`,
         `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first token, token after the last, version),
-        `versions` and `lags`.
+        `versions`, `lags` and `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
+        them, `shared` tokens of the branch `parent` that it follows behind the prompt).
     """
     return {
         "group": message.rollout.group,
@@ -154,7 +155,7 @@ def _samples(
     rollout = message.rollout
     lengths, tokens = sample_lengths(rollout), rollout.tokens.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    spans_of_samples = _spans(rollout)
+    spans_of_samples, branches = _spans(rollout), _branches(rollout)
     found = []
     for index in range(min(len(lengths), max_samples)):
         if index < len(rollout.responses):
@@ -179,6 +180,7 @@ def _samples(
                 "spans": spans,
                 "versions": versions,
                 "lags": [] if step is None else sorted(step - version for version in versions),
+                "branches": branches.get(index, []),
             }
         )
     return found
@@ -214,6 +216,28 @@ def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:
         spans.setdefault(samples[row], []).append((starts[row] + first, starts[row] + end, version))
         before = row, end
     return spans
+
+
+def _branches(rollout: Rollout) -> dict[int, list[dict[str, Any]]]:
+    """Return the branches of each sample that has several; `parent` is one of them, None for the first."""
+    if rollout.branches is None:
+        return {}
+    found: dict[int, list[dict[str, Any]]] = {}
+    firsts: dict[int, int] = {}
+    start, mask = 0, rollout.loss_mask.numpy()
+    rows = zip(rollout.branches.numpy().tolist(), rollout.lengths.numpy().tolist(), strict=True)
+    for row, ((sample, parent, shared), length) in enumerate(rows):
+        first = firsts.setdefault(sample, row)
+        found.setdefault(sample, []).append(
+            {
+                "tokens": length,
+                "sampled": int(np.count_nonzero(mask[start : start + length])),
+                "parent": None if parent < 0 else parent - first,
+                "shared": shared,
+            }
+        )
+        start += length
+    return {sample: branches for sample, branches in found.items() if len(branches) > 1}
 
 
 def _prompt(rollout: Rollout, max_text: int) -> str:

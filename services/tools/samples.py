@@ -131,7 +131,7 @@ def _limited(step: int | None, messages: Sequence[ScoredRollout], limit: int) ->
         if left > 0:
             groups.append(describe_group(message, step, MAX_TEXT, left))
             left -= len(groups[-1]["samples"])
-    total = sum(len(message.rollout.lengths.numpy()) for message in messages)
+    total = sum(len(message.rewards.numpy()) for message in messages)
     return {"step": step, "groups": groups, "left_out": total - sum(len(item["samples"]) for item in groups)}
 
 
@@ -143,7 +143,8 @@ def render_samples(facts: Mapping[str, Any]) -> str:
         lines += [f"group {group['group']}, {place}", *_indented("prompt", group["prompt"])]
         lines += _indented("task", group["task"]) if group["task"] else []
         for number, sample in enumerate(group["samples"]):
-            lines += [f"  sample {number}: {_headline(sample)}", *_indented("", sample["text"])]
+            lines += [f"  sample {number}: {_headline(sample)}", *_branch_lines(sample["branches"])]
+            lines += _indented("", sample["text"])
             for remark in sample["remarks"]:
                 if number == 0 or not remark["of_group"]:
                     lines += [f"    {_remark_headline(remark)}", *_indented("", remark["text"])]
@@ -163,6 +164,15 @@ def _headline(sample: Mapping[str, Any]) -> str:
         + (f", lag {lags[-1]}" if lags else "")
         + (", text cut" if sample["is_cut"] else "")
     )
+
+
+def _branch_lines(branches: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each branch of a sample that has several."""
+    for number, branch in enumerate(branches):
+        follows = ""
+        if branch["parent"] is not None:
+            follows = f", behind {branch['shared']} of branch {branch['parent']}"
+        yield f"    branch {number}: {branch['tokens']} tokens, {branch['sampled']} sampled{follows}"
 
 
 def _remark_headline(remark: Mapping[str, Any]) -> str:

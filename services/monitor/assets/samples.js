@@ -62,10 +62,19 @@ function card(sample) {
   return el("div", { class: "sample" },
     el("b", { class: `score ${level}`, text: number(reward), "data-value": reward ?? "" }),
     el("div", {}, el("pre", { text: sample.text || "(empty)" }), sample.is_cut ? el("em", { text: "cut off here" }) : null,
-      el("small", { text: facts.filter(Boolean).join(" · ") }), sample.remarks.map(remark)));
+      el("small", { text: facts.filter(Boolean).join(" · ") }),
+      sample.branches.length ? branchList(sample.branches) : null, sample.remarks.map(remark)));
+}
+
+function branchList(branches) {
+  return el("details", { class: "branches" }, el("summary", { text: `${branches.length} branches` }),
+    el("ol", { start: 0 }, branches.map((branch) => el("li", { text: [
+      count(branch.tokens, "token"), `${branch.sampled} sampled`,
+      branch.parent === null ? "" : `behind ${branch.shared} of branch ${branch.parent}`,
+    ].filter(Boolean).join(" · ") }))));
 }
 
 function remark(said) {
   const facts = [`${said.verifier} said${said.of_group ? " of all samples" : ""}`, said.is_cached ? "cached" : "", count(said.tokens, "token"), said.cost ? `cost ${number(said.cost)}` : ""];
-  return el("details", {}, el("summary", { text: facts.filter(Boolean).join(" · ") }), el("pre", { text: said.text }));
+  return el("details", { class: "remark" }, el("summary", { text: facts.filter(Boolean).join(" · ") }), el("pre", { text: said.text }));
 }

@@ -9,10 +9,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from protocol.codec import encode_payload
+from protocol.messages import Remark, ScoredRollout
+from protocol.tensors import Array
 from services.monitor.standalone import StandaloneMonitor
 from services.settings.load import run_settings
 from services.settings.sections import Settings
 from tests.integration.loop import ROOT
+from tests.protocol.samples import BRANCHED
+from trainer.storage.archive import Archive
 
 PACKED = ROOT / "tests/fixtures/run_1a6dd8a.tar.gz"
 
@@ -22,6 +29,19 @@ def recorded_run(directory: Path) -> Path:
     with tarfile.open(PACKED) as packed:
         packed.extractall(directory, filter="data")
     return directory / "reference"
+
+
+def put_branched(run_dir: Path) -> int:
+    """Put a group of two samples, of which the first has two branches, in the place of one of step 2; returns
+    its number."""
+    archive = Archive(run_dir / "archive", 100)
+    record = archive.records(2)[0]
+    rollout = msgspec.structs.replace(BRANCHED, group=record.group, token=record.token)
+    remarks = (Remark(verifier="quality", sample=0, text="Good <b>indeed</b>."),)
+    message = ScoredRollout(rollout=rollout, rewards=Array.of([1.0, 0.0], "float32"), remarks=remarks)
+    (run_dir / "spool.sqlite").unlink()
+    archive.put(2, [(record.group, record.token, encode_payload(message))])
+    return record.group
 
 
 def step_line(step: int, epoch: str = "e1", **fields: Any) -> dict[str, Any]:

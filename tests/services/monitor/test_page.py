@@ -11,7 +11,14 @@ import pytest
 from services.observability.evaluations import Evaluation, append_evaluation
 from services.observability.steps import read_steps
 from tests.services.monitor.chromium import Page, chromium
-from tests.services.monitor.runs import monitored, offline_settings, recorded_run, step_line, write_lines
+from tests.services.monitor.runs import (
+    monitored,
+    offline_settings,
+    put_branched,
+    recorded_run,
+    step_line,
+    write_lines,
+)
 
 WINDOWS = pytest.mark.parametrize(
     ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
@@ -30,6 +37,7 @@ PAINTED = """[...document.querySelectorAll('canvas')].every((c) => c.width > 100
 UNLABELLED = """[...document.querySelectorAll('button, select, [role=img]')]
   .filter((e) => !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length))
   .map((e) => e.outerHTML)"""
+TEXTS_OF = """[...document.querySelectorAll('{}')].map((e) => e.textContent)"""
 PLOT = """(() => {
   const box = document.querySelector('[data-panel=reward] .u-over').getBoundingClientRect();
   return [box.left, box.top, box.width, box.height];
@@ -211,6 +219,28 @@ async def test_newest_measurements_have_their_charts(tmp_path: Path) -> None:
             assert await page.evaluate(f"({PANEL_OF})({json.dumps(name)})") == panel
             assert (await legend(page, name))[0] == pytest.approx(fields.get(name, 19), rel=1e-6), name
         await page.until("document.querySelector('#events li.warn')?.textContent.includes('disagree')")
+        assert page.failures == []
+
+
+async def test_branches_and_remarks_are_shown_with_their_sample(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    group = put_branched(run_dir)
+    async with opened(tmp_path, run_dir, 390, "light") as (page, _):
+        for box, value in (("sample-step", 2), ("sample-group", group)):
+            await page.until(f"document.querySelector('#{box} option[value=\"{value}\"]') !== null")
+            await page.evaluate(
+                f"(() => {{ const box = document.getElementById('{box}'); box.value = '{value}';"
+                "box.dispatchEvent(new Event('change')); })()"
+            )
+        await page.until("document.querySelectorAll('.sample').length === 2")
+        await page.evaluate("document.querySelectorAll('.sample details').forEach((e) => { e.open = true; })")
+        assert await page.evaluate(TEXTS_OF.format(".branches li")) == [
+            "2 tokens · 2 sampled",
+            "2 tokens · 1 sampled · behind 1 of branch 0",
+        ]
+        assert await page.evaluate(TEXTS_OF.format(".branches summary")) == ["2 branches"]
+        assert await page.evaluate(TEXTS_OF.format(".remark pre")) == ["Good <b>indeed</b>."]
+        assert await page.evaluate(TOO_WIDE) == []
         assert page.failures == []
 
 

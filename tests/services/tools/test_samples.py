@@ -13,7 +13,7 @@ from protocol.messages import Remark, ScoredRollout
 from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import trace
 from services.tools.samples import find_samples, render_samples, samples_of_trace
-from tests.services.monitor.runs import recorded_run
+from tests.services.monitor.runs import put_branched, recorded_run
 from trainer.storage.archive import Archive
 
 
@@ -113,6 +113,26 @@ def test_samples_cannot_drive_the_terminal(run_dir: Path) -> None:
     text = render_samples(find_samples(run_dir, 2, None, 1))
     assert text.replace("\n", "").isprintable()
     assert "| \\x1b[2J\\x1b]52;c;eA==\\x07line\\x0dover\n         |   sample 9: reward 1.000" in text
+
+
+def test_branches_of_a_sample_are_shown(run_dir: Path) -> None:
+    facts = find_samples(run_dir, 2, put_branched(run_dir), 1)
+    first = facts["groups"][0]["samples"][0]
+    assert first["branches"] == [
+        {"tokens": 2, "sampled": 2, "parent": None, "shared": 0},
+        {"tokens": 2, "sampled": 1, "parent": 0, "shared": 1},
+    ]
+    assert facts["left_out"] == 1  # samples, not rows
+    text = render_samples(facts)
+    assert (
+        "    branch 0: 2 tokens, 2 sampled\n    branch 1: 2 tokens, 1 sampled, behind 1 of branch 0\n" in text
+    )
+    assert first["tokens"] == 4
+
+
+def test_a_sample_of_one_row_shows_no_branches(run_dir: Path) -> None:
+    facts = find_samples(run_dir, 2, put_branched(run_dir), 2)
+    assert facts["groups"][0]["samples"][1]["branches"] == []
 
 
 def test_what_judges_said_is_shown_with_its_sample(run_dir: Path) -> None:
