@@ -64,9 +64,9 @@ class Written:
     """What a template writes of a dialogue up to some messages after an answer, by transformers alone."""
 
     before: str | None
-    """Of the messages before the answer, with the beginning of its turn; None if it refuses them."""
+    """The messages before the answer, with the beginning of its turn; None if it refuses them."""
     whole: str
-    """Of all of them."""
+    """All messages."""
     closing: int
     """Index in `whole` of what ends the answer's turn."""
     end: int

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from protocol.errors import EngineError, EpisodeError
 from protocol.rollout_view import decode_rollout
@@ -21,9 +20,9 @@ from rollout.sessions.requests import read_chat, read_text
 from rollout.sessions.session import CallAnswer, Session, SessionLimits
 from rollout.trajectory import assemble
 from tests.rollout.sessions.chats import renderer, templates
+from tests.rollout.sessions.harness import ACTIONS, CALL_TEXT, reply, rewritten, said_tokens
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
-CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
 class Engine:
@@ -109,52 +108,8 @@ def check_wire(session: Session) -> None:
         assert sum(int(row.sampled.sum()) for row in rows) == counted * sum(s is sample for s in samples)
 
 
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            [
-                "continue", "continue", "tool", "tool", "again", "at once", "edit", "compact", "other tools",
-                "forget", "sub-agent", "strip thoughts",
-            ]
-        ),
-        st.text(alphabet="abc the\n<>/", max_size=8),
-        st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
-        st.sampled_from(["text", "thought", "call", "calls"]),
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=7,
-)  # fmt: skip
 CHEAP = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-DEEP = settings(CHEAP, max_examples=250)
-
-
-def said_tokens(name: str, drawn: Sequence[int], kind: str, ends: bool) -> tuple[int, ...]:
-    """What its kind begins with, and random tokens, whose text would be tokenized otherwise."""
-    text = renderer(name)
-    before = {"text": "", "thought": "<think>ab</think>", "call": CALL_TEXT, "calls": CALL_TEXT + CALL_TEXT}
-    words = tuple(i % 256 for i in drawn) if kind in ("text", "thought") else ()
-    return (*text.encode(before[kind]), *words, *((text.stop_token_ids[0],) if ends else ()))
-
-
-def rewritten(messages: list[dict[str, Any]], action: str, words: str) -> list[dict[str, Any]]:
-    """What a harness makes of its messages before it asks."""
-    if action == "edit" and len(messages) > 1:
-        return [*messages[:-2], {**messages[-2], "content": words, "tool_calls": None}, messages[-1]]
-    if action == "compact":
-        return [{"role": "user", "content": f"so far: {words}"}]
-    if action == "strip thoughts":
-        return [{**m, "content": (m.get("content") or "").split("</think>")[-1]} for m in messages]
-    return messages[-1:] if action == "forget" else messages
-
-
-def reply(answer: CallAnswer, action: str, words: str) -> list[dict[str, Any]]:
-    """An answer and what a harness says to it: results of its calls, the last one first, or a user's text."""
-    calls = answer.message.get("tool_calls") or []
-    if action == "tool" and calls:
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": words} for call in calls]
-        return [answer.message, *results[::-1]]
-    return [answer.message, {"role": "user", "content": words}]
+DEEP = settings(CHEAP, max_examples=60)
 
 
 def check_random_session(name: str, actions: list[Any]) -> None:
@@ -246,10 +201,10 @@ def test_a_continued_context_reads_as_the_template_writes_it(name: str) -> None:
     session, engine = opened(name)
     text = renderer(name)
     messages: list[Any] = [{"role": "user", "content": "the abc"}]
-    for reply in ("more", "abab"):
+    for question in ("more", "abab"):
         engine.says = (*text.encode("yes"), *text.stop_token_ids[:1])
         messages.append(ask(session, messages).message)
-        messages.append({"role": "user", "content": reply})
+        messages.append({"role": "user", "content": question})
     ask(session, messages)
     shown = "".join(text.piece(token) for token in engine.seen[-1][0])
     if name != "none":

@@ -14,7 +14,7 @@ from tests.rollout.sessions.dialogues import TOOL, dialogues, written
 
 WITH_TEMPLATE = sorted(name for name, template in templates().items() if template)
 CHEAP = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-DEEP = settings(CHEAP, max_examples=300)
+DEEP = settings(CHEAP, max_examples=60)
 
 
 def check(text: Renderer, messages: list[dict[str, Any]]) -> int:
@@ -108,7 +108,7 @@ def test_all_special_tokens_that_close_an_answer_are_written_once() -> None:
 
 
 def test_a_token_of_text_is_not_taken_for_the_end_of_a_turn() -> None:
-    """Of a template that writes texts and nothing else."""
+    """The template writes texts and nothing else."""
     text = renderer_of("{% for m in messages %}{{ m.content }}{% endfor %}")
     dialogue = read_dialogue([QUESTION, {"role": "assistant", "content": "aq"}, QUESTION], None)
     assert shown(text, added(text, dialogue, 2, text.encode("aq"))) == "q"

@@ -255,7 +255,7 @@ def _group(
 
 @torch.no_grad()
 def _logprobs(model: torch.nn.Module, before: list[int], tokens: list[int]) -> torch.Tensor:
-    """Of the tokens that follow others, under the sampling temperature."""
+    """Return log-probabilities of tokens that follow others, under the sampling temperature."""
     logits = model(input_ids=torch.tensor([before + tokens])).logits[0] / TEMPERATURE
     return logits.log_softmax(-1)[torch.arange(len(before) - 1, len(before) + len(tokens) - 1), tokens]
 

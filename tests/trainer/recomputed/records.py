@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from protocol.messages import ScoredRollout
+from protocol.messages import Rollout, ScoredRollout
 from tests.trainer.algorithms.naive import mean, of_samples
 from trainer.config import AlgorithmConfig
 
@@ -66,21 +66,11 @@ def read(groups: Groups, step: int, config: AlgorithmConfig, *, decoupled: bool)
     left_out = 0
     for index, (scored, bound) in enumerate(groups):
         rollout = scored.rollout
-        prompt = rollout.prompt_tokens.numpy().tolist()
         all_tokens, all_masks = rollout.tokens.numpy().tolist(), rollout.loss_mask.numpy().tolist()
         all_logprobs, spans = rollout.logprobs.numpy().tolist(), rollout.spans.numpy().tolist()
-        lengths, before = rollout.lengths.numpy().tolist(), max(owners, default=-1) + 1
-        branches = [[row, -1, 0] for row in range(len(lengths))]
-        if rollout.branches is not None:
-            branches = rollout.branches.numpy().tolist()
-        lengths_of = [
-            sum(length for (other, _, _), length in zip(branches, lengths, strict=True) if other == sample)
-            for sample in range(branches[-1][0] + 1)
-        ]
-        first, full = 0, []
-        for row, ((sample, parent, shared), length) in enumerate(zip(branches, lengths, strict=True)):
-            context = full[parent][: len(prompt) + shared] if parent >= 0 else prompt
-            full.append(context + all_tokens[first : first + length])
+        first, before = 0, max(owners, default=-1) + 1
+        rows = rows_of(rollout)
+        for row, (sample, context, length) in enumerate(rows):
             tokens += context
             sampled += [False] * len(context)
             trained += [False] * len(context)
@@ -98,7 +88,8 @@ def read(groups: Groups, step: int, config: AlgorithmConfig, *, decoupled: bool)
                 behaviour.append(all_logprobs[first + place])
             first += length
             offsets.append(len(tokens))
-            rewards.append(scored.rewards.numpy().tolist()[sample] + punishment(config, lengths_of[sample]))
+            written = sum(length for other, _, length in rows if other == sample)
+            rewards.append(scored.rewards.numpy().tolist()[sample] + punishment(config, written))
             group_index.append(index)
             owners.append(before + sample)
     batch = NaiveBatch(
@@ -119,6 +110,24 @@ def read(groups: Groups, step: int, config: AlgorithmConfig, *, decoupled: bool)
     measured = {"mask": {"truncated_tokens": left_out}, "shape": {"shaped_reward_mean": shaped}}
     batch.measured = measured.get(config.truncated, {})
     return batch
+
+
+def rows_of(rollout: Rollout) -> list[tuple[int, list[int], int]]:
+    """Return of each row its sample, the tokens that it follows, and how many it has of its own."""
+    prompt, tokens = rollout.prompt_tokens.numpy().tolist(), rollout.tokens.numpy().tolist()
+    lengths = rollout.lengths.numpy().tolist()
+    branches = [[row, -1, 0] for row in range(len(lengths))]
+    if rollout.branches is not None:
+        branches = rollout.branches.numpy().tolist()
+    found: list[tuple[int, list[int], int]] = []
+    full: list[list[int]] = []
+    first = 0
+    for (sample, parent, shared), length in zip(branches, lengths, strict=True):
+        context = full[parent][: len(prompt) + shared] if parent >= 0 else prompt
+        full.append(context + tokens[first : first + length])
+        found.append((sample, context, length))
+        first += length
+    return found
 
 
 def punishment(config: AlgorithmConfig, length: int) -> float:
