@@ -25,7 +25,7 @@ ACTIONS = st.lists(
     min_size=1,
     max_size=7,
 )  # fmt: skip
-"""Of each request: what is done, a text, tokens, the kind of the answer, whether its turn ends."""
+"""What each request has: what is done, a text, tokens, the kind of the answer, whether its turn ends."""
 
 
 def said_tokens(name: str, drawn: Sequence[int], kind: str, ends: bool) -> tuple[int, ...]:
