@@ -1,4 +1,4 @@
-"""Writes the prompts of the three-digit tasks, the same files every time.
+"""Writes the prompts of the three-digit tasks and of the agent's game, the same files every time.
 
 usage: python deploy/examples/make_data.py
 """
@@ -21,6 +21,13 @@ def write(directory: Path, answer: Callable[[str], str]) -> None:
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
 
+def write_games(directory: Path) -> None:
+    """Write prompts.jsonl: the same question for each digit that may be hidden."""
+    rows = [json.dumps({"prompt": "?", "answer": str(digit)}) for digit in range(10)]
+    (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+
+
 if __name__ == "__main__":
     for task, answer in TASKS.items():
         write(Path(__file__).parent / task, answer)
+    write_games(Path(__file__).parent / "agent")
