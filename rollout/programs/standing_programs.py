@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from rollout.programs.outcome import reward_of
-from rollout.programs.program import Launch, Program
+from rollout.programs.program import MAX_LINE, Launch, Program
 
 log = logging.getLogger("tether.programs")
 
@@ -81,6 +81,8 @@ async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
         line = await source.readline()
     except ConnectionError:
         line = b""
+    except ValueError:
+        raise ValueError(f"a line of the program is over {MAX_LINE} bytes") from None
     if not line.endswith(b"\n"):
         program.kill()  # it may have closed its output alone
         await program.ended()

@@ -1,9 +1,10 @@
 """Runs a configuration while its rollout workers are killed, one after another, and checks what must hold.
 
-    python -m tests.chaos.worker_kills CONFIG [--every 20] [--least 0.8] [--run-dir D] [tether up's own options]
+    python -m tests.chaos.worker_kills CONFIG [--every 20] [--least 0.8] [--run-dir D] [tether up's options]
 
-The first kill comes after the first step. The last line counts kills and violations, and says the reward of the
-first and the last five steps; the exit code is 1 if there are violations, or the latter is below `--least`.
+The first kill comes after the first step. The last line counts kills and violations, and says the reward of
+the first and the last five steps. The exit code is 1 if there are violations, or if the latter is below
+`--least`.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Plays a game with the model: find a hidden digit in two guesses.
 
 The model is asked "?" and answers with a digit. If that is wrong it is told how far to count on from there,
-round from 9 to 0, such as "+3=", and answers again: if it had said 5, then 8 was hidden. The reward is 1 if it
-has found the digit, else 0. Who does not use what the first guess revealed finds two of ten digits.
+round from 9 to 0, such as "+3=", and answers again: if it had said 5, then 8 was hidden. The reward is 1
+if it has found the digit, else 0. Who does not use what the first guess revealed finds two digits of ten.
 
 Reads a task from each line of standard input and answers it by a line, so that `openai` is imported once for
 many samples: that takes a second of a processor, a game some milliseconds.
