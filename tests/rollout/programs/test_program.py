@@ -1,11 +1,14 @@
 """Programs: what they are given, what is kept of what they say, and that nothing of them stays."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from rollout.programs.program import Launch, Program
+from tests.integration.loop import ROOT
 
 
 def python(text: str) -> Launch:
@@ -51,3 +54,26 @@ async def test_a_program_that_did_not_start_has_no_process() -> None:
         program.kill()
     await program.close()
     await program.close()
+
+
+def test_a_program_ends_when_its_worker_is_killed(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = f"import os, time; os.open({str(pipe)!r}, os.O_WRONLY); time.sleep(10**6)"
+    worker = f"""
+import asyncio
+from rollout.programs.program import Launch, Program
+from tests.integration.loop import ROOT
+
+async def work():
+    program = Program(Launch(("python", "-c", {program!r})))
+    await program.start({{}})
+    await program.ended()
+
+asyncio.run(work())
+"""
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", worker], cwd=ROOT, env=variables) as process:
+        with pipe.open("rb") as opened:  # once the program has opened it
+            process.kill()
+            assert opened.read() == b""
