@@ -30,7 +30,7 @@ from tests.integration.command import audit, environment
 from tests.integration.loop import ROOT
 
 ENDS = 5
-"""Steps at either end whose mean reward is told."""
+"""Steps at either end whose mean reward is printed."""
 
 
 def rollout_workers(up: int) -> dict[str, int]:
@@ -95,7 +95,7 @@ def check(run_dir: Path) -> list[str]:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Run, check and tell."""
+    """Run, check and report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

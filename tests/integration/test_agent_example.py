@@ -36,7 +36,7 @@ def test_a_configuration_passes_the_check(config: Path, tmp_path: Path) -> None:
 
 
 class Guessing(ScriptedEngine):
-    """The scripted engine, but it guesses 5, and 8 when it is told something."""
+    """The scripted engine, but it guesses 5, and 8 when it has got a hint."""
 
     def __init__(self, model_dir: Path, renderer: Renderer) -> None:
         super().__init__(EngineConfig(name="scripted", max_model_len=64), model_dir, "engine.1")

@@ -40,7 +40,7 @@ for line in sys.stdin:
         assert json.load(full)["error"]["code"] == "episode_over"
     print(json.dumps({"key": task["key"], "reward": float(task["metadata"]["answer"]) / 8}), flush=True)
 """
-"""The same, for one task after another."""
+"""A program that does so for one task after another."""
 
 
 async def plays(task: Task) -> float:
