@@ -1,4 +1,4 @@
-"""Writes the prompts of the three-digit tasks, the same files every time.
+"""Writes the prompts of the three-digit tasks and of the agents, the same files every time.
 
 usage: python deploy/examples/make_data.py
 """
@@ -21,6 +21,41 @@ def write(directory: Path, answer: Callable[[str], str]) -> None:
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
 
+def write_games(directory: Path) -> None:
+    """Write prompts.jsonl: the same question for each digit that may be hidden."""
+    rows = [json.dumps({"prompt": "?", "answer": str(digit)}) for digit in range(10)]
+    (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def write_sums(directory: Path) -> None:
+    """Write sums.jsonl: what 160 pairs of numbers give, each after the same example of a tool's use.
+
+    Configurations hold the last 32 out.
+    """
+    draw = random.Random(SEED)
+    example = [("user", "34 + 58"), *_calculated("34 + 58", "92")]
+    rows = []
+    for i in range(160):
+        low, high = sorted(draw.sample(range(100, 1000), 2))
+        operation = "+-*"[i % 3]
+        answer = {"+": high + low, "-": high - low, "*": high * low}[operation]
+        dialogue = [*example, ("user", f"{high} {operation} {low}")]
+        messages = [{"role": role, "content": content} for role, content in dialogue]
+        rows.append(json.dumps({"prompt": messages, "answer": str(answer)}))
+    (directory / "sums.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def _calculated(expression: str, value: str) -> list[tuple[str, str]]:
+    """Return the messages of a calculation by the tool `calculator`."""
+    return [
+        ("assistant", f"```calculator\n{expression}\n```"),
+        ("user", f"```output\n{value}\n```"),
+        ("assistant", value),
+    ]
+
+
 if __name__ == "__main__":
     for task, answer in TASKS.items():
         write(Path(__file__).parent / task, answer)
+    write_games(Path(__file__).parent / "agent")
+    write_sums(Path(__file__).parent / "agent")

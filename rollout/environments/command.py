@@ -1,30 +1,26 @@
-"""Runs a program for each sample; it talks to the model by the URL in its environment.
+"""Runs a program for each sample, or a few that serve one after another; it talks to the model by a URL.
 
 The program finds OPENAI_BASE_URL and OPENAI_API_KEY, the same for ANTHROPIC, and two files in its working
 directory, which is removed after it: what TETHER_TASK names has the task (text, messages, metadata), and into
 the one that TETHER_OUTCOME names it may write {"reward": NUMBER}. Without an outcome verifiers score the last
 answer. A program that ends with another status than 0 has failed, which is no reward. Its process group ends
 with it.
+
+With the option `processes` a program stays: `rollout/programs/standing_programs.py`.
 """
 
-import asyncio
 import json
-import os
-import signal
-import tempfile
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from protocol.errors import SettingsError
+from rollout.programs.outcome import reward_of
+from rollout.programs.program import MAX_LINE, Launch, Program
+from rollout.programs.standing_programs import StandingPrograms
 from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
-
-PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV")
-"""Variables of the rollout worker that the program gets; no others, which may have credentials."""
-MAX_OUTPUT = 300
-"""Bytes that are kept of what a failed program wrote, the last ones."""
-MAX_OUTCOME = 2**20
-"""Bytes of an outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +28,20 @@ class Options(SessionOptions):
     """Options of `command`."""
 
     command: tuple[str, ...] = ()
-    """The program and its arguments, such as ["python", "-m", "my_agent"]; no shell."""
+    """The program and its arguments, such as ["python", "-m", "my_agent"]; no shell. `python` is that of the
+    rollout worker."""
     directory: str = ""
-    """Directory that is searched for Python modules (PYTHONPATH). Empty: that of the rollout worker."""
+    """Directory that is searched for Python modules, before those of `run.modules`. Empty: that of the
+    rollout worker."""
     variables: dict[str, str] = field(default_factory=dict)
     """More environment variables of the program."""
+    processes: Annotated[int, Meta(ge=0, le=10**4)] = 0
+    """Processes of the program in one rollout worker that stay, and serve one sample after another. 0: each
+    sample has a process, which ends with it."""
 
 
 class Command(SessionEnvironment):
-    """Runs a program once for each sample."""
+    """Runs a program once for each sample, or has programs that stay serve all of them."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -48,37 +49,30 @@ class Command(SessionEnvironment):
             raise SettingsError(
                 'setting environment.options.command is empty: write it as ["python", "-m", "my_agent"]'
             )
-        self._options = options
+        self._launch = Launch(options.command, options.directory, options.variables)
+        self._standing = StandingPrograms(self._launch, options.processes) if options.processes else None
 
     async def act(self, task: Task) -> float | None:
-        with tempfile.TemporaryDirectory(prefix="tether-command-", ignore_cleanup_errors=True) as folder:
-            outcome = Path(folder) / "outcome.json"
-            await self._run(task, Path(folder), outcome)
-            return _reward(outcome)
+        if self._standing is not None:
+            return await self._standing.outcome({"url": task.url, "key": task.key, **task.as_json()})
+        program = Program(self._launch)
+        try:
+            return await _served(program, task)
+        finally:
+            await program.close()
 
-    async def _run(self, task: Task, folder: Path, outcome: Path) -> None:
-        given = folder / "task.json"
-        given.write_text(json.dumps(task.as_json()))
-        with (folder / "output").open("w+b") as output:
-            process = await self._launched(task, folder, given, outcome, output.fileno())
-            try:
-                status = await process.wait()
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # it and what it started
-                await process.wait()
-            if status:
-                output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT))
-                said = output.read().decode(errors="replace").strip()
-                raise RuntimeError(f"{self._options.command[0]} ended with status {status}: {said}")
+    async def close(self) -> None:
+        if self._standing is not None:
+            await self._standing.close()
+        await super().close()
 
-    async def _launched(
-        self, task: Task, folder: Path, given: Path, outcome: Path, output: int
-    ) -> asyncio.subprocess.Process:
-        variables = {
-            **{name: os.environ[name] for name in PASSED if name in os.environ},
-            "PYTHONPATH": self._options.directory or os.getcwd(),
-            **self._options.variables,
+
+async def _served(program: Program, task: Task) -> float | None:
+    """Run a program for one sample, and return the reward that it wrote, None if it wrote none."""
+    given, outcome = program.folder / "task.json", program.folder / "outcome.json"
+    given.write_text(json.dumps(task.as_json()))
+    await program.start(
+        {
             "OPENAI_BASE_URL": task.url,
             "OPENAI_API_KEY": task.key,
             "ANTHROPIC_BASE_URL": task.url.removesuffix("/v1"),
@@ -86,32 +80,17 @@ class Command(SessionEnvironment):
             "TETHER_TASK": str(given),
             "TETHER_OUTCOME": str(outcome),
         }
-        try:
-            return await asyncio.create_subprocess_exec(
-                *self._options.command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                cwd=folder, env=variables, start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise SettingsError(
-                f"setting environment.options.command: {self._options.command[0]} cannot be started: "
-                f"{error.strerror}"
-            ) from None
+    )
+    await program.ended()
+    return reward_of(_written(outcome)) if outcome.exists() else None
 
 
-def _reward(outcome: Path) -> float | None:
-    """Return the reward that a program wrote, None if it wrote none.
-
-    Raises:
-        ValueError: the outcome is malformed.
-    """
+def _written(outcome: Path) -> Any:
+    """Return what a program wrote. Raises ValueError if that is no JSON."""
     try:
         with outcome.open("rb") as file:
-            found = json.loads(file.read(MAX_OUTCOME))
-        reward = found["reward"]
-        return None if reward is None else float(reward)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            return json.loads(file.read(MAX_LINE))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
 
 

@@ -37,8 +37,9 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
 
     Returns:
         {"sets": [{"set", "prompts": n, "best_constant": score, "models": [{"model", ...}]}]}, and the entries
-        of the first set again. A model has the fields of `Evaluation` that were measured. Each model after
-        the first also has its mean gain over the first, paired by prompt, and the standard error of that.
+        of the first set again. `best_constant` is None where the environment alone gives rewards. A model has
+        the fields of `Evaluation` that were measured. Each model after the first also has its mean gain over
+        the first, paired by prompt, and the standard error of that.
 
     Raises:
         SettingsError: there are no held-out prompts or no checkpoint.
@@ -48,7 +49,8 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
     initial = await asyncio.to_thread(fetch_model, settings)
     models = [initial, *(checkpoints or [newest_export(settings.run_dir)])]
     async with open_scorer(settings, "eval") as scorer:
-        constants = {name: await best_constant(scorer.pool, prompts) for name, prompts in sets.items()}
+        pool = scorer.pool if settings.reward.verifiers else None
+        constants = {name: await best_constant(pool, prompts) for name, prompts in sets.items()}
         scored = await _score_models(settings, scorer, sets, models)
     found = []
     for name, prompts in sets.items():
@@ -135,11 +137,14 @@ def load_model(directory: Path) -> dict[str, Any]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-async def best_constant(pool: ScorePool, prompts: Sequence[Prompt]) -> float:
+async def best_constant(pool: ScorePool | None, prompts: Sequence[Prompt]) -> float | None:
     """Return the highest mean reward that one answer gets if it is given to every prompt.
 
-    The `CONSTANTS` most frequent right answers are tried. 0 if the prompts have no answers.
+    The `CONSTANTS` most frequent right answers are tried. 0 if the prompts have no answers, None without
+    verifiers, which score an answer.
     """
+    if pool is None:
+        return None
     answers = Counter(str(prompt.metadata["answer"]) for prompt in prompts if "answer" in prompt.metadata)
     constants = [answer for answer, _ in answers.most_common(CONSTANTS)]
     if not constants:
@@ -156,7 +161,11 @@ def render_scores(scores: dict[str, Any]) -> str:
     lines = []
     for found in scores["sets"]:
         named = "held-out prompts" if len(scores["sets"]) == 1 else f"held-out set {found['set']}"
-        lines.append(f"{named}: {found['prompts']}, best constant answer: {found['best_constant']:.3f}")
+        constant = found["best_constant"]
+        lines.append(
+            f"{named}: {found['prompts']}"
+            + ("" if constant is None else f", best constant answer: {constant:.3f}")
+        )
         lines += [f"{entry['model']}: {_render_model(entry)}" for entry in found["models"]]
     return "\n".join(lines)
 

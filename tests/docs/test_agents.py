@@ -33,3 +33,10 @@ async def test_the_program_of_the_page_is_an_agent(place: Path) -> None:
     options = {"command": [sys.executable, "-m", "my_program"], "directory": str(place)}
     rows = decode_rollout(await generated(place, EnvironmentConfig("command", options, attempts=1), n=1)).rows
     assert [row.environment_reward for row in rows] == [0.0]
+
+
+async def test_the_program_of_the_page_that_stays_is_an_agent(place: Path) -> None:
+    command = ["python", "-m", "my_standing_program"]
+    options = {"command": command, "directory": str(place), "processes": 1}
+    rows = decode_rollout(await generated(place, EnvironmentConfig("command", options, attempts=1))).rows
+    assert [row.environment_reward for row in rows] == [0.0, 0.0]

@@ -24,6 +24,24 @@ except urllib.error.HTTPError as full:
 """
 """A program that asks twice in one dialogue, if there is room."""
 
+SERVES = """
+import json, sys, urllib.error, urllib.request
+
+def ask(task, messages):
+    body = json.dumps({"messages": messages}).encode()
+    return json.load(urllib.request.urlopen(task["url"] + "/chat/completions", body))["choices"][0]["message"]
+
+for line in sys.stdin:
+    task = json.loads(line)
+    answer = ask(task, task["messages"])
+    try:
+        ask(task, [*task["messages"], answer, {"role": "user", "content": "sure?"}])
+    except urllib.error.HTTPError as full:
+        assert json.load(full)["error"]["code"] == "episode_over"
+    print(json.dumps({"key": task["key"], "reward": float(task["metadata"]["answer"]) / 8}), flush=True)
+"""
+"""A program that does so for one task after another."""
+
 
 async def plays(task: Task) -> float:
     """Asks twice in one dialogue, then once more with a rewritten history."""

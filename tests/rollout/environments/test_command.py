@@ -11,7 +11,7 @@ from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
 from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
-from tests.rollout.environments.agents import ASKS
+from tests.rollout.environments.agents import ASKS, SERVES
 from tests.rollout.environments.groups import generated
 from tests.rollout.sessions.chats import renderer
 
@@ -82,3 +82,10 @@ async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     made = EnvironmentConfig("command", {"command": ["no-such-program"]})
     with pytest.raises(SettingsError, match="no-such-program cannot be started: No such file"):
         await generated(tmp_path, made, n=1)
+
+
+async def test_one_program_that_stays_serves_every_sample(tmp_path: Path) -> None:
+    options = {"command": ["python", "-c", SERVES], "processes": 1}
+    rows = decode_rollout(await generated(tmp_path, EnvironmentConfig("command", options), n=4)).rows
+    assert [row.environment_reward for row in rows] == [0.5] * 4
+    assert not any(row.sampled.all() for row in rows)

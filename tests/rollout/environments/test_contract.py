@@ -19,19 +19,22 @@ from rollout.generate import generate_group
 from rollout.prompts.base import Prompt, PromptConfig
 from rollout.prompts.registry import make_source
 from rollout.render import RenderConfig, Renderer
-from tests.rollout.environments.agents import ASKS
+from tests.rollout.environments.agents import ASKS, SERVES
 from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 
 QUESTION = Prompt("3+4=", metadata={"answer": "7"}, index=12)
 SENTENCES = ("```calculator\n3+4\n```", "```python\n3+4\n```", "[4]", "8", "#### 7", "[up]")
-NAMES = ("my_own", *(name for name in ENVIRONMENTS if name != ON_DATA))
+NAMES = ("my_own", "standing_command", *(name for name in ENVIRONMENTS if name != ON_DATA))
 CASES = {
     "my_own": EnvironmentConfig("tests.rollout.environments.own_game:Game", {"turns": 3}),
     "agent": EnvironmentConfig("agent", {"function": "tests.rollout.environments.agents:talks"}),
     "command": EnvironmentConfig("command", {"command": [sys.executable, "-c", ASKS]}),
+    "standing_command": EnvironmentConfig(
+        "command", {"command": [sys.executable, "-c", SERVES], "processes": 3}
+    ),
     "tools": EnvironmentConfig("tools", {"tools": ["calculator", "python"]}),
 }
-UNORDERED = {"agent", "command"}
+UNORDERED = {"agent", "command", "standing_command"}
 """Environments whose samples ask in any order, so that each run has other answers."""
 TURNS = 6
 

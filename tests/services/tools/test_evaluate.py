@@ -69,11 +69,17 @@ def test_render_scores_names_each_of_several_sets() -> None:
     ]
 
 
+def test_render_scores_without_verifiers_name_no_constant_answer() -> None:
+    scores = {"sets": [{"set": "held_out", "prompts": 8, "best_constant": None, "models": []}]}
+    assert render_scores(scores) == "held-out prompts: 8"
+
+
 async def test_best_constant_is_the_reward_of_the_most_frequent_answer() -> None:
     prompts = [Prompt(text=f"{n}=", metadata={"answer": answer}) for n, answer in enumerate("1121")]
     async with ScorePool(RewardConfig(workers=1)) as pool:
         assert await best_constant(pool, prompts) == pytest.approx(0.75)
         assert await best_constant(pool, [Prompt(text="no answer")]) == 0.0
+    assert await best_constant(None, prompts) is None
 
 
 def test_newest_export_is_the_one_with_the_highest_step(tmp_path: Path) -> None:

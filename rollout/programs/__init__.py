@@ -1,0 +1,1 @@
+"""Runs the programs of harnesses, beside the rollout worker."""

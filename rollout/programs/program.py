@@ -1,0 +1,141 @@
+"""Starts a program in a process group and a directory of its own, and ends everything that it started.
+
+It gets no variables of the worker but a few, since the others may have credentials. If the worker is killed,
+which then ends nothing itself, the program gets SIGTERM.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protocol.errors import SettingsError
+from protocol.host.parent_death import tied_to_this_process
+
+PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV")
+"""Variables of the rollout worker that a program gets as they are; PATH begins with the worker's Python."""
+MAX_OUTPUT = 300
+"""Bytes that are reported of what a failed program wrote, the last ones."""
+MAX_LINE = 2**20
+"""Bytes of a line that a program writes to the worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How programs are started."""
+
+    command: tuple[str, ...]
+    """The program and its arguments; no shell."""
+    directory: str = ""
+    """First directory that is searched for Python modules. Empty: that of the rollout worker."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables."""
+
+    def environ(self, more: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a program, with `more` last."""
+        modules = [self.directory or os.getcwd(), *(entry for entry in sys.path if _is_user_path(entry))]
+        return {
+            **{name: os.environ[name] for name in PASSED if name in os.environ},
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys(modules)),
+            **self.variables,
+            **more,
+        }
+
+
+class Program:
+    """One process and what it starts, in an empty directory that is removed after it."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._folder = tempfile.TemporaryDirectory(prefix="tether-command-", ignore_cleanup_errors=True)
+        self._output = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The working directory."""
+        return Path(self._folder.name)
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        """The process. Raises RuntimeError before the start."""
+        if self._process is None:
+            raise RuntimeError(f"{self._launch.command[0]} has not been started")
+        return self._process
+
+    async def start(self, variables: Mapping[str, str], *, lines: bool = False) -> None:
+        """Start it.
+
+        Args:
+            variables: environment variables besides those of `Launch`.
+            lines: whether standard input and output are pipes to this process; otherwise there is no input,
+                and the output is kept with that of standard error.
+
+        Raises:
+            SettingsError: there is no such program, or it cannot be run.
+        """
+        pipe = asyncio.subprocess.PIPE
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._launch.command,
+                stdin=pipe if lines else asyncio.subprocess.DEVNULL,
+                stdout=pipe if lines else self._output.fileno(),
+                stderr=self._output.fileno(),
+                cwd=self.folder,
+                env=self._launch.environ(variables),
+                start_new_session=True,
+                preexec_fn=tied_to_this_process(),
+                limit=MAX_LINE,
+            )
+        except OSError as error:
+            raise SettingsError(
+                f"setting environment.options.command: {self._launch.command[0]} cannot be started: "
+                f"{error.strerror}"
+            ) from None
+
+    async def ended(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            RuntimeError: its exit status is not 0; says the end of its output.
+        """
+        status = await self.process.wait()
+        if status:
+            raise RuntimeError(f"{self._launch.command[0]} ended with status {status}: {self.said()}")
+
+    def said(self) -> str:
+        """Return the end of what it wrote since the start or the last `forget`."""
+        end = os.lseek(self._output.fileno(), 0, os.SEEK_END)
+        tail = os.pread(self._output.fileno(), MAX_OUTPUT, max(0, end - MAX_OUTPUT))
+        return tail.decode(errors="replace").strip()
+
+    def forget(self) -> None:
+        """Discard what it wrote."""
+        self._output.truncate(0)
+
+    def kill(self) -> None:
+        """Kill it and what it started, as far as that runs."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Kill it and what it started, and remove its directory."""
+        if self._process is not None:
+            self.kill()
+            await self._process.wait()
+        self._output.close()
+        self._folder.cleanup()
+
+
+def _is_user_path(entry: str) -> bool:
+    """Return whether a directory of `sys.path` is neither Python's nor one of installed packages."""
+    path = Path(entry)
+    return path.is_absolute() and not any(
+        path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix)
+    )

@@ -1,0 +1,97 @@
+"""Has programs that stay serve one sample after another, by lines of standard input and output.
+
+A line to the program is a task as JSON, with the session's `url` and `key`. The line that it answers is
+{"key": ..., "reward": NUMBER or null}, or {"key": ..., "error": TEXT}, which is no reward.
+"""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+from rollout.programs.outcome import reward_of
+from rollout.programs.program import MAX_LINE, Launch, Program
+
+log = logging.getLogger("tether.programs")
+
+
+class StandingPrograms:
+    """Programs of one command. They start when they are needed, and again after one has ended."""
+
+    def __init__(self, launch: Launch, most: int) -> None:
+        """Args: launch: how they are started; most: how many run at once, each with one sample."""
+        self._launch = launch
+        self._free = asyncio.Semaphore(most)
+        self._idle: list[Program] = []
+
+    async def outcome(self, task: dict[str, Any]) -> float | None:
+        """Give a task to a program, and return the reward; waits while all of them are busy.
+
+        Cancelling the call kills the program that has the task.
+
+        Raises:
+            SettingsError: the program cannot be started.
+            RuntimeError: it ended, or said that it failed.
+            ValueError: what it answered is no outcome of this task.
+        """
+        async with self._free:
+            program = await self._started()
+            try:
+                found = await _answered(program, task)
+                reward = None if "error" in found else reward_of(found)
+            except BaseException:
+                await program.close()  # nobody knows what it does
+                raise
+            self._idle.append(program)
+        if "error" in found:
+            raise RuntimeError(f"the program says: {found['error']}")
+        return reward
+
+    async def close(self) -> None:
+        """End the programs that are idle; those that have a task end with its call."""
+        while self._idle:
+            await self._idle.pop().close()
+
+    async def _started(self) -> Program:
+        while self._idle:
+            program = self._idle.pop()
+            status = program.process.returncode
+            if status is None:
+                return program
+            log.warning("program.ended status=%d said=%s", status, program.said())
+            await program.close()
+        program = Program(self._launch)
+        try:
+            await program.start({}, lines=True)
+        except BaseException:
+            await program.close()
+            raise
+        return program
+
+
+async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
+    """Return the line that a program answers a task with."""
+    program.forget()
+    source, sink = program.process.stdout, program.process.stdin
+    assert source is not None  # it was started with pipes
+    assert sink is not None
+    try:
+        sink.write(json.dumps(task).encode() + b"\n")
+        await sink.drain()
+        line = await source.readline()
+    except ConnectionError:
+        line = b""
+    except ValueError:
+        raise ValueError(f"a line of the program is over {MAX_LINE} bytes") from None
+    if not line.endswith(b"\n"):
+        program.kill()  # it may have closed its output alone
+        await program.ended()
+        raise RuntimeError(f"the program ended without an outcome: {program.said()}")
+    try:
+        found = json.loads(line)
+        key = found["key"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError(f"a line of the program is no outcome: {line[:200]!r}") from None
+    if key != task["key"]:
+        raise ValueError("the program answered a task that it does not have: one line for each")
+    return dict(found)
