@@ -2,8 +2,8 @@
 
 The server (`verifiers.v1.serve`) is a process of its own, with a Python environment of its own; nothing of
 the package is needed here. Each sample has a connection: three frames (request id, "run", MessagePack), which
-are answered by frames (request id, kind, MessagePack). Of kind "delta" are the changes of a trace, as the
-episode goes on; "reply" ends it. A cancelled sample sends "cancel".
+are answered by frames (request id, kind, MessagePack). Of kind "delta" are the changes of a trace; "reply"
+ends the episode. A cancelled sample sends "cancel".
 """
 
 import uuid
@@ -140,7 +140,7 @@ class EpisodeReading:
         return sum(reward.score * reward.weight for reward in rewards.values() if reward) if rewards else None
 
 
-class Verifiers(SessionEnvironment):
+class EnvironmentServer(SessionEnvironment):
     """Sends each task to an environment server."""
 
     def __init__(self, options: Options) -> None:
@@ -213,7 +213,7 @@ class Verifiers(SessionEnvironment):
 
 
 def run_request(task: Task) -> dict[str, Any]:
-    """Return what a server is told of a sample: the prompt's metadata are the fields of its task."""
+    """Return the request for a sample: the prompt's metadata are the fields of its task."""
     prompt = task.prompt
     said: Any = prompt.text
     if prompt.messages:
@@ -240,4 +240,4 @@ def _shown(text: str) -> str:
     return " ".join(text.split())[:MAX_SHOWN]
 
 
-make = Verifiers
+make = EnvironmentServer

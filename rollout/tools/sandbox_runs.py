@@ -1,4 +1,4 @@
-"""Runs programs in the sandbox from an event loop: a bounded number at once, each killed if it is cancelled."""
+"""Runs programs in the sandbox from an event loop, a bounded number at once."""
 
 import asyncio
 import functools

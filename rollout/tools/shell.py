@@ -35,7 +35,7 @@ class ShellTool(Tool):
     """Tool `shell`: the directory of one episode."""
 
     def __init__(self, limits: Limits, runs: SandboxRuns) -> None:
-        self._runs, self._files, self._wall_s = runs, "", limits.wall_s
+        self._own, self._runs, self._files = limits, runs, ""
         self._output = limits.output_kb << 10
         self._directory = limits.file_mb << 18
         """A quarter of the memory file system: the archive is there, too, when it comes and goes."""
@@ -48,13 +48,7 @@ class ShellTool(Tool):
 
     def opened(self) -> "ShellTool":
         """Return the tool with an empty directory."""
-        limits = replace(
-            self._limits,
-            wall_s=self._wall_s,
-            output_kb=self._output >> 10,
-            processes=self._limits.processes - 1,
-        )
-        return ShellTool(limits, self._runs)
+        return ShellTool(self._own, self._runs)
 
     async def run(self, text: str) -> str:
         """Return what the command printed, and its status. Cancelling kills it; the files are as before.
@@ -65,7 +59,7 @@ class ShellTool(Tool):
         given = {
             "command": text.replace("\0", ""),
             "files": self._files,
-            "wall_s": self._wall_s,
+            "wall_s": self._own.wall_s,
             "output": self._output,
             "directory": self._directory,
         }
@@ -76,7 +70,7 @@ class ShellTool(Tool):
             return ENDED
         notes = [result.said.rstrip("\n")]
         if result.ended:
-            limit = f"{self._wall_s:g} s" if result.ended == "time" else f"{self._output} bytes of output"
+            limit = f"{self._own.wall_s:g} s" if result.ended == "time" else f"{self._output} bytes of output"
             notes.append(f"[ended after {limit}]")
         elif result.status:
             notes.append(f"[exit status {result.status}]")

@@ -35,7 +35,7 @@ LITERARY_WORDS = {
 FOREIGN_NAMES: frozenset[str] = frozenset()
 """Names of other projects that documents mention and the code does not."""
 
-MADE_PATHS = frozenset({"my_agent.py", "my_game.py", "my_program.py", "my_reward.py"})
+MADE_PATHS = frozenset({"my_agent.py", "my_game.py", "my_program.py", "my_reward.py", "my_server.py"})
 """Paths that documents name and users write."""
 
 SCENARIO_FOLDERS = {

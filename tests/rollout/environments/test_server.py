@@ -1,6 +1,6 @@
 """Servers elsewhere: a task goes to them by POST, and whatever they answer fails one sample at most."""
 
-import asyncio
+import socket
 from pathlib import Path
 
 import pytest
@@ -53,9 +53,8 @@ async def test_a_server_that_is_not_there_or_hangs_fails_the_sample(tmp_path: Pa
     config = EnvironmentConfig("server", {"url": "http://127.0.0.1:1/run"}, attempts=1)
     with pytest.raises(EpisodeError, match=r"http://127\.0\.0\.1:1/run did not answer"):
         await generated(tmp_path, config, n=1)
-    hangs = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    async with hangs:
-        url = f"http://127.0.0.1:{hangs.sockets[0].getsockname()[1]}/"
+    with socket.create_server(("127.0.0.1", 0)) as hangs:  # the kernel accepts, and nobody reads
+        url = f"http://127.0.0.1:{hangs.getsockname()[1]}/"
         config = EnvironmentConfig("server", {"url": url}, attempts=1, episode_s=0.2)
         with pytest.raises(EpisodeError, match="episode_s"):
             await generated(tmp_path, config, n=1)
