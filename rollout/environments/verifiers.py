@@ -229,7 +229,7 @@ def run_request(task: Task) -> dict[str, Any]:
 def _cancel(connection: zmq.asyncio.Socket, run: bytes) -> None:
     """Tell the server that nobody waits for a run any more."""
     payload = msgspec.msgpack.encode({"request_id": run.decode()})
-    plain = zmq.Socket.shadow(connection.underlying)
+    plain: zmq.Socket[bytes] = zmq.Socket.shadow(connection.underlying)
     try:
         plain.send_multipart([uuid.uuid4().hex.encode(), b"cancel", payload], zmq.NOBLOCK)
     except zmq.ZMQError:

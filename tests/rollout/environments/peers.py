@@ -9,6 +9,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 from aiohttp import web
+from openai import OpenAIError
 
 from rollout.environments.base import EnvironmentConfig
 from rollout.prompts.base import Prompt
@@ -48,8 +49,12 @@ async def verifiers_peer() -> AsyncIterator[EnvironmentConfig]:
     running: dict[bytes, asyncio.Task[None]] = {}
 
     async def play(client: bytes, number: bytes, request: dict[str, Any]) -> None:
-        await talks(Task(request["client"]["base_url"], "none", Prompt(request["task_data"]["prompt"])))
-        for kind, data in ((b"delta", OPENED), (b"reply", ENDED)):
+        said = ((b"delta", OPENED), (b"reply", ENDED))
+        try:
+            await talks(Task(request["client"]["base_url"], "none", Prompt(request["task_data"]["prompt"])))
+        except OpenAIError as error:
+            said = ((b"delta", OPENED), (b"reply", {"success": False, "error": str(error)}))
+        for kind, data in said:
             await socket.send_multipart([client, number, kind, msgspec.msgpack.encode(data)])
 
     async def serve(tasks: asyncio.TaskGroup) -> None:
