@@ -66,16 +66,21 @@ async def verifiers_peer() -> AsyncIterator[EnvironmentConfig]:
             elif method == b"cancel":
                 running[request["request_id"].encode()].cancel()
 
+    failed: Exception | None = None  # as it is, not in a group
     try:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(serve(tasks))
             try:
                 yield EnvironmentConfig("verifiers", {"address": f"tcp://127.0.0.1:{port}"})
+            except Exception as error:
+                failed = error
             finally:
                 for task in (serving, *running.values()):
                     task.cancel()
     finally:
         context.destroy(linger=0)
+    if failed is not None:
+        raise failed
 
 
 PEERS = {"server": http_peer, "verifiers": verifiers_peer}
