@@ -55,6 +55,7 @@ SCENARIO_FOLDERS = {
 """Folders of tests whose files are named after scenarios."""
 
 SCENARIOS = {
+    "tests/reward/judge/test_served_by_vllm.py": "a judge in vLLM's own server",
     "tests/rollout/engines/test_contract.py": "every engine keeps the contract of tests/contracts",
     "tests/rollout/engines/test_gpu_settings.py": "settings of vLLM and SGLang that apply on a GPU alone",
     "tests/rollout/engines/test_loading.py": "models are loaded at the same time",
