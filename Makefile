@@ -8,6 +8,7 @@ GPU_READY := $(if $(filter $(CUDA)/bin/python,$(GPU_PYTHON)),$(CUDA)/.ready)
 SGLANG := $(VENV)-sglang
 TRACKING := $(VENV)-tracking
 BRIDGE := $(VENV)-bridge
+VERIFIERS := $(VENV)-verifiers
 BIN := $(VENV)/bin
 LOCK := deploy/locks/cpu.txt
 JOBS ?= 2
@@ -41,6 +42,11 @@ $(BRIDGE)/.ready: $(VENV)/.ready deploy/locks/bridge.txt deploy/setup_layer.sh
 	PIP_IGNORE_REQUIRES_PYTHON=1 bash deploy/setup_layer.sh $(VENV) $(BRIDGE) deploy/locks/bridge.txt
 	touch $@
 
+# environment servers of `verifiers`, for a slow test; it needs older versions of openai and mcp
+$(VERIFIERS)/.ready: $(VENV)/.ready deploy/locks/verifiers.txt deploy/setup_layer.sh
+	bash deploy/setup_layer.sh $(VENV) $(VERIFIERS) deploy/locks/verifiers.txt
+	touch $@
+
 $(CUDA)/.ready: deploy/locks/cuda.txt pyproject.toml deploy/setup.sh
 	PYTHON=python3.12 bash deploy/setup.sh $(CUDA) cuda
 	touch $@
@@ -59,7 +65,7 @@ demo-gpu: $(GPU_READY)
 test: setup check
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 -m "not slow and not gpu"
 
-test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready
+test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: $(GPU_READY)
@@ -99,4 +105,4 @@ test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(TRACKING) $(CUDA) runs
+	rm -rf $(VENV) $(SGLANG) $(TRACKING) $(VERIFIERS) $(CUDA) runs

@@ -3,6 +3,7 @@
 #   locks/sglang-cpu.txt  SGLang for tests on a CPU: vLLM's CPU build must not find triton or torchvision
 #   locks/tracking.txt    wandb, mlflow and trackio for the slow tests: they need older versions of two packages
 #   locks/bridge.txt      megatron-bridge for a slow test: it needs another megatron-core
+#   locks/verifiers.txt   verifiers for a slow test: it needs older versions of openai and mcp
 # usage: deploy/setup_layer.sh BASE_VENV VENV LOCK
 set -euo pipefail
 usage="usage: deploy/setup_layer.sh BASE_VENV VENV LOCK"

@@ -14,14 +14,15 @@ OURS = tuple(PROJECT / name for name in ("protocol", "reward", "rollout", "servi
 
 
 def import_attribute(path: str, what: str) -> tuple[Any, str]:
-    """Import what `MODULE:NAME` names; return it and its module's file.
+    """Import the class or function that `MODULE:NAME` names; return it and its module's file.
 
     Args:
         path: as the user wrote it.
         what: the setting, with which an error begins.
 
     Raises:
-        SettingsError: the path has another form, module or name are missing, or the module raises.
+        SettingsError: the path has another form, module or name are missing, the module raises, or it is
+            neither a class nor a function.
     """
     name, colon, attribute = path.partition(":")
     if not (name and colon and attribute):
@@ -46,6 +47,8 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
             hint = did_you_mean(part, known) if known else "it defines nothing that can be called"
             raise SettingsError(f"{what}: {file} has no {part!r}; {hint}")
         found = getattr(found, part)
+    if not callable(found):
+        raise SettingsError(f"{what}: {path} in {file} is neither a class nor a function")
     return found, file
 
 

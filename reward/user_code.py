@@ -1,16 +1,14 @@
 """Finds functions of the user by `MODULE:FUNCTION`, and gives them the arguments that they name."""
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.choices import did_you_mean
 from protocol.errors import SettingsError
+from protocol.user_code import import_attribute
 from reward.group import ResponseGroup
-from reward.verifiers.location import locate
 
 EACH = ("prompt", "response", "metadata", "token_count", "finish_reason")
 """Parameters of a function that is called for one response."""
@@ -69,46 +67,8 @@ def load_user_code(path: str, what: str) -> UserCode:
         SettingsError: module or function is missing, the module raises, or the parameters do not fit; names
             the file.
     """
-    function, file = import_function(path, what)
+    function, file = import_attribute(path, what)
     return UserCode(path, file, function, _checked_parameters(f"{what}: {path} in {file}", function))
-
-
-def import_function(path: str, what: str) -> tuple[Callable[..., Any], str]:
-    """Import a function; return it and its module's file.
-
-    Raises:
-        SettingsError: module or function is missing, or the module raises.
-    """
-    name, colon, attribute = path.partition(":")
-    if not colon or not name or not attribute:
-        raise SettingsError(f"{what}: path {path!r} is not MODULE:FUNCTION, such as my_reward:score")
-    module = _import(name, what)
-    file = str(getattr(module, "__file__", None) or name)
-    function: Any = module
-    for part in attribute.split("."):
-        if not hasattr(function, part):
-            known = [key for key, value in vars(function).items() if callable(value)]
-            hint = did_you_mean(part, known) if known else "it has no function"
-            raise SettingsError(f"{what}: {file} has no {part!r}; {hint}")
-        function = getattr(function, part)
-    if not callable(function):
-        raise SettingsError(f"{what}: {path} in {file} is not a function")
-    return function, file
-
-
-def _import(name: str, what: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
-            raise SettingsError(f"{what}: {locate(error)}: {error}") from None
-        searched = ", ".join(dict.fromkeys(path for path in sys.path if path and "/lib/python" not in path))
-        raise SettingsError(
-            f"{what}: there is no {name.replace('.', '/')}.py in {searched}; "
-            "name its directory in run.modules or PYTHONPATH"
-        ) from None
-    except Exception as error:  # a module may raise anything
-        raise SettingsError(f"{what}: {locate(error)}: {type(error).__name__}: {error}") from None
 
 
 def _checked_parameters(what: str, function: Callable[..., Any]) -> tuple[str, ...]:

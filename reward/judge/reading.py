@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from protocol.user_code import import_attribute
 from reward.judge.config import WHAT, Options
-from reward.user_code import import_function
 
 MOST_READ = 100_000
 """Characters of an answer that are searched for a score, the last ones."""
@@ -34,7 +34,7 @@ def make_reader(options: Options, whole: bool) -> tuple[Reader, str]:
         SettingsError: the function of the user cannot be imported.
     """
     if options.parse:
-        function, file = import_function(options.parse, f"{WHAT}: option parse")
+        function, file = import_attribute(options.parse, f"{WHAT}: option parse")
         return lambda text, n: _by_function(options, function, text, n, whole), file
     if whole:
         return lambda text, n: _list(options, text, n), ""

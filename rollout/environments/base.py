@@ -31,8 +31,8 @@ class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
     name: str = "single_turn"
-    """The environment: single_turn, given, guess_number, gsm8k, textarena, tools, agent or command
-    (`rollout/environments/`), or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`;
+    """The environment: single_turn, given, guess_number, gsm8k, textarena, tools, agent, command,
+    server or verifiers (`rollout/environments/`), or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`;
     the module is found in `run.modules` and `PYTHONPATH`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that environment; of your own: keyword arguments of the class or the function."""

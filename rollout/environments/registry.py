@@ -6,7 +6,18 @@ from protocol.choices import checked_name, checked_options
 from rollout.environments.base import Environment, EnvironmentConfig
 from rollout.environments.user_environment import load_environment
 
-ENVIRONMENTS = ("agent", "command", "given", "gsm8k", "guess_number", "single_turn", "textarena", "tools")
+ENVIRONMENTS = (
+    "agent",
+    "command",
+    "given",
+    "gsm8k",
+    "guess_number",
+    "server",
+    "single_turn",
+    "textarena",
+    "tools",
+    "verifiers",
+)
 """Modules in `rollout/environments/`, each with a dataclass `Options` and a callable `make` that takes it."""
 ON_DATA = "given"
 """The environment whose samples come with the data."""

@@ -19,7 +19,9 @@ from rollout.environments.episode import Episode, EpisodeEnvironment
 from rollout.tools.base import Tool, as_output, find_call
 from rollout.tools.calculator import Calculator
 from rollout.tools.python import PythonTool
+from rollout.tools.sandbox_runs import SandboxRuns
 from rollout.tools.search import SearchTool
+from rollout.tools.shell import ShellTool
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Options:
     """Options of `tools`."""
 
     tools: tuple[str, ...] = ("python",)
-    """Those that there are: calculator, python, search."""
+    """Those that there are: calculator, python, search, shell."""
     max_calls: Annotated[int, Meta(ge=0, le=10**4)] = 4
     """Calls of tools in one episode; the turn after the last one is the answer."""
     turn_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
@@ -35,9 +37,9 @@ class Options:
     output_characters: Annotated[int, Meta(ge=1, le=10**6)] = 2000
     """Longest answer of a tool, characters; the middle of a longer one is left out."""
     parallel: Annotated[int, Meta(ge=0, le=10**4)] = 0
-    """python: sandboxes at once in one rollout worker. 0: as many as there are processors."""
+    """python, shell: sandboxes at once in one rollout worker. 0: as many as there are processors."""
     limits: Limits = field(default_factory=Limits)
-    """python: limits of the sandbox, as for the verifier `python_tests`."""
+    """python, shell: limits of the sandbox, as for the verifier `python_tests`."""
     index: str = ""
     """search: the index, a file that `python -m rollout.tools.search build` writes."""
     results: Annotated[int, Meta(ge=1, le=100)] = 3
@@ -46,10 +48,11 @@ class Options:
 
 MAKE: Mapping[str, Callable[[Options], Tool]] = {
     "calculator": lambda options: Calculator(),
-    "python": lambda options: PythonTool(options.limits, options.parallel or os.cpu_count() or 1),
+    "python": lambda options: PythonTool(options.limits, _runs(options)),
     "search": lambda options: SearchTool(
         Path(options.index), options.results, options.output_characters // options.results
     ),
+    "shell": lambda options: ShellTool(options.limits, _runs(options)),
 }
 """Tool -> how it is made."""
 
@@ -75,14 +78,19 @@ class Tools:
 
     async def answer(self, episode: Episode) -> str:
         """Play one episode, and return the model's last turn."""
+        tools = {name: tool.opened() for name, tool in self._tools.items()}
         for _ in range(self._options.max_calls):
             turn = await episode.generate(self._options.turn_tokens or None)
-            call = find_call(turn, self._tools)
+            call = find_call(turn, tools)
             if call is None:
                 return turn
-            result = await self._tools[call.tool].run(call.text)
+            result = await tools[call.tool].run(call.text)
             episode.insert(as_output(result, self._options.output_characters))
         return await episode.generate(self._options.turn_tokens or None)
+
+
+def _runs(options: Options) -> SandboxRuns:
+    return SandboxRuns(options.parallel or os.cpu_count() or 1)
 
 
 def make(options: Options) -> EpisodeEnvironment:

@@ -8,16 +8,21 @@ A call is a fenced block that names the tool; its result is inserted as another 
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w+)[^\S\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 
 
-class Tool(Protocol):
-    """Answers calls. One instance serves all episodes of a process at the same time."""
+class Tool(ABC):
+    """Answers calls."""
 
+    def opened(self) -> "Tool":
+        """Return the tool of one episode. One that keeps nothing serves all at the same time: itself."""
+        return self
+
+    @abstractmethod
     async def run(self, text: str) -> str:
         """Return the answer to a call; what is wrong with the call is an answer, too.
 

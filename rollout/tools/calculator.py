@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rollout.tools.base import Tool
+
 MOST_CHARACTERS = 1000
 MOST_DIGITS = 300
 """Digits of a number, at most; a larger one is refused, if possible before it is computed."""
@@ -22,7 +24,7 @@ BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
-class Calculator:
+class Calculator(Tool):
     """Tool `calculator`. Reads no names, calls nothing."""
 
     async def run(self, text: str) -> str:

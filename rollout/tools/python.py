@@ -4,16 +4,11 @@ The answer is what the code prints, the value of its last line if that is an exp
 an exception.
 """
 
-import asyncio
-import functools
 import json
-import logging
-import os
-from concurrent.futures import ThreadPoolExecutor
 
-from reward.sandbox.runner import NEEDED, Limits, Verdict, run_programs
-
-log = logging.getLogger("tether.tools")
+from reward.sandbox.runner import Limits
+from rollout.tools.base import Tool
+from rollout.tools.sandbox_runs import SandboxRuns
 
 PROGRAM = """\
 import ast, sys, traceback
@@ -37,13 +32,11 @@ except BaseException as error:
 """What runs in the sandbox: it exits with 0 whatever the code raises."""
 
 
-class PythonTool:
+class PythonTool(Tool):
     """Tool `python`. Calls share nothing: no variables, no files."""
 
-    def __init__(self, limits: Limits, parallel: int) -> None:
-        """Run at most `parallel` calls at once; others wait."""
-        self._limits = limits
-        self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="tool-python")
+    def __init__(self, limits: Limits, runs: SandboxRuns) -> None:
+        self._limits, self._runs = limits, runs
 
     async def run(self, text: str) -> str:
         """Return what the code printed. Cancelling kills it, and waits until it has ended.
@@ -51,35 +44,9 @@ class PythonTool:
         Raises:
             RewardError: the sandbox cannot be set up.
         """
-        read, write = os.pipe()
-        try:
-            verdict = await self._run(PROGRAM.format(code=text), read, write)
-        finally:
-            os.close(read)
-            os.close(write)
-        _warn(verdict.isolation)
+        verdict = await self._runs.run(PROGRAM.format(code=text), "", self._limits)
         if 0 in verdict.outputs:
             return str(json.loads(verdict.outputs[0])) or "(no output)"
         if verdict.timed_out:
             return f"error: not done within {self._limits.wall_s:g} s"
         return "error: the code was ended: it exceeded a limit, or exited with a status"
-
-    async def _run(self, program: str, read: int, write: int) -> Verdict:
-        future = self._threads.submit(run_programs, program, [""], self._limits, read)
-        wrapped = asyncio.wrap_future(future)
-        try:
-            return await asyncio.shield(wrapped)
-        except asyncio.CancelledError:
-            if not future.cancel():
-                os.write(write, b"x")
-                await asyncio.wait([wrapped])
-                if not wrapped.cancelled():
-                    wrapped.exception()  # it is of no interest any more
-            raise
-
-
-@functools.cache
-def _warn(isolation: frozenset[str]) -> None:
-    """Log, once for each worker, which kinds of isolation this machine does not offer."""
-    if missing := sorted(NEEDED - isolation):
-        log.warning("sandbox.weak missing=%s (see docs/security.md)", ",".join(missing))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from protocol.errors import SettingsError
+from rollout.tools.base import Tool
 
 WORDS = 32
 """Words of a query that are searched for."""
@@ -24,7 +25,7 @@ CREATE = "CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'port
 FIND = "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank LIMIT ?"
 
 
-class SearchTool:
+class SearchTool(Tool):
     """Tool `search`: returns the passages that fit a query best."""
 
     def __init__(self, index: Path, results: int, characters: int) -> None:

@@ -1,10 +1,12 @@
 """Runs the agents of docs/agents.md as they are written."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from protocol.rollout_view import decode_rollout
 from rollout.environments.base import EnvironmentConfig
@@ -40,3 +42,15 @@ async def test_the_program_of_the_page_that_stays_is_an_agent(place: Path) -> No
     options = {"command": command, "directory": str(place), "processes": 1}
     rows = decode_rollout(await generated(place, EnvironmentConfig("command", options, attempts=1))).rows
     assert [row.environment_reward for row in rows] == [0.0, 0.0]
+
+
+async def test_the_server_of_the_page_is_an_agent(place: Path) -> None:
+    runner = web.AppRunner(importlib.import_module("my_server").app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        options = {"url": f"http://127.0.0.1:{runner.addresses[0][1]}/run"}
+        rollout = await generated(place, EnvironmentConfig("server", options, attempts=1))
+    finally:
+        await runner.cleanup()
+    assert [row.environment_reward for row in decode_rollout(rollout).rows] == [0.0, 0.0]

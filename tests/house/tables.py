@@ -36,7 +36,14 @@ FOREIGN_NAMES: frozenset[str] = frozenset()
 """Names of other projects that documents mention and the code does not."""
 
 MADE_PATHS = frozenset(
-    {"my_agent.py", "my_game.py", "my_program.py", "my_reward.py", "my_standing_program.py"}
+    {
+        "my_agent.py",
+        "my_game.py",
+        "my_program.py",
+        "my_reward.py",
+        "my_server.py",
+        "my_standing_program.py",
+    }
 )
 """Paths that documents name and users write."""
 
@@ -57,6 +64,7 @@ SCENARIO_FOLDERS = {
 """Folders of tests whose files are named after scenarios."""
 
 SCENARIOS = {
+    "tests/reward/judge/test_served_by_vllm.py": "a judge in vLLM's own server",
     "tests/rollout/engines/test_contract.py": "every engine keeps the contract of tests/contracts",
     "tests/rollout/engines/test_gpu_settings.py": "settings of vLLM and SGLang that apply on a GPU alone",
     "tests/rollout/engines/test_loading.py": "models are loaded at the same time",

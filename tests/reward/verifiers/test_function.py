@@ -120,17 +120,17 @@ def test_a_group_needs_as_many_scores_as_responses(load: Load, returned: str, sh
 @pytest.mark.parametrize(
     ("code", "path", "why"),
     [
-        ("", "own_reward", "'own_reward' is not MODULE:FUNCTION"),
+        ("", "own_reward", "'own_reward' is not MODULE:NAME"),
         ("", "no_reward:score", r"there is no no_reward\.py in .*run\.modules or PYTHONPATH"),
         ("def scores(response): ...", "own_reward:score", r"own_reward\.py has no 'score'; "
             "did you mean 'scores'"),
-        ("score = 3", "own_reward:score", r"own_reward:score in .*own_reward\.py is not a function"),
+        ("score = 3", "own_reward:score", r"own_reward\.py is neither a class nor a function"),
         ("def score(text): ...", "own_reward:score", r"own_reward\.py must take a parameter `response`"),
         ("def score(response, responses): ...", "own_reward:score", "`responses`"),
         ("def score(response, answer): ...", "own_reward:score", "no parameter 'answer'; use one of"),
         ("def score(response, token_counts=()): ...", "own_reward:score", "did you mean 'token_count'"),
         ("def score(response, /): ...", "own_reward:score", "positional-only"),
-        ("import no_such_thing", "own_reward:score", r"own_reward\.py:1: No module named 'no_such_thing'"),
+        ("import no_such_thing", "own_reward:score", r"own_reward\.py:1: ModuleNotFoundError: No module"),
         ("x = 1\nx / 0", "own_reward:score", r"own_reward\.py:2: ZeroDivisionError"),
         ("def score(:", "own_reward:score", r"own_reward\.py:1: SyntaxError"),
     ],

@@ -20,6 +20,7 @@ from rollout.prompts.base import Prompt, PromptConfig
 from rollout.prompts.registry import make_source
 from rollout.render import RenderConfig, Renderer
 from tests.rollout.environments.agents import ASKS, SERVES
+from tests.rollout.environments.peers import PEERS
 from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 
 QUESTION = Prompt("3+4=", metadata={"answer": "7"}, index=12)
@@ -34,7 +35,7 @@ CASES = {
     ),
     "tools": EnvironmentConfig("tools", {"tools": ["calculator", "python"]}),
 }
-UNORDERED = {"agent", "command", "standing_command"}
+UNORDERED = {"agent", "command", "standing_command", "server", "verifiers"}
 """Environments whose samples ask in any order, so that each run has other answers."""
 TURNS = 6
 
@@ -65,10 +66,19 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 async def generated(name: str, engine: Talking, model_dir: Path, **limits: float) -> Rollout:
+    if name in PEERS:
+        async with PEERS[name]() as config:
+            return await generated_by(config, engine, model_dir, **limits)
+    return await generated_by(CASES.get(name, EnvironmentConfig(name)), engine, model_dir, **limits)
+
+
+async def generated_by(
+    config: EnvironmentConfig, engine: Talking, model_dir: Path, **limits: float
+) -> Rollout:
     prompt = QUESTION
-    if name == "textarena":
+    if config.name == "textarena":
         prompt = make_source(PromptConfig(source="textarena", families=("GuessTheNumber-v0",))).at(0)
-    config = replace(CASES.get(name, EnvironmentConfig(name)), **limits)
+    config = replace(config, **limits)
     environment = make_environment(config)
     try:
         return await generate_group(

@@ -49,6 +49,15 @@ def test_each_call_goes_to_the_tool_that_it_names(renderer: Renderer, tmp_path: 
     assert said.endswith("```python\n1\n```")
 
 
+def test_the_files_of_a_shell_are_those_of_the_episode(renderer: Renderer) -> None:
+    shell = with_tools(tools=["shell"])
+    for _ in range(2):
+        player = Player(renderer, "```shell\nls\nmkdir d\n```", "```shell\nls\n```", "8")
+        said = renderer.text(play(shell, renderer, player).tokens)
+        assert said.count("```output\n(no output)\n```") == 1
+        assert said.count("```output\nd\n```") == 1
+
+
 def test_the_turn_after_the_last_call_is_the_answer(renderer: Renderer) -> None:
     call = "```calculator\n1+1\n```"
     player = Player(renderer, call, call, call, call)

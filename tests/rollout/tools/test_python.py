@@ -7,8 +7,9 @@ import pytest
 
 from reward.sandbox.runner import Limits
 from rollout.tools.python import PythonTool
+from rollout.tools.sandbox_runs import SandboxRuns
 
-TOOL = PythonTool(Limits(wall_s=60), 2)
+TOOL = PythonTool(Limits(wall_s=60), SandboxRuns(2))
 
 
 @pytest.mark.parametrize(
@@ -33,13 +34,16 @@ async def test_an_exception_is_answered_as_its_traceback() -> None:
 
 
 async def test_code_that_takes_too_long_or_dies_is_an_answer() -> None:
-    assert await PythonTool(Limits(wall_s=0.5), 1).run("while True: pass") == "error: not done within 0.5 s"
+    assert (
+        await PythonTool(Limits(wall_s=0.5), SandboxRuns(1)).run("while True: pass")
+        == "error: not done within 0.5 s"
+    )
     assert "the code was ended" in await TOOL.run("import os; os._exit(1)")
 
 
 async def test_a_cancelled_call_leaves_no_process_and_no_descriptor() -> None:
     descriptors, before = len(os.listdir("/proc/self/fd")), _children()
-    tool = PythonTool(Limits(wall_s=3600, cpu_s=3600), 1)
+    tool = PythonTool(Limits(wall_s=3600, cpu_s=3600), SandboxRuns(1))
     async with asyncio.timeout(60):
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(tool.run("while True: pass")) for _ in range(3)]

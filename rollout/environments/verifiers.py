@@ -1,0 +1,243 @@
+"""Has an environment server of the package `verifiers` run each sample, over ZeroMQ.
+
+The server (`verifiers.v1.serve`) is a process of its own, with a Python environment of its own; nothing of
+the package is needed here. Each sample has a connection: three frames (request id, "run", MessagePack), which
+are answered by frames (request id, kind, MessagePack). Of kind "delta" are the changes of a trace; "reply"
+ends the episode. A cancelled sample sends "cancel".
+"""
+
+import uuid
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from msgspec import UNSET, Meta, UnsetType
+
+from protocol.errors import ProtocolError, SettingsError
+from protocol.msgpack_limits import check_shape
+from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
+
+MAX_FRAME = 1 << 28
+"""Bytes of a frame; a larger one ends the connection."""
+LINGER_MS = 1000
+"""How long a cancellation may take to leave, milliseconds."""
+MAX_SHOWN = 300
+"""Characters of a server's error that are shown."""
+MAX_SOCKETS = 1 << 16
+"""Samples at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options(SessionOptions):
+    """Options of `verifiers`."""
+
+    address: str = ""
+    """Where the environment server listens, such as tcp://127.0.0.1:5000."""
+    silence_s: Annotated[float, Meta(ge=0.1, le=1e6)] = 60.0
+    """How long the server may be silent before it is asked whether it is there, and then to answer that,
+    seconds. After twice this time the sample has failed."""
+
+
+class TraceReward(msgspec.Struct, frozen=True):
+    """One of the rewards of a trace."""
+
+    score: float
+    weight: float = 1.0
+
+
+class TraceError(msgspec.Struct, frozen=True):
+    """What failed in an episode."""
+
+    type: str = ""
+    message: str = ""
+
+
+class TraceValues(msgspec.Struct, frozen=True):
+    """The values of a trace that changed."""
+
+    rewards: dict[str, TraceReward | None] | UnsetType = UNSET
+    """None: it was not computed."""
+    ok: bool | UnsetType = UNSET
+
+
+class TraceDelta(msgspec.Struct, frozen=True):
+    """What changed in a trace."""
+
+    trace: str
+    discard: bool = False
+    """Whether the trace is void: another attempt replaces it."""
+    values: TraceValues = msgspec.field(default_factory=TraceValues, name="set")
+    errors: tuple[TraceError, ...] = ()
+
+
+class EpisodeHead(msgspec.Struct, frozen=True):
+    """What there is to say of an episode beside its traces."""
+
+    ok: bool
+    errors: tuple[TraceError, ...] = ()
+
+
+class TraceSummary(msgspec.Struct, frozen=True):
+    """Names a trace of the finished episode."""
+
+    id: str
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to a request."""
+
+    success: bool
+    error: str | None = None
+    head: EpisodeHead | None = None
+    traces: tuple[TraceSummary, ...] = ()
+
+
+class EpisodeReading:
+    """Reads what a server says of one episode."""
+
+    def __init__(self) -> None:
+        self._rewards: dict[str, dict[str, TraceReward | None]] = {}
+        self._broken: set[str] = set()
+        self._errors: list[TraceError] = []
+
+    def apply(self, delta: TraceDelta) -> None:
+        """Note a change."""
+        if delta.discard:
+            self._rewards.pop(delta.trace, None)
+            self._broken.discard(delta.trace)
+            return
+        self._errors += delta.errors
+        if delta.values.rewards is not UNSET:
+            self._rewards[delta.trace] = delta.values.rewards
+        if delta.values.ok is True:
+            self._broken.discard(delta.trace)
+        elif delta.values.ok is False:
+            self._broken.add(delta.trace)
+
+    def reward(self, reply: Reply) -> float | None:
+        """Return the weighted sum of the rewards of the episode's trace, None if it has none.
+
+        Raises:
+            RuntimeError: the episode failed, a reward was not computed, or there is not exactly one trace.
+        """
+        if not reply.success or reply.head is None:
+            raise RuntimeError(f"the environment server failed: {_shown(reply.error or 'without a reason')}")
+        errors = [*self._errors, *reply.head.errors]
+        why = _shown(f"{errors[-1].type}: {errors[-1].message}") if errors else "without a reason"
+        if not reply.head.ok or any(trace.id in self._broken for trace in reply.traces):
+            raise RuntimeError(f"the episode failed in the environment server: {why}")
+        if len(reply.traces) != 1:
+            raise RuntimeError(
+                f"the environment server answered with {len(reply.traces)} traces; a sample has one: "
+                "serve an environment with one agent"
+            )
+        rewards = self._rewards.get(reply.traces[0].id, {})
+        missing = [name for name, reward in rewards.items() if reward is None]
+        if missing:
+            raise RuntimeError(f"the environment server did not compute the reward {missing[0]}: {why}")
+        return sum(reward.score * reward.weight for reward in rewards.values() if reward) if rewards else None
+
+
+class EnvironmentServer(SessionEnvironment):
+    """Sends each task to an environment server."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        if not options.address.startswith(("tcp://", "ipc://")):
+            raise SettingsError(
+                f"setting environment.options.address: {options.address!r} is no address of an environment "
+                "server, such as tcp://127.0.0.1:5000"
+            )
+        self._options = options
+        self._context: zmq.asyncio.Context | None = None
+
+    async def act(self, task: Task) -> float | None:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+            self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        connection = self._context.socket(zmq.DEALER)
+        connection.setsockopt(zmq.LINGER, LINGER_MS)
+        connection.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        run = uuid.uuid4().hex.encode()
+        is_over = False
+        try:
+            connection.connect(self._options.address)
+            await connection.send_multipart([run, b"run", msgspec.msgpack.encode(run_request(task))])
+            reward = await self._outcome(connection, run)
+            is_over = True
+            return reward
+        finally:
+            if not is_over:
+                _cancel(connection, run)
+            connection.close()
+
+    async def close(self) -> None:
+        """Close connections, and stop serving."""
+        if self._context is not None:
+            self._context.destroy(linger=LINGER_MS)
+            self._context = None
+        await super().close()
+
+    async def _outcome(self, connection: zmq.asyncio.Socket, run: bytes) -> float | None:
+        """Read until the reply to the run. Raises RuntimeError if the server is silent or says garbage."""
+        address, silence_s = self._options.address, self._options.silence_s
+        reading, is_asked = EpisodeReading(), False
+        while True:
+            if not await connection.poll(int(silence_s * 1000)):
+                if is_asked:
+                    raise RuntimeError(
+                        f"the environment server {address} has been silent for {2 * silence_s:g} s: it does "
+                        "not run, or speaks another protocol"
+                    )
+                is_asked = True
+                await connection.send_multipart([uuid.uuid4().hex.encode(), b"health", b"\x80"])
+                continue
+            frames = await connection.recv_multipart(zmq.NOBLOCK)
+            is_asked = False
+            try:
+                answered, kind, data = frames
+                if answered != run:
+                    continue
+                check_shape(data)
+                if kind == b"delta":
+                    reading.apply(msgspec.msgpack.decode(data, type=TraceDelta))
+                    continue
+                reply = msgspec.msgpack.decode(data, type=Reply)
+            except (ValueError, ProtocolError, RecursionError) as error:
+                raise RuntimeError(
+                    f"the environment server {address} speaks another protocol: {error}"
+                ) from None
+            return reading.reward(reply)
+
+
+def run_request(task: Task) -> dict[str, Any]:
+    """Return the request for a sample: the prompt's metadata are the fields of its task."""
+    prompt = task.prompt
+    said: Any = prompt.text
+    if prompt.messages:
+        said = [{"role": role, "content": content} for role, content in prompt.messages]
+    return {
+        "task_data": {"idx": prompt.index, "prompt": said, **prompt.metadata},
+        "client": {"type": "eval", "base_url": task.url, "api_key_var": "TETHER_SESSION_KEY"},
+        "model": "policy",
+        "sampling": {},
+    }
+
+
+def _cancel(connection: zmq.asyncio.Socket, run: bytes) -> None:
+    """Tell the server that nobody waits for a run any more."""
+    payload = msgspec.msgpack.encode({"request_id": run.decode()})
+    plain: zmq.Socket[bytes] = zmq.Socket.shadow(connection.underlying)
+    try:
+        plain.send_multipart([uuid.uuid4().hex.encode(), b"cancel", payload], zmq.NOBLOCK)
+    except zmq.ZMQError:
+        return  # not connected: there is nothing to cancel
+
+
+def _shown(text: str) -> str:
+    return " ".join(text.split())[:MAX_SHOWN]
+
+
+make = EnvironmentServer
