@@ -1,6 +1,7 @@
 """A judge that vLLM's own server runs: its answers are forced into the form of a score."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -24,7 +25,8 @@ async def test_a_judge_served_by_vllm_always_gives_a_score(tmp_path: Path) -> No
     tiny_model(1).save_pretrained(tmp_path / "model")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = ["-m", "vllm.entrypoints.cli.main", "serve", str(tmp_path / "model"), "--port", str(port),
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model",
+               str(tmp_path / "model"), "--port", str(port),
                "--host", "127.0.0.1", "--served-model-name", "judge", "--enforce-eager",
                "--max-model-len", "512"]  # fmt: skip
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -44,7 +46,8 @@ async def test_a_judge_served_by_vllm_always_gives_a_score(tmp_path: Path) -> No
         assert len(rewards) == 3
         assert all(0 <= reward <= 1 for reward in rewards)
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait()
 
 
