@@ -1,7 +1,6 @@
 """Writes requests as tokens: a whole dialogue, or only the messages after an answer that keeps its tokens."""
 
-import itertools
-import json
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +38,7 @@ def added(renderer: Renderer, dialogue: Dialogue, first: int, sampled: Sequence[
     new, answer = dialogue.messages[first:], dialogue.messages[first - 1]
     if not renderer.has_template:
         return renderer.encode(renderer.dialogue_text(new))
-    mark = _unused_word(json.dumps([new, dialogue.tools]))
+    mark = f"tether{secrets.token_hex(16)}answer"  # in no text of the request
     tail = renderer.encode(_behind_answer(renderer, mark, answer, new, dialogue.tools))
     return tail[1:] if sampled and tail and sampled[-1] == tail[0] else tail
 
@@ -76,7 +75,3 @@ def _marked(call: dict[str, Any], mark: str) -> dict[str, Any]:
 
 def _stops(renderer: Renderer) -> list[str]:
     return [text for token in renderer.stop_token_ids if (text := renderer.piece(token))]
-
-
-def _unused_word(text: str) -> str:
-    return next(word for i in itertools.count() if (word := f"tether{i}answer") not in text)

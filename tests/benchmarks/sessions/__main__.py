@@ -29,6 +29,7 @@ OPEN = (1, 64, 2000)
 CALLERS = 64
 """Of these, at most so many call; the others have made a call, and keep their connection."""
 TURNS = 20
+SHOWN = (1, 2, 5, 10, 15, 20)
 PACKAGES = ("aiohttp", "uvloop", "msgspec", "transformers", "tokenizers")
 
 
@@ -60,7 +61,8 @@ def by_turn(through: Sequence[Round], direct: Sequence[Round]) -> dict[str, floa
     def of(rounds: Sequence[Round], turn: int) -> float:
         return statistics.median(ms for one in rounds for at, ms in one.ms if at == turn)
 
-    return {str(turn): of(through, turn) - of(direct, turn) for turn in (1, 2, 5, 10, 15, 20) if turn <= TURNS}
+    last = max(turn for turn, _ in direct[0].ms)
+    return {str(turn): of(through, turn) - of(direct, turn) for turn in SHOWN if turn <= last}
 
 
 async def measure_open(worker: Worker, count: int, *, turns: int, repeats: int) -> dict[str, Any]:

@@ -20,7 +20,11 @@ TOOLS: list[dict[str, Any]] = [
         "function": {
             "name": name,
             "description": f"Use {name} to work on the task; it returns text.",
-            "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}},
+                "required": ["text"],
+            },
         },
     }
     for name in ("search", "read", "write", "run")

@@ -1,4 +1,4 @@
-"""Runs endpoint, sessions and the scripted engine as a rollout worker does, and the engine called directly."""
+"""Runs endpoint, sessions and the scripted engine as a rollout worker does, or calls the engine directly."""
 
 import asyncio
 import itertools
@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]
@@ -87,7 +86,8 @@ class Worker:
             url = urlsplit(self._endpoint.url(key))
             sessions.append({"number": number, "host": url.hostname, "port": url.port, "path": url.path})
         asked = {"sessions": sessions, "callers": callers, "turns": turns, "at_once": at_once}
-        assert self._harness.stdin is not None and self._harness.stdout is not None
+        assert self._harness.stdin is not None
+        assert self._harness.stdout is not None
         self._harness.stdin.write(json.dumps(asked).encode() + b"\n")
         before = time.process_time()
         found = json.loads(await self._harness.stdout.readline())
@@ -149,8 +149,3 @@ def memory() -> int:
     """Return the memory that this process has resident, bytes."""
     found: int = psutil.Process(os.getpid()).memory_info().rss
     return found
-
-
-def facts(directory: Path) -> dict[str, Any]:
-    """Return the sizes that the figures are of."""
-    return {"max_tokens": MAX_TOKENS, "vocabulary": json.loads((directory / "config.json").read_text())}
