@@ -23,6 +23,7 @@ from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
+from services.rollout.prefix_use import PrefixUse
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.leasing")
@@ -61,10 +62,19 @@ class GroupRunner:
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._nudged = asyncio.Event()
+        self._prefixes = PrefixUse()
+        process.metrics.watch_labelled(
+            "tether_prefix_tokens",
+            "Tokens of model calls' prompts, by call of an episode and where their KV came from",
+            ("call", "source"),
+            self._prefixes.tokens,
+        )
         self.meter = BusyMeter()
         """Counts the time in which the engine has groups to generate and is awake."""
         process.on_heartbeat.append(
-            lambda: process.info.update(self.meter.reading(), groups=len(self._tasks))
+            lambda: process.info.update(
+                self.meter.reading(), groups=len(self._tasks), prefix_hits=self._prefixes.hit_rate
+            )
         )
 
     async def run(self) -> None:
@@ -212,7 +222,7 @@ class GroupRunner:
                     config=self._process.settings.environment,
                     max_model_len=self._process.settings.engine.max_model_len,
                     least=min(n, LEAST_SAMPLES),
-                    report=functools.partial(observe_episode, metrics, lease.group),
+                    report=functools.partial(observe_episode, metrics, self._prefixes, lease.group),
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
@@ -258,8 +268,9 @@ class GroupRunner:
                 await self._process.ledger.release(lease.group, lease.token, reason)
 
 
-def observe_episode(metrics: Metrics, group: int, report: EpisodeReport) -> None:
-    """Count one attempt at a sample: turns, seconds, and the reason if it failed."""
+def observe_episode(metrics: Metrics, prefixes: PrefixUse, group: int, report: EpisodeReport) -> None:
+    """Count one attempt at a sample: turns, seconds, prompts, and the reason if it failed."""
+    prefixes.add(report)
     metrics.count("episode.turns", report.turns)
     metrics.seconds.labels("episode").observe(report.seconds)
     if not report.failure:

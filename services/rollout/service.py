@@ -26,6 +26,7 @@ from services.preflight.problem import refuse
 from services.preflight.sampling import distribution_problems
 from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
+from services.rollout.open_files import check_open_files
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.main import service_main
 from services.runtime.process import Process
@@ -50,6 +51,9 @@ async def serve(process: Process) -> None:
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     add_user_modules(settings)
     environment = await asyncio.to_thread(make_environment, settings.environment)
+    check_open_files(
+        settings.rollout.groups_in_flight, settings.sampling.samples_per_prompt, environment.files_per_sample
+    )
     described = settings.weights.transport == TRANSPORT
     shared = description_file(settings.run_dir, process.incarnation) if described else None
     engine = make_engine(

@@ -23,7 +23,7 @@ from rollout.render import RenderConfig, Renderer
 from rollout.sessions.calls import context_tokens
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.session import Session, SessionLimits
-from tests.benchmarks.sessions.dialogue import write_model
+from tests.benchmarks.sessions.model import write_model
 from tests.benchmarks.versions import ROOT
 
 MAX_TOKENS = 64
