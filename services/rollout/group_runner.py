@@ -222,7 +222,7 @@ class GroupRunner:
                     config=self._process.settings.environment,
                     max_model_len=self._process.settings.engine.max_model_len,
                     least=min(n, LEAST_SAMPLES),
-                    report=functools.partial(observe_episode, metrics, self._prefixes, lease.group),
+                    report=functools.partial(self._observe, lease.group),
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
@@ -241,6 +241,10 @@ class GroupRunner:
             log.info("group.declined group=%d why=%s", lease.group, refusal)
         else:
             self._process.metrics.count("group.delivered")
+
+    def _observe(self, group: int, report: EpisodeReport) -> None:
+        self._prefixes.add(report)
+        observe_episode(self._process.metrics, group, report)
 
     async def _extend_loop(self, lease: Lease) -> None:
         lease_ms = int(self._config.lease_s * 1000)
@@ -268,9 +272,8 @@ class GroupRunner:
                 await self._process.ledger.release(lease.group, lease.token, reason)
 
 
-def observe_episode(metrics: Metrics, prefixes: PrefixUse, group: int, report: EpisodeReport) -> None:
-    """Count one attempt at a sample: turns, seconds, prompts, and the reason if it failed."""
-    prefixes.add(report)
+def observe_episode(metrics: Metrics, group: int, report: EpisodeReport) -> None:
+    """Count one attempt at a sample: turns, seconds, and the reason if it failed."""
     metrics.count("episode.turns", report.turns)
     metrics.seconds.labels("episode").observe(report.seconds)
     if not report.failure:

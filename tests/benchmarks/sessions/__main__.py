@@ -76,6 +76,7 @@ async def measure_open(worker: Worker, count: int, *, turns: int, repeats: int) 
     for _ in range(repeats if count > 1 else repeats * 8):
         sessions = worker.open(callers)
         alone.append(await worker.called(sessions, turns=turns, at_once=1))
+        reuse = worker.reuse(sessions)
         reference.append(await worker.direct(sessions, at_once=1))
         tokens = worker.tokens
         worker.end(sessions)
@@ -90,6 +91,7 @@ async def measure_open(worker: Worker, count: int, *, turns: int, repeats: int) 
         "one_at_a_time": compared(alone, reference),
         "added_p50_ms_by_turn": by_turn(alone, reference),
         "tokens_of_a_session": tokens / callers,
+        "prefix_hit_rate": reuse,
     }
     if loaded:
         found["many_at_once"] = compared(loaded, bare) | {
@@ -103,7 +105,7 @@ async def measure_open(worker: Worker, count: int, *, turns: int, repeats: int) 
 
 async def measure(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure for each number of open sessions."""
-    async with running_worker(directory) as worker:
+    async with running_worker(directory, arguments.engine) as worker:
         warm = worker.open(8)
         await worker.called(warm, turns=3, at_once=1)
         worker.end(warm)
@@ -118,6 +120,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure what the endpoint of sessions adds to a call.")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     parser.add_argument("--open", type=int, nargs="+", default=list(OPEN), help="sessions that are open")
+    parser.add_argument("--engine", default="scripted", help="vllm measures the reuse of prefixes alone")
     parser.add_argument("--turns", type=int, default=TURNS, help="calls of a session")
     parser.add_argument("--repeats", type=int, default=3, help="alternations of endpoint and engine")
     parser.add_argument("--profile", type=int, default=0, help="print so many lines of a profile")

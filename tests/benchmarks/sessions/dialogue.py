@@ -4,6 +4,8 @@ from typing import Any
 
 from tests.benchmarks.versions import ROOT
 
+GROUP = 8
+"""Samples of a group."""
 RESULT_CHARACTERS = 600
 """Of what a tool returns to the agent, and so of each message that a call adds."""
 TOOLS: list[dict[str, Any]] = [
@@ -24,11 +26,11 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def opening(number: int) -> list[dict[str, Any]]:
-    """Return the first messages of a session."""
+    """Return the first messages of a session; `GROUP` of them have one prompt."""
     text = (ROOT / "docs/glossary.md").read_text()[:RESULT_CHARACTERS]
     return [
         {"role": "system", "content": f"You are an agent with tools. {text}"},
-        {"role": "user", "content": f"Task {number}: {text[::-1]}"},
+        {"role": "user", "content": f"Task {number // GROUP}: {text[::-1]}"},
     ]
 
 

@@ -12,6 +12,21 @@ from tests.rollout.sessions.chats import SPECIAL, TOOL_USE
 WORDS = 4096
 """Tokens of the vocabulary."""
 
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2**20,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+"""A small model, for engines that need one; its weights are random."""
+
 
 def write_model(directory: Path) -> None:
     """Write a tokenizer that was trained on the documents, with a chat template, and a config."""
@@ -26,4 +41,5 @@ def write_model(directory: Path) -> None:
     )
     fast.chat_template = TOOL_USE
     fast.save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size()}))
+    config = {**QWEN2, "vocab_size": tokenizer.get_vocab_size(), "eos_token_id": fast.eos_token_id}
+    (directory / "config.json").write_text(json.dumps(config))

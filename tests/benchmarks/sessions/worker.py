@@ -28,7 +28,7 @@ from tests.benchmarks.versions import ROOT
 
 MAX_TOKENS = 64
 """Of an answer; the scripted engine gives as many."""
-MAX_MODEL_LEN = 2**20
+MAX_MODEL_LEN = 2**13
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,16 @@ class Worker:
                 tasks.create_task(ask_share(first), name=f"direct-{first}")
         return Round(found, time.perf_counter() - began, time.process_time() - before)
 
+    def reuse(self, callers: Sequence[int]) -> dict[str, float]:
+        """Return the share of prompts' tokens that the engine had cached, in first and in later calls."""
+        calls = [self._open[number][1].tree.calls for number in callers]
+        shares = {"first": [of[0] for of in calls], "later": [call for of in calls for call in of[1:]]}
+        return {
+            name: sum(call.completion.cached_tokens for call in some)
+            / max(1, sum(call.length - len(call.completion.tokens) for call in some))
+            for name, some in shares.items()
+        }
+
     @property
     def tokens(self) -> int:
         """Tokens of all open sessions."""
@@ -126,10 +136,10 @@ class Worker:
 
 
 @asynccontextmanager
-async def running_worker(directory: Path) -> AsyncIterator[Worker]:
+async def running_worker(directory: Path, engine_name: str) -> AsyncIterator[Worker]:
     """Run a worker with its harnesses in a process of their own."""
     write_model(directory)
-    config = EngineConfig(name="scripted", max_model_len=MAX_MODEL_LEN)
+    config = EngineConfig(name=engine_name, max_model_len=MAX_MODEL_LEN, kv_cache_mb=512)
     engine = make_engine(config, directory, "engine.0", NO_ADAPTERS)
     await engine.start()
     harness = await asyncio.create_subprocess_exec(
