@@ -53,9 +53,9 @@ class EpisodeReport:
     """One of `FAILURES`; empty: there is a sample."""
     error: str = ""
     first_prompt: PromptTokens = PromptTokens()
-    """Of the first call."""
+    """Those of the first call."""
     later_prompts: PromptTokens = PromptTokens()
-    """Of all other calls, each with the whole history."""
+    """Those of all other calls, each with the whole history."""
 
 
 class ModelCalls:

@@ -23,7 +23,6 @@ from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
-from services.rollout.prefix_use import PrefixUse
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.leasing")
@@ -42,6 +41,33 @@ LEAST_SAMPLES = 2
 
 class LeaseLost(Exception):
     """Raised in the task of a group whose lease another worker took over, or which was dropped."""
+
+
+class PrefixUse:
+    """Counts by source the tokens of prompts since the worker started.
+
+    The first call of an episode can share the prompt of its group, later ones what their session has said.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[str, str], int] = {}
+
+    def add(self, report: EpisodeReport) -> None:
+        """Count the calls of an episode that has ended, or failed."""
+        for call, prompts in (("first", report.first_prompt), ("later", report.later_prompts)):
+            for source, tokens in (("cache", prompts.cached), ("computed", prompts.total - prompts.cached)):
+                self._tokens[call, source] = self._tokens.get((call, source), 0) + tokens
+
+    def tokens(self) -> dict[tuple[str, str], int]:
+        """Return tokens by call (`first`, `later`) and source (`cache`, `computed`)."""
+        return self._tokens
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of all tokens that came from the cache; None before the first call."""
+        cached = sum(tokens for (_, source), tokens in self._tokens.items() if source == "cache")
+        total = sum(self._tokens.values())
+        return round(cached / total, 4) if total else None
 
 
 class GroupRunner:

@@ -7,7 +7,7 @@ from tests.benchmarks.versions import ROOT
 GROUP = 8
 """Samples of a group."""
 RESULT_CHARACTERS = 600
-"""Of what a tool returns to the agent, and so of each message that a call adds."""
+"""Length of what a tool returns to the agent, and so of each message that a call adds."""
 TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",

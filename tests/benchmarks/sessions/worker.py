@@ -27,7 +27,7 @@ from tests.benchmarks.sessions.model import write_model
 from tests.benchmarks.versions import ROOT
 
 MAX_TOKENS = 64
-"""Of an answer; the scripted engine gives as many."""
+"""Tokens of an answer: the scripted engine gives as many."""
 MAX_MODEL_LEN = 2**13
 
 
