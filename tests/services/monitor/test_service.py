@@ -12,10 +12,6 @@ from tests.integration.loop import ROOT
 DOCUMENT = (ROOT / "docs/metrics.md").read_text()
 
 
-OF_SERVICES = {"tether_prefix_tokens", "tether_verifier"}
-"""Metrics that one service registers when it starts."""
-
-
 def documented(section: str) -> list[str]:
     """The names in the first column of the tables of a section of docs/metrics.md."""
     text = DOCUMENT.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
@@ -31,7 +27,7 @@ def test_every_prometheus_metric_is_documented() -> None:
     metrics, registry = Metrics("trainer"), CollectorRegistry()
     RunGauges(registry)
     known = {family.name for source in (metrics.registry, registry) for family in source.collect()}
-    assert set(documented("Prometheus")) == known | OF_SERVICES
+    assert set(documented("Prometheus")) == known
 
 
 def test_what_was_not_measured_has_no_sample() -> None:
