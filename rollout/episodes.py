@@ -24,6 +24,19 @@ MAX_ERROR = 500
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Tokens of the prompts of some calls."""
+
+    total: int = 0
+    cached: int = 0
+    """Those that the engine had in its prefix cache."""
+
+    def plus(self, total: int, cached: int) -> "PromptTokens":
+        """Return the sum with another call."""
+        return PromptTokens(self.total + total, self.cached + cached)
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeReport:
     """What became of one attempt at a sample."""
 
@@ -39,6 +52,10 @@ class EpisodeReport:
     failure: str = ""
     """One of `FAILURES`; empty: there is a sample."""
     error: str = ""
+    first_prompt: PromptTokens = PromptTokens()
+    """Those of the first call."""
+    later_prompts: PromptTokens = PromptTokens()
+    """Those of all other calls, each with the whole history."""
 
 
 class ModelCalls:
@@ -53,6 +70,7 @@ class ModelCalls:
         self._asked = 0
         self._over = False
         self.turns = self.tokens = 0
+        self.first_prompt = self.later_prompts = PromptTokens()
         self.error: EngineError | EpisodeError | None = None
         """The first error of a call: it counts even if the environment catches it."""
 
@@ -77,6 +95,10 @@ class ModelCalls:
         if completion.finish_reason == "abort":
             text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
             raise self._failed(EngineError(text))
+        if self.turns:
+            self.later_prompts = self.later_prompts.plus(len(tokens), completion.cached_tokens)
+        else:
+            self.first_prompt = self.first_prompt.plus(len(tokens), completion.cached_tokens)
         self.turns += 1
         self.tokens += len(completion.tokens)
         return completion
@@ -179,7 +201,12 @@ class Episodes:
             calls.close()
         failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
         seconds = time.monotonic() - began
-        self.report(EpisodeReport(index, attempt, calls.turns, calls.tokens, seconds, failure, text))
+        self.report(
+            EpisodeReport(
+                index, attempt, calls.turns, calls.tokens, seconds, failure, text,
+                calls.first_prompt, calls.later_prompts,
+            )
+        )  # fmt: skip
         return result
 
     async def _attempt(self, calls: ModelCalls, left_s: float) -> Sample:

@@ -1,6 +1,7 @@
 """Converts text to tokens and back; the only module that uses a tokenizer."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -262,6 +263,8 @@ def _load(model_dir: Path) -> Any:
             f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model "
             "(save_pretrained writes it)"
         )
+    # the tokenizers library hands a text to a thread of its own, which pays for many at once, and here is one
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         path = model_dir / "tokenizer_config.json"
         config = json.loads(path.read_text()) if path.is_file() else {}

@@ -144,6 +144,9 @@ class Completion:
     """[P + T - 1, L, K]: the experts that each of L mixture layers chose for each token that was an input, in
     the pass that computed it first (SGLang: last); `UNKNOWN_EXPERT` where that was not recorded. None:
     nothing was."""
+    cached_tokens: int = 0
+    """Tokens of the prompt whose KV was in the engine's prefix cache, so that it was not computed again; 0
+    where there is no such cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,9 @@ class Sample:
 class Environment(ABC):
     """Produces samples. One instance serves all samples of a process concurrently: state belongs in `run`."""
 
+    files_per_sample: int = 0
+    """File descriptors that a sample has open in the worker while it runs, most of them connections."""
+
     @abstractmethod
     async def run(
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer

@@ -1,5 +1,6 @@
 """Keeps the answered calls of a session as a tree: each continues the tokens of another, or begins anew."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,13 @@ class ModelCall:
     end: int | str
     """What a request begins with that continues this call: the key behind the answer, or the text of a
     completion, prompt and answer."""
+    length: int = field(init=False)
+    """Tokens up to the end of the answer."""
+
+    def __post_init__(self) -> None:
+        before = self.parent.length if self.parent is not None else 0
+        length = before + len(self.inserted) + len(self.completion.tokens)
+        object.__setattr__(self, "length", length)
 
     def path(self) -> Sequence["ModelCall"]:
         """Return the calls whose tokens it continues, from the first to itself."""
@@ -33,12 +41,21 @@ class ModelCall:
 
     def tokens(self) -> tuple[int, ...]:
         """Return all tokens up to the end of the answer."""
-        return tuple(token for call in self.path() for token in (*call.inserted, *call.completion.tokens))
+        return tuple(itertools.chain.from_iterable(_pieces(self)))
+
+    def begins(self, tokens: tuple[int, ...]) -> bool:
+        """Return whether its tokens, up to the end of the answer, are the first ones of `tokens`."""
+        last = self.completion.tokens
+        if tokens[self.length - len(last) : self.length] != last:  # spares nearly every other call its copy
+            return False
+        return tokens[: self.length] == self.tokens()
 
 
 def context_tokens(parent: ModelCall | None, inserted: tuple[int, ...]) -> tuple[int, ...]:
     """Return what a call is to continue: the tokens of `parent`, and those that were inserted."""
-    return (*(parent.tokens() if parent is not None else ()), *inserted)
+    if parent is None:
+        return inserted
+    return tuple(itertools.chain(*_pieces(parent), inserted))
 
 
 @dataclass(slots=True)
@@ -100,3 +117,8 @@ class CallTree:
             row.append(call)
             last[id(call)] = row
         return (tuple(row) for row in rows)
+
+
+def _pieces(call: ModelCall) -> list[tuple[int, ...]]:
+    """Return what the tokens of a call consist of, one after the other."""
+    return [piece for each in call.path() for piece in (each.inserted, each.completion.tokens)]

@@ -28,6 +28,8 @@ _log = logging.getLogger("tether.sessions")
 
 MAX_ENDED = 10_000
 """Ended sessions whose clients are answered why, the last ones; others are unknown."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted: all harnesses of a worker may begin at once."""
 MODEL = "policy"
 """The model that is listed; requests may name any."""
 
@@ -61,7 +63,7 @@ class SessionEndpoint:
         """
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
         except OSError as error:
             await self._runner.cleanup()
             raise SettingsError(

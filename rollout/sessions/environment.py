@@ -63,6 +63,9 @@ class SessionEnvironment(Environment):
     The endpoint starts with the first sample.
     """
 
+    files_per_sample = 3
+    """The connection, its other end or the output of a program, and one to spare."""
+
     def __init__(self, options: SessionOptions) -> None:
         checked_name(options.sampling, SAMPLING, "setting environment.options.sampling:")
         checked_name(options.tool_syntax, PARSERS, "setting environment.options.tool_syntax:")

@@ -1,7 +1,7 @@
 """Reads the messages of a chat request, and hashes them, so that requests are compared message by message."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ def read_dialogue(messages: Any, tools: Any) -> Dialogue:
         raise invalid(f"messages has {len(messages)} entries, over {MAX_MESSAGES}", "messages")
     read = tuple(read_message(message, f"messages[{i}]") for i, message in enumerate(messages))
     offered = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(_list(tools, "tools")))
-    keys = [_hash(0, offered)]
+    keys = [xxhash.xxh3_128_intdigest(_canonical(offered).encode())]
     for message in read:
         keys.append(chained(keys[-1], message))
     return Dialogue(read, offered, tuple(keys))
@@ -62,7 +62,13 @@ def read_dialogue(messages: Any, tools: Any) -> Dialogue:
 
 def chained(key: int, message: Message) -> int:
     """Return the key behind a message, of the key before it."""
-    return _hash(key, message)
+    texts = [str(key)]
+    for name in sorted(message):
+        value = message[name]
+        text = value if isinstance(value, str) else _canonical(value)
+        # kind and length keep two messages apart whose texts are alike when they are joined
+        texts.append(f"{name} {isinstance(value, str):d} {len(text)} {text}")
+    return xxhash.xxh3_128_intdigest(" ".join(texts).encode("utf-8", "surrogatepass"))
 
 
 def read_message(message: Any, where: str) -> Message:
@@ -142,9 +148,9 @@ def _list(values: Any, where: str) -> Sequence[Any]:
     return values
 
 
-def _hash(before: int, value: Mapping[str, Any] | Sequence[Any]) -> int:
+def _canonical(value: Sequence[Any]) -> str:
+    """Return the text of tools or of calls, whatever the order of the keys in them."""
     try:
-        text = json.dumps(value, sort_keys=True, ensure_ascii=True)
+        return json.dumps(value, sort_keys=True, ensure_ascii=True)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, "invalid_value", f"the request cannot be compared: {error}") from None
-    return xxhash.xxh3_128_intdigest(before.to_bytes(16, "little") + text.encode())

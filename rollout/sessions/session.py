@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import numpy as np
 import xxhash
 from msgspec import Meta
 
@@ -196,9 +197,8 @@ class Session:
     def _placed_text(self, asked: Asked) -> Begun:
         if isinstance(asked.prompt, tuple):
             for call in reversed(self.tree.calls):
-                known = call.tokens()
-                if asked.prompt[: len(known)] == known:
-                    return Begun(asked, call, asked.prompt[len(known) :], asked.prompt)
+                if call.begins(asked.prompt):
+                    return Begun(asked, call, asked.prompt[call.length :], asked.prompt)
             return Begun(asked, None, asked.prompt, asked.prompt)
         parent, rest = self.tree.continued_text(asked.prompt)
         return _begun(asked, parent, self._renderer.encode(rest, special=parent is None))
@@ -220,7 +220,7 @@ def _calling(
     """Return the message of an answer that calls tools; the ids follow from the tokens."""
     calls = [
         {
-            "id": _call_id(f"{i} {context} {completion.tokens}"),
+            "id": _call_id(i, context, completion.tokens),
             "type": "function",
             "function": {"name": name, "arguments": json.dumps(arguments)},
         }
@@ -229,6 +229,7 @@ def _calling(
     return {"role": "assistant", "content": content or None, "tool_calls": calls}
 
 
-def _call_id(text: str) -> str:
+def _call_id(index: int, context: tuple[int, ...], sampled: tuple[int, ...]) -> str:
     """Return nine letters and digits, which every template takes."""
-    return xxhash.xxh3_64_hexdigest(text.encode())[:9]
+    numbers = np.array((index, len(context), *context, *sampled), dtype=np.int64)
+    return xxhash.xxh3_64_hexdigest(numbers.tobytes())[:9]

@@ -1,7 +1,6 @@
 """Writes requests as tokens: a whole dialogue, or only the messages after an answer that keeps its tokens."""
 
-import itertools
-import json
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +57,9 @@ def _closing(renderer: Renderer, tail: Sequence[int], sampled: Sequence[int]) ->
 def _behind_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
     """Return what the template writes from the end of an answer on."""
     new, answer, tools = dialogue.messages[first:], dialogue.messages[first - 1], dialogue.tools
-    mark, result = _unused_words(json.dumps([new, tools]))
+    mark, result = (
+        f"tether{secrets.token_hex(16)}{what}" for what in ("answer", "result")
+    )  # in no text of the request
     # Some templates repeat the system's message, or the tools, before the last message of the user.
     before = [*_system(dialogue.messages), {"role": "user", "content": "x"}]
     if calls := answer.get("tool_calls"):
@@ -121,8 +122,3 @@ def _system(messages: Sequence[Message]) -> Sequence[Message]:
 
 def _stops(renderer: Renderer) -> list[str]:
     return [text for token in renderer.stop_token_ids if (text := renderer.piece(token))]
-
-
-def _unused_words(text: str) -> tuple[str, str]:
-    i = next(i for i in itertools.count() if f"tether{i}" not in text)
-    return f"tether{i}answer", f"tether{i}result"

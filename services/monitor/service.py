@@ -69,7 +69,11 @@ class RunGauges(Collector):
     NAMES = ("version", "steps", "issued", "trained", "dropped", "active", "wasted_tokens")
 
     ENGINE = MappingProxyType(
-        {"running": "Requests in the engine's batch", "kv_use": "Share of the engine's KV cache in use"}
+        {
+            "running": "Requests in the engine's batch",
+            "kv_use": "Share of the engine's KV cache in use",
+            "prefix_hits": "Share of prompts' tokens whose KV was in the engine's prefix cache",
+        }
     )
     """Number of an engine -> what it is."""
 

@@ -12,6 +12,8 @@ from services.observability.steps import read_steps
 
 OCCUPANCY = ("running", "kv_use")
 """How full an engine is, as its worker says: requests, and share of the KV cache; null: not known."""
+PREFIX_HITS = "prefix_hits"
+"""Share of the tokens of all prompts whose KV was in the engine's prefix cache; null before the first one."""
 
 
 async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[str, Any]:
@@ -59,7 +61,7 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
         ],
         "engines": [
             {"engine": engine, "epoch": epoch, "version": version}
-            | {name: alive[engine].get(name) for name in OCCUPANCY}
+            | {name: alive[engine].get(name) for name in (*OCCUPANCY, PREFIX_HITS)}
             for engine, (epoch, version) in sorted(status.engines.items())
             if engine in alive
         ],

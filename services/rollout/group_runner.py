@@ -43,6 +43,33 @@ class LeaseLost(Exception):
     """Raised in the task of a group whose lease another worker took over, or which was dropped."""
 
 
+class PrefixUse:
+    """Counts by source the tokens of prompts since the worker started.
+
+    The first call of an episode can share the prompt of its group, later ones what their session has said.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[tuple[str, str], int] = {}
+
+    def add(self, report: EpisodeReport) -> None:
+        """Count the calls of an episode that has ended, or failed."""
+        for call, prompts in (("first", report.first_prompt), ("later", report.later_prompts)):
+            for source, tokens in (("cache", prompts.cached), ("computed", prompts.total - prompts.cached)):
+                self._tokens[call, source] = self._tokens.get((call, source), 0) + tokens
+
+    def tokens(self) -> dict[tuple[str, str], int]:
+        """Return tokens by call (`first`, `later`) and source (`cache`, `computed`)."""
+        return self._tokens
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of all tokens that came from the cache; None before the first call."""
+        cached = sum(tokens for (_, source), tokens in self._tokens.items() if source == "cache")
+        total = sum(self._tokens.values())
+        return round(cached / total, 4) if total else None
+
+
 class GroupRunner:
     """Leases groups while `run` runs, and works on each in a task of its own."""
 
@@ -61,10 +88,19 @@ class GroupRunner:
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._nudged = asyncio.Event()
+        self._prefixes = PrefixUse()
+        process.metrics.watch_labelled(
+            "tether_prefix_tokens",
+            "Tokens of model calls' prompts, by call of an episode and where their KV came from",
+            ("call", "source"),
+            self._prefixes.tokens,
+        )
         self.meter = BusyMeter()
         """Counts the time in which the engine has groups to generate and is awake."""
         process.on_heartbeat.append(
-            lambda: process.info.update(self.meter.reading(), groups=len(self._tasks))
+            lambda: process.info.update(
+                self.meter.reading(), groups=len(self._tasks), prefix_hits=self._prefixes.hit_rate
+            )
         )
 
     async def run(self) -> None:
@@ -212,7 +248,7 @@ class GroupRunner:
                     config=self._process.settings.environment,
                     max_model_len=self._process.settings.engine.max_model_len,
                     least=min(n, LEAST_SAMPLES),
-                    report=functools.partial(observe_episode, metrics, lease.group),
+                    report=functools.partial(self._observe, lease.group),
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
@@ -231,6 +267,10 @@ class GroupRunner:
             log.info("group.declined group=%d why=%s", lease.group, refusal)
         else:
             self._process.metrics.count("group.delivered")
+
+    def _observe(self, group: int, report: EpisodeReport) -> None:
+        self._prefixes.add(report)
+        observe_episode(self._process.metrics, group, report)
 
     async def _extend_loop(self, lease: Lease) -> None:
         lease_ms = int(self._config.lease_s * 1000)

@@ -7,10 +7,11 @@ acknowledgement.
 
 import asyncio
 import dataclasses
+import resource
 import time
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
-from protocol.errors import EngineError
+from protocol.errors import EngineError, SettingsError
 from protocol.topics import ROLLOUTS, WEIGHTS, Role
 from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
@@ -33,6 +34,9 @@ from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 
+RESERVED_FILES = 256
+"""Descriptors of everything else in a worker: sockets of bus and ledger, weights, logs, the engine's own."""
+
 
 async def serve(process: Process) -> None:
     """Run one rollout worker until it is stopped; drains by finishing or handing back what it holds.
@@ -50,6 +54,9 @@ async def serve(process: Process) -> None:
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     add_user_modules(settings)
     environment = await asyncio.to_thread(make_environment, settings.environment)
+    check_open_files(
+        settings.rollout.groups_in_flight, settings.sampling.samples_per_prompt, environment.files_per_sample
+    )
     described = settings.weights.transport == TRANSPORT
     shared = description_file(settings.run_dir, process.incarnation) if described else None
     engine = make_engine(
@@ -81,6 +88,27 @@ async def serve(process: Process) -> None:
         await engine.close()
         if device is not None:
             device.close()
+
+
+def check_open_files(groups: int, samples: int, each: int) -> None:
+    """Compare what the sessions of a full worker need with the limit of the process.
+
+    Args:
+        groups: `rollout.groups_in_flight`.
+        samples: of a group.
+        each: descriptors of one sample, see `Environment.files_per_sample`.
+
+    Raises:
+        SettingsError: the limit is lower.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = RESERVED_FILES + groups * samples * each
+    if each and soft != resource.RLIM_INFINITY and needed > soft:
+        raise SettingsError(
+            f"setting rollout.groups_in_flight: {groups} groups of {samples} samples are {groups * samples} "
+            f"open sessions, which need {needed} open files, and this process may have {soft}: raise that "
+            f"limit (`ulimit -n {needed}`), or lower groups_in_flight"
+        )
 
 
 async def _start(process: Process, engine: Engine) -> None:

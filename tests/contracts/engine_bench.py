@@ -42,6 +42,8 @@ class Bench:
     """False: the engine has no model, its tokens mean nothing."""
     shares: bool = False
     """True: versions come by the transport `shared`."""
+    caches: bool = False
+    """True: the engine has a prefix cache."""
     last: int = -1
     """Newest version that was published."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)

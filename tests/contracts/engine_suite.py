@@ -190,10 +190,15 @@ class EngineContract:
     async def test_new_request_never_uses_an_old_prefix(self, bench: Bench) -> None:
         prompt = tuple(range(4, 304))
         await bench.serve("A")
-        await bench.engine.generate(ask("warm", prompt, 4))
+        warm = await bench.engine.generate(ask("warm", prompt, 4))
+        longer = (*prompt, *warm.tokens, *prompt[:20])
+        again = await bench.engine.generate(ask("again", longer, 4))
+        assert warm.cached_tokens == 0
+        assert again.cached_tokens in (range(256, len(longer)) if bench.caches else (0,))
         version = (await bench.serve("B")).version
         found = await bench.engine.generate(ask("cold", prompt, 16))
         assert found.spans == ((16, version),)
+        assert found.cached_tokens == 0
         assert bench.follows([(16, "B")], prompt, found.tokens, recompute=True)
 
     async def test_commit_of_what_is_not_staged_is_refused(self, bench: Bench) -> None:

@@ -257,9 +257,11 @@ def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | N
     if request.sampling.temperature and request.sampling.top_k == 1:
         logprobs = (0.0,) * len(tokens)
     reason = str(meta["finish_reason"]["type"])
+    # a request that was put back is counted again when it continues, with its own tokens
+    cached = min(int(meta.get("cached_tokens") or 0), len(request.prompt))
     if mixture is None or not tokens:
-        return Completion(tokens, logprobs, spans, reason)
+        return Completion(tokens, logprobs, spans, reason, None, cached)
     inputs = len(request.prompt) + len(tokens) - 1
     found = base64.b64decode(meta.get("routed_experts") or "")
     experts = recorded_experts(request.id, mixture.rows(found), mixture, inputs, aborted=reason == "abort")
-    return Completion(tokens, logprobs, spans, reason, experts)
+    return Completion(tokens, logprobs, spans, reason, experts, cached)

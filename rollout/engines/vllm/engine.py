@@ -123,7 +123,8 @@ class VllmEngine(MultiProcessEngine):
             raise EngineError(f"request {request.id}: no record of the versions of its {len(tokens)} tokens")
         spans = spans_from_marks(marks, len(tokens))
         experts = self._experts(request, answer)
-        return Completion(tokens, logprobs, spans, str(output.finish_reason), experts)
+        cached = answer.num_cached_tokens or 0
+        return Completion(tokens, logprobs, spans, str(output.finish_reason), experts, cached)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._gate.abort(request_ids)

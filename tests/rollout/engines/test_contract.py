@@ -192,6 +192,7 @@ async def bench(
         computes=setup.name != "scripted",
         pilots=pilots,
         shares=setup.shares,
+        caches=setup.name in ("vllm", "sglang"),
     )
     try:
         yield made_bench

@@ -48,12 +48,12 @@ def test_what_was_not_measured_has_no_sample() -> None:
 def test_each_engine_has_its_own_samples() -> None:
     registry = CollectorRegistry()
     engines = [
-        {"engine": "rollout.0.a", "name": "rollout.0", "running": 3, "kv_use": 0.5},
-        {"engine": "rollout.1.b", "name": "rollout.1", "running": 0, "kv_use": None},
+        {"engine": "rollout.0.a", "name": "rollout.0", "running": 3, "kv_use": 0.5, "prefix_hits": 0.75},
+        {"engine": "rollout.1.b", "name": "rollout.1", "running": 0, "kv_use": None, "prefix_hits": None},
     ]
     RunGauges(registry).set({"engines": engines}, {})
     assert [
         registry.get_sample_value(f"tether_engine_{name}", {"engine": engine["name"]})
         for engine in engines
         for name in RunGauges.ENGINE
-    ] == [3, 0.5, 0, None]
+    ] == [3, 0.5, 0.75, 0, None, None]

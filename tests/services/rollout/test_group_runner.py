@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from rollout.episodes import EpisodeReport
+from rollout.episodes import EpisodeReport, PromptTokens
 from services.observability.metrics import Metrics
-from services.rollout.group_runner import observe_episode
+from services.rollout.group_runner import PrefixUse, observe_episode
 
 
 def test_episodes_are_counted_and_failures_logged_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,3 +30,18 @@ def test_episodes_are_counted_and_failures_logged_with_their_reason(caplog: pyte
     assert counted("tokens.failed") == 40
     seconds = metrics.registry.get_sample_value("tether_work_seconds_sum", {"kind": "episode"})
     assert seconds == 2.0
+
+
+def test_hit_rate_is_of_first_and_later_calls_together() -> None:
+    use = PrefixUse()
+    assert use.hit_rate is None
+    first, later = PromptTokens(10, 4), PromptTokens(90, 71)
+    use.add(EpisodeReport(0, 0, 3, 12, 0.5, first_prompt=first, later_prompts=later))
+    use.add(EpisodeReport(1, 0, 0, 0, 0.5, failure="call_s"))
+    assert use.tokens() == {
+        ("first", "cache"): 4,
+        ("first", "computed"): 6,
+        ("later", "cache"): 71,
+        ("later", "computed"): 19,
+    }
+    assert use.hit_rate == 0.75

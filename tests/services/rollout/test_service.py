@@ -1,11 +1,15 @@
-"""Tests that a worker learns from its engine how full it is, and does not wait for one that does not say."""
+"""Tests that a worker learns how full its engine is, and knows whether it may have its connections."""
 
 import asyncio
+import resource
 from pathlib import Path
 
+import pytest
+
+from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig, Occupancy
 from rollout.engines.scripted import ScriptedEngine
-from services.rollout.service import read_occupancy
+from services.rollout.service import RESERVED_FILES, check_open_files, read_occupancy
 
 
 class Silent(ScriptedEngine):
@@ -27,3 +31,15 @@ async def test_occupancy_of_an_engine_that_does_not_say_is_not_known(tmp_path: P
     await closed.close()
     assert await read_occupancy(closed, 60) == Occupancy()
     assert await read_occupancy(Silent(EngineConfig(name="scripted"), tmp_path, "s"), 0.01) == Occupancy()
+
+
+def test_too_few_open_files_are_refused_with_both_remedies() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = RESERVED_FILES + 2 * soft
+    with pytest.raises(SettingsError, match=rf"may have {soft}.*`ulimit -n {needed}`.*lower"):
+        check_open_files(soft, 2, 1)
+
+
+def test_samples_without_connections_need_no_files() -> None:
+    check_open_files(10**6, 10**5, 0)
+    check_open_files(1, 8, 3)

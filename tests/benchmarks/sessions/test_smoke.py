@@ -1,0 +1,15 @@
+"""The benchmark of sessions runs and writes what its page shows. No timing is asserted."""
+
+import json
+from pathlib import Path
+
+from tests.benchmarks.sessions.__main__ import main
+
+
+def test_small_session_benchmark_writes_what_the_endpoint_adds(tmp_path: Path) -> None:
+    out = tmp_path / "sessions.json"
+    main(["--open", "1", "20", "--turns", "2", "--repeats", "1", f"--out={out}"])
+    figures = json.loads(out.read_text())["figures"]
+    assert figures.keys() == {"1", "20"}
+    assert figures["20"]["one_at_a_time"]["calls"] == figures["20"]["many_at_once"]["calls"] == 2 * 16
+    assert {"idle_session_kb", "added_p50_ms_by_turn"} <= figures["20"].keys()
