@@ -13,11 +13,15 @@ from services.observability.steps import read_steps
 OCCUPANCY = ("running", "kv_use")
 """How full an engine is, as its worker says: requests, and share of the KV cache; null: not known."""
 
+STALENESS = ("version", "lag_mean", "lag_max", "masked_share")
+"""Fields of the last step's line that `collect_status` returns."""
+
 
 async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[str, Any]:
     """Return counters, groups by state, processes and engines of a run, as JSON types.
 
-    With a run directory also the skipped steps that its metrics.jsonl knows of, and their groups.
+    With a run directory also what its metrics.jsonl knows: the skipped steps and their groups, and how stale
+    the tokens of the last step were.
 
     Raises:
         Refused: NO_RUN, the ledger has no such run.
@@ -25,7 +29,8 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
     status = await ledger.status()
     peers = await ledger.peers()
     alive = {peer.incarnation: peer.info for peer in peers}
-    skipped = count_skipped(await asyncio.to_thread(read_steps, run_dir / "metrics.jsonl") if run_dir else ())
+    lines = await asyncio.to_thread(read_steps, run_dir / "metrics.jsonl") if run_dir else []
+    skipped = count_skipped(lines)
     return {
         "run_state": run_state(status),
         "version": status.version,
@@ -40,6 +45,7 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
         "wasted_tokens": status.wasted_tokens,
         "skipped_steps": skipped.steps,
         "skipped_groups": skipped.groups,
+        "last_step": {name: lines[-1].get(name) for name in STALENESS} if lines else None,
         "groups": {str(state): count for state, count in status.states.items()},
         "dropped_by_reason": dict(status.dropped_by_reason),
         "wasted_by_reason": dict(status.wasted_by_reason),
@@ -110,6 +116,15 @@ def _occupancy(engine: dict[str, Any]) -> str:
     )
 
 
+def _staleness(step: Mapping[str, Any]) -> str:
+    """Return how stale the tokens of a step were; a dash where it was not measured."""
+    lag, most, share = (
+        "-" if step[name] is None else format(step[name], form)
+        for name, form in (("lag_mean", ".2f"), ("lag_max", "d"), ("masked_share", ".1%"))
+    )
+    return f"step to version {step['version']}: lag mean {lag} max {most}, masked tokens {share}"
+
+
 def render_status(status: dict[str, Any]) -> str:
     """Return the result of `collect_status` as text."""
     bound = status["bound"]
@@ -125,6 +140,8 @@ def render_status(status: dict[str, Any]) -> str:
             f"pending: E={pending['max_staleness']} B={pending['groups_per_step']} {pending['policy']}, "
             "as soon as rule F holds with it"
         )
+    if status["last_step"]:
+        lines.append(_staleness(status["last_step"]))
     lines += warnings_of(status)
     if status["dropped_by_reason"]:
         lines.append(f"dropped: {drops(status)}")
