@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.lifecycle import NO_SIGNAL
-from services.ledger.interface import Ledger, LedgerStatus
+from services.ledger.interface import Ledger, LedgerStatus, Peer
 from services.observability.skipped_steps import count_skipped, warnings_of
 from services.observability.steps import read_steps
 
@@ -50,18 +50,7 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
         "dropped_by_reason": dict(status.dropped_by_reason),
         "wasted_by_reason": dict(status.wasted_by_reason),
         "processes": [
-            {
-                "service": peer.role,
-                "name": peer.info.get("name", peer.role),
-                "pid": peer.info.get("pid"),
-                "host": peer.info.get("host"),
-                "incarnation": peer.incarnation,
-                "http": peer.info.get("http"),
-                "page": peer.info.get("page"),
-                "waits": peer.info.get("waits", {}),
-                "work": peer.info.get("work", {}),
-            }
-            for peer in sorted(peers, key=lambda peer: str(peer.info.get("name", peer.role)))
+            _process(peer) for peer in sorted(peers, key=lambda peer: str(peer.info.get("name", peer.role)))
         ],
         "engines": [
             {"engine": engine, "epoch": epoch, "version": version}
@@ -69,6 +58,21 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
             for engine, (epoch, version) in sorted(status.engines.items())
             if engine in alive
         ],
+    }
+
+
+def _process(peer: Peer) -> dict[str, Any]:
+    """Return what is shown of a process."""
+    return {
+        "service": peer.role,
+        "name": peer.info.get("name", peer.role),
+        "pid": peer.info.get("pid"),
+        "host": peer.info.get("host"),
+        "incarnation": peer.incarnation,
+        "http": peer.info.get("http"),
+        "page": peer.info.get("page"),
+        "waits": peer.info.get("waits", {}),
+        "work": peer.info.get("work", {}),
     }
 
 

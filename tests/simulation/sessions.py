@@ -8,6 +8,7 @@ sampled when the model answers, silent while a tool runs, and scored when the la
 import math
 import random
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from protocol.errors import Refused
@@ -140,8 +141,9 @@ class SessionFleet(Fleet):
             remain = [session for session in found if not session.failed]
             if len(remain) < min(LEAST, s.samples):
                 over[0] = True
-                await self.ledger.call("drop", group, lease.token, "episode")
-                self.give_up(group, "episode")
+                with suppress(Refused):  # the lease is another's by now
+                    await self.ledger.call("drop", group, lease.token, "episode")
+                    self.give_up(group, "episode")
             else:
                 for session in remain:
                     session.counts = self._sampled(engine, session, began)
