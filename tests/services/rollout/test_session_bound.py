@@ -73,7 +73,7 @@ async def test_under_mask_a_token_of_a_session_counts_by_its_own_version(make: M
         masked = sum(len(completion.tokens) for _, completion, version in world.engine.calls if version < 2)
         assert planned.stats.masked_tokens == masked
         assert planned.stats.masked_share == pytest.approx(masked / int(batch.sampled_mask.sum()))
-        with pytest.raises(Refused, match="^bound: group 0"):
+        with pytest.raises(Refused, match=r"^bound: group 0"):
             await world.driver.commit(taken)  # every token that was sampled
         await world.driver.commit(taken, counts=planned.trained_counts)
 
