@@ -5,8 +5,9 @@ is what no other attempt would change: a dead engine, or a prompt that does not 
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from protocol.errors import EngineError, EpisodeError, SettingsError
@@ -62,17 +63,32 @@ class ModelCalls:
     """Continues tokens for one attempt at a sample (`Generate`), and keeps to its limits."""
 
     def __init__(
-        self, engine: Engine, sampling: Sampling, config: EnvironmentConfig, max_model_len: int, name: str
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        config: EnvironmentConfig,
+        max_model_len: int,
+        name: str,
+        ended: Callable[[], str] = lambda: "",
     ) -> None:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
         self._engine, self._sampling, self._config = engine, sampling, config
-        self._max_model_len, self._name = max_model_len, name
+        self._max_model_len, self._name, self._ended = max_model_len, name, ended
         self._asked = 0
         self._over = False
         self.turns = self.tokens = 0
         self.first_prompt = self.later_prompts = PromptTokens()
         self.error: EngineError | EpisodeError | None = None
         """The first error of a call: it counts even if the environment catches it."""
+        self.late = False
+        """Whether the attempt has used up its time."""
+
+    @property
+    def ended(self) -> str:
+        """Why the attempt is ended from outside; empty while it is not, or if nobody says."""
+        if self.late:
+            return f"not done within environment.episode_s {self._config.episode_s:g} s"
+        return self._ended()
 
     async def __call__(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
         if self._over:
@@ -139,6 +155,8 @@ class Episodes:
     max_model_len: int
     """Tokens of prompt and sample together; 0: no limit is known."""
     report: Callable[[EpisodeReport], None]
+    ended: Callable[[], str] = lambda: ""
+    """Returns why the group is ended from outside, to be asked once its episodes are cancelled."""
 
     async def samples(self, n: int, least: int, name: str) -> list[Sample]:
         """Return the samples of `n` that did not fail, at least `least`.
@@ -181,7 +199,7 @@ class Episodes:
             if left_s <= 0:
                 break
             ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
-            calls = ModelCalls(self.engine, self.sampling, self.config, self.max_model_len, ids)
+            calls = ModelCalls(self.engine, self.sampling, self.config, self.max_model_len, ids, self.ended)
             result = await self._reported(index, attempt, calls, left_s)
             if isinstance(result, Sample):
                 return result
@@ -214,7 +232,7 @@ class Episodes:
         failure: EpisodeError | None = None
         sample: Sample | None = None
         try:
-            async with asyncio.timeout(left_s) as limit:
+            async with _limited(calls, left_s) as limit:
                 try:
                     sample = await self.environment.run(self.prompt, self.prompt_tokens, calls, self.renderer)
                 except (SettingsError, EngineError, EpisodeError):
@@ -232,14 +250,29 @@ class Episodes:
         if calls.error is not None:
             raise calls.error
         if limit.expired():
-            raise EpisodeError(
-                "episode_s", f"not done within environment.episode_s {self.config.episode_s:g} s"
-            )
+            raise EpisodeError("episode_s", calls.ended)
         if failure is not None:
             raise failure
         if not isinstance(sample, Sample) or not any(sample.loss_mask):
             raise EpisodeError("error", "the environment returned no sample with tokens of the model")
         return sample
+
+
+@contextlib.asynccontextmanager
+async def _limited(calls: ModelCalls, seconds: float) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the block after some time, of which its model calls know before it is cancelled."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+
+        def expire() -> None:
+            calls.late = True
+            limit.reschedule(loop.time())
+
+        timer = loop.call_later(seconds, expire)
+        try:
+            yield limit
+        finally:
+            timer.cancel()
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -50,6 +50,7 @@ async def generate_group(
     max_model_len: int = 0,
     least: int | None = None,
     report: Callable[[EpisodeReport], None] = lambda report: None,
+    ended: Callable[[], str] = lambda: "",
 ) -> Rollout:
     """Generate the n samples of a group.
 
@@ -67,6 +68,7 @@ async def generate_group(
         max_model_len: tokens of prompt and sample together; 0: no limit is known.
         least: samples that must remain when others have failed; None: all.
         report: called after each attempt at a sample.
+        ended: returns why the group is cancelled, for harnesses whose calls are refused from then on.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
@@ -74,7 +76,7 @@ async def generate_group(
     began = time.perf_counter()
     prompt_tokens = renderer.prompt_tokens(prompt)
     episodes = Episodes(
-        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report
+        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report, ended
     )
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     generate_s = time.perf_counter() - began

@@ -204,3 +204,5 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """1 - Var(return - value) / Var(return) over trained tokens: 1 at best; None if all returns are alike."""
     value_clip_fraction: float | None = None
     """Share of trained tokens whose value `critic.value_clip` left without a gradient, 0 to 1."""
+    masked_share: float | None = None
+    """Share of `masked_tokens` in them and the trained ones, 0 to 1; None if there is neither."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ from msgspec import Meta
 
 from protocol.choices import checked_name
 from rollout.environments.base import Environment, EpisodeOver, Generate, Sample
+from rollout.episodes import ModelCalls
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.branches import branches_of
@@ -21,6 +23,9 @@ from rollout.sessions.tool_calls import PARSERS
 log = logging.getLogger("tether.sessions")
 
 SAMPLING = ("refuse", "run")
+END_S = 1.0
+"""Seconds that a harness has to end by itself once its session was ended from outside, before it is cancelled
+or killed. Its calls are refused in that time, and say why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,9 @@ class SessionEnvironment(Environment):
         endpoint = await self._started()
         session = Session(generate, renderer, self._limits, tool_syntax=self._limits.tool_syntax)
         key = endpoint.open(session)
+        task = Task(endpoint.url(key), key, prompt)
         try:
-            reward = await self.act(Task(endpoint.url(key), key, prompt))
+            reward = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
         except Exception:
             if session.truncated:
                 raise EpisodeOver("the harness did not handle that no turn or no room was left") from None
@@ -105,6 +111,28 @@ class SessionEnvironment(Environment):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
         return sample_of(session, reward)
 
+    async def _acted(self, task: Task, end: Callable[[], None]) -> float | None:
+        """Let the harness work; once that is cancelled, `end` its session, and wait `END_S` for it to end."""
+        async with asyncio.TaskGroup() as tasks:
+            acting = tasks.create_task(self._outcome(task), name="session.harness")
+            try:
+                await asyncio.wait([acting])
+            except asyncio.CancelledError:
+                end()
+                await asyncio.wait([acting], timeout=END_S)
+                raise  # which cancels what still runs
+        outcome = acting.result()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    async def _outcome(self, task: Task) -> float | BaseException | None:
+        """Return the harness's reward, or what it raised: in a task of its own that would end the others."""
+        try:
+            return await self.act(task)
+        except (Exception, BaseExceptionGroup, SystemExit) as error:
+            return error
+
     async def close(self) -> None:
         """Stop serving."""
         if self._endpoint is not None:
@@ -119,6 +147,12 @@ class SessionEnvironment(Environment):
                 await endpoint.start()
                 self._endpoint = endpoint
         return self._endpoint
+
+
+def reason_of(generate: Generate) -> str:
+    """Return why an episode is ended from outside, as far as its model calls know."""
+    known = generate.ended if isinstance(generate, ModelCalls) else ""
+    return known or "its episode was cancelled"
 
 
 def sample_of(session: Session, reward: float | None) -> Sample:

@@ -1,5 +1,6 @@
 """Writes requests as tokens: a whole dialogue, or only the messages after an answer that keeps its tokens."""
 
+import json
 import secrets
 from collections.abc import Sequence
 from typing import Any

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.lifecycle import NO_SIGNAL
-from services.ledger.interface import Ledger, LedgerStatus
+from services.ledger.interface import Ledger, LedgerStatus, Peer
 from services.observability.skipped_steps import count_skipped, warnings_of
 from services.observability.steps import read_steps
 
@@ -15,11 +15,15 @@ OCCUPANCY = ("running", "kv_use")
 PREFIX_HITS = "prefix_hits"
 """Share of the tokens of all prompts whose KV was in the engine's prefix cache; null before the first one."""
 
+STALENESS = ("version", "lag_mean", "lag_max", "masked_share")
+"""Fields of the last step's line that `collect_status` returns."""
+
 
 async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[str, Any]:
     """Return counters, groups by state, processes and engines of a run, as JSON types.
 
-    With a run directory also the skipped steps that its metrics.jsonl knows of, and their groups.
+    With a run directory also what its metrics.jsonl knows: the skipped steps and their groups, and how stale
+    the tokens of the last step were.
 
     Raises:
         Refused: NO_RUN, the ledger has no such run.
@@ -27,7 +31,8 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
     status = await ledger.status()
     peers = await ledger.peers()
     alive = {peer.incarnation: peer.info for peer in peers}
-    skipped = count_skipped(await asyncio.to_thread(read_steps, run_dir / "metrics.jsonl") if run_dir else ())
+    lines = await asyncio.to_thread(read_steps, run_dir / "metrics.jsonl") if run_dir else []
+    skipped = count_skipped(lines)
     return {
         "run_state": run_state(status),
         "version": status.version,
@@ -42,22 +47,12 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
         "wasted_tokens": status.wasted_tokens,
         "skipped_steps": skipped.steps,
         "skipped_groups": skipped.groups,
+        "last_step": {name: lines[-1].get(name) for name in STALENESS} if lines else None,
         "groups": {str(state): count for state, count in status.states.items()},
         "dropped_by_reason": dict(status.dropped_by_reason),
         "wasted_by_reason": dict(status.wasted_by_reason),
         "processes": [
-            {
-                "service": peer.role,
-                "name": peer.info.get("name", peer.role),
-                "pid": peer.info.get("pid"),
-                "host": peer.info.get("host"),
-                "incarnation": peer.incarnation,
-                "http": peer.info.get("http"),
-                "page": peer.info.get("page"),
-                "waits": peer.info.get("waits", {}),
-                "work": peer.info.get("work", {}),
-            }
-            for peer in sorted(peers, key=lambda peer: str(peer.info.get("name", peer.role)))
+            _process(peer) for peer in sorted(peers, key=lambda peer: str(peer.info.get("name", peer.role)))
         ],
         "engines": [
             {"engine": engine, "epoch": epoch, "version": version}
@@ -65,6 +60,21 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
             for engine, (epoch, version) in sorted(status.engines.items())
             if engine in alive
         ],
+    }
+
+
+def _process(peer: Peer) -> dict[str, Any]:
+    """Return what is shown of a process."""
+    return {
+        "service": peer.role,
+        "name": peer.info.get("name", peer.role),
+        "pid": peer.info.get("pid"),
+        "host": peer.info.get("host"),
+        "incarnation": peer.incarnation,
+        "http": peer.info.get("http"),
+        "page": peer.info.get("page"),
+        "waits": peer.info.get("waits", {}),
+        "work": peer.info.get("work", {}),
     }
 
 
@@ -112,6 +122,15 @@ def _occupancy(engine: dict[str, Any]) -> str:
     )
 
 
+def _staleness(step: Mapping[str, Any]) -> str:
+    """Return how stale the tokens of a step were; a dash where it was not measured."""
+    lag, most, share = (
+        "-" if step[name] is None else format(step[name], form)
+        for name, form in (("lag_mean", ".2f"), ("lag_max", "d"), ("masked_share", ".1%"))
+    )
+    return f"step to version {step['version']}: lag mean {lag} max {most}, masked tokens {share}"
+
+
 def render_status(status: dict[str, Any]) -> str:
     """Return the result of `collect_status` as text."""
     bound = status["bound"]
@@ -127,6 +146,8 @@ def render_status(status: dict[str, Any]) -> str:
             f"pending: E={pending['max_staleness']} B={pending['groups_per_step']} {pending['policy']}, "
             "as soon as rule F holds with it"
         )
+    if status["last_step"]:
+        lines.append(_staleness(status["last_step"]))
     lines += warnings_of(status)
     if status["dropped_by_reason"]:
         lines.append(f"dropped: {drops(status)}")

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import time
+from dataclasses import dataclass
 
 from protocol.errors import EngineError, EpisodeError, Reason, Refused, SettingsError
 from protocol.ids import new_token
@@ -37,6 +38,12 @@ STOP_POLL_S = 0.25
 """Seconds between two checks whether the process is to stop, while nothing can be leased."""
 LEAST_SAMPLES = 2
 """Samples that remain at least in a group of which others have failed: fewer cannot be compared."""
+
+
+DROPPED = "its group was dropped: it would have come too late for the staleness bound"
+"""Why an episode is ended whose group the trainer dropped."""
+STOPPING = "the worker stops, and hands its group back"
+LEASED_AGAIN = "the lease of its group ran out, and the group was begun anew"
 
 
 class LeaseLost(Exception):
@@ -70,6 +77,23 @@ class PrefixUse:
         return round(cached / total, 4) if total else None
 
 
+@dataclass(slots=True)
+class HeldGroup:
+    """A group that the worker holds a lease of."""
+
+    lease: Lease
+    task: asyncio.Task[None] | None = None
+    """Works on it; None until it is made."""
+    ended: str = ""
+    """Why its task is cancelled, which its sessions are answered; empty while it is not."""
+
+    def cancel(self, reason: str) -> None:
+        """Cancel its task; the first reason counts."""
+        self.ended = self.ended or reason
+        if self.task is not None:
+            self.task.cancel()
+
+
 class GroupRunner:
     """Leases groups while `run` runs, and works on each in a task of its own."""
 
@@ -86,7 +110,7 @@ class GroupRunner:
         self._environment, self._prompts, self._sender = environment, prompts, sender
         self._config = process.settings.rollout
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._held: dict[int, HeldGroup] = {}
         self._nudged = asyncio.Event()
         self._prefixes = PrefixUse()
         process.metrics.watch_labelled(
@@ -99,7 +123,7 @@ class GroupRunner:
         """Counts the time in which the engine has groups to generate and is awake."""
         process.on_heartbeat.append(
             lambda: process.info.update(
-                self.meter.reading(), groups=len(self._tasks), prefix_hits=self._prefixes.hit_rate
+                self.meter.reading(), groups=len(self._held), prefix_hits=self._prefixes.hit_rate
             )
         )
 
@@ -115,10 +139,11 @@ class GroupRunner:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
                     # what a sleeping engine has begun is handed back at once
-                    while self._tasks and self._serves():
-                        await asyncio.wait(list(self._tasks.values()), return_when=asyncio.FIRST_COMPLETED)
-            for task in self._tasks.values():
-                task.cancel()
+                    while self._held and self._serves():
+                        running = [held.task for held in self._held.values() if held.task]
+                        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for held in self._held.values():
+                held.cancel(STOPPING)
 
     def nudge(self) -> None:
         """Ask for a lease at once: there may be room under the bound now."""
@@ -135,9 +160,9 @@ class GroupRunner:
         """
         self.nudge()
         for group in groups:
-            if group in self._tasks:
+            if group in self._held:
                 self._process.metrics.count("group.aborted")
-                self._tasks[group].cancel()
+                self._held[group].cancel(DROPPED)
 
     async def _lease_loop(self, tasks: asyncio.TaskGroup) -> None:
         while not self._process.stop.is_set():
@@ -150,17 +175,17 @@ class GroupRunner:
             if lease is None:
                 self._slots.release()
                 return
-            if lease.group in self._tasks:  # its own expired lease, granted again: the old attempt is void
-                self._tasks[lease.group].cancel()
-            task = tasks.create_task(self._run_group(lease), name=f"group-{lease.group}")
-            self._tasks[lease.group] = task
-            task.add_done_callback(functools.partial(self._finished, lease.group))
+            if lease.group in self._held:  # its own expired lease, granted again: the old attempt is void
+                self._held[lease.group].cancel(LEASED_AGAIN)
+            self._held[lease.group] = held = HeldGroup(lease)
+            held.task = tasks.create_task(self._run_group(held), name=f"group-{lease.group}")
+            held.task.add_done_callback(functools.partial(self._finished, held))
 
-    def _finished(self, group: int, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(group) is task:
-            del self._tasks[group]
+    def _finished(self, held: HeldGroup, task: asyncio.Task[None]) -> None:
+        if self._held.get(held.lease.group) is held:
+            del self._held[held.lease.group]
         self._slots.release()
-        self._process.metrics.busy.set(len(self._tasks))
+        self._process.metrics.busy.set(len(self._held))
 
     async def _next_lease(self) -> Lease | None:
         """Wait for room under the bound and return a lease; None if the process is to stop."""
@@ -206,24 +231,26 @@ class GroupRunner:
         self._nudged.clear()
         return True
 
-    async def _run_group(self, lease: Lease) -> None:
+    async def _run_group(self, held: HeldGroup) -> None:
         try:
-            await self._generate_under_lease(lease)
+            await self._generate_under_lease(held)
         except asyncio.CancelledError:
-            await self._hand_back(lease, "drain")
+            await self._hand_back(held.lease, "drain")
             raise
 
-    async def _generate_under_lease(self, lease: Lease) -> None:
+    async def _generate_under_lease(self, held: HeldGroup) -> None:
+        lease = held.lease
         try:
             async with asyncio.TaskGroup() as tasks:
-                extending = tasks.create_task(self._extend_loop(lease), name=f"extend-{lease.group}")
-                await self._generate_and_send(lease)
+                extending = tasks.create_task(self._extend_loop(held), name=f"extend-{lease.group}")
+                await self._generate_and_send(held)
                 extending.cancel()
         except* LeaseLost:
             self._process.metrics.count("lease.lost")
             log.info("lease.lost group=%d token=%s", lease.group, lease.token)
 
-    async def _generate_and_send(self, lease: Lease) -> None:
+    async def _generate_and_send(self, held: HeldGroup) -> None:
+        lease = held.lease
         settings, metrics = self._process.settings.sampling, self._process.metrics
         n = settings.samples_per_prompt
         try:
@@ -249,6 +276,7 @@ class GroupRunner:
                     max_model_len=self._process.settings.engine.max_model_len,
                     least=min(n, LEAST_SAMPLES),
                     report=functools.partial(self._observe, lease.group),
+                    ended=lambda: held.ended,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
@@ -272,13 +300,16 @@ class GroupRunner:
         self._prefixes.add(report)
         observe_episode(self._process.metrics, group, report)
 
-    async def _extend_loop(self, lease: Lease) -> None:
+    async def _extend_loop(self, held: HeldGroup) -> None:
+        """Extend a lease until cancelled. Raises LeaseLost if the ledger refuses."""
+        lease = held.lease
         lease_ms = int(self._config.lease_s * 1000)
         while True:
             await asyncio.sleep(self._config.lease_s / 3)
             try:
                 await self._process.ledger.extend(lease.group, lease.token, lease_ms)
             except Refused as refusal:
+                held.ended = held.ended or f"the lease of its group is lost ({refusal})"
                 raise LeaseLost from refusal
 
     async def _fail(self, lease: Lease, error: Exception) -> None:

@@ -83,6 +83,7 @@ SCENARIOS = {
     "tests/services/ledger/test_states.py": "every reachable state of small runs",
     "tests/services/monitor/test_grafana.py": "the dashboard asks for metrics that exist",
     "tests/services/monitor/test_page.py": "the page in a browser",
+    "tests/services/rollout/test_session_bound.py": "sessions that live over several versions",
     "tests/services/rollout/test_update_history.py": "whatever happens to trainer, engine and files",
     "tests/services/runtime/test_descriptors.py": "a service raises its limit of descriptors",
     "tests/services/runtime/test_exit_codes.py": "exit codes of services",

@@ -70,7 +70,7 @@ class World:
     async def run(self) -> Outcome:
         """Process events until every group is trained or dropped."""
         began, s = time.monotonic(), self.scenario
-        self.fleet = Fleet(s, self.ledger, self.random, lambda: self.now, self.schedule)
+        self.fleet = self.make_fleet()
         self.fleet.on_scored = self._on_scored
         spec = RunSpec("simulated", "f", s.groups, _FOREVER, s.bound, drop_window=_FOREVER)
         await self.ledger.call("create", spec)
@@ -91,6 +91,10 @@ class World:
             dict(status.dropped_by_reason), self.lags,
             self.now / 3_600_000, time.monotonic() - began,
         )  # fmt: skip
+
+    def make_fleet(self) -> Fleet:
+        """Return the engines of the run."""
+        return Fleet(self.scenario, self.ledger, self.random, lambda: self.now, self.schedule)
 
     # -- the trainer
     async def new_epoch(self, version: int, digest: int) -> None:

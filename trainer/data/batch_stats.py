@@ -36,6 +36,8 @@ class BatchStats:
     trained_tokens: int
     masked_tokens: int
     """Sampled tokens that carry no gradient because they exceed the bound."""
+    masked_share: float | None
+    """Share of these in them and the trained ones, 0 to 1; None if there is neither."""
     response_length_mean: float
     """Mean tokens of a sample after the prompt, inserted ones included."""
     reward_mean: float
@@ -145,6 +147,7 @@ class StepTally:
         """
         histogram, values = self._lag_histogram(), rewards_of(samples).double()
         trained = histogram.total()
+        masked = sum(self.sampled_tokens) - trained - self._truncated_tokens
         total, queued = sum(n * count for n, count in histogram.items()), self._lag_in_queue()
         return BatchStats(
             lag_histogram=dict(sorted(histogram.items())),
@@ -154,7 +157,8 @@ class StepTally:
             lag_in_queue_mean=queued / trained if trained else None,
             step_tokens=self._tokens,
             trained_tokens=trained,
-            masked_tokens=sum(self.sampled_tokens) - trained - self._truncated_tokens,
+            masked_tokens=masked,
+            masked_share=masked / (masked + trained) if masked + trained else None,
             response_length_mean=sum(self.response_tokens) / len(self.sampled_tokens),
             reward_mean=float(values.mean()),
             reward_std=float(values.std(correction=0)),

@@ -17,6 +17,8 @@ from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 NEEDED: dict[str, dict[str, object]] = {
     "agent": {"function": "tests.rollout.environments.agents:plays"},
     "command": {"command": ["true"]},
+    "server": {"url": "http://127.0.0.1:1/run"},
+    "verifiers": {"address": "tcp://127.0.0.1:1"},
 }
 """Options without which an environment cannot be made."""
 PROMPT = Prompt("?", metadata={"answer": "7"}, index=4)

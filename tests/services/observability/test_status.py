@@ -218,3 +218,17 @@ async def test_the_status_says_what_groups_without_signal_cost(driver: Driver) -
     status = await collect_status(driver.ledger)
     assert (status["wasted_tokens"], status["wasted_by_reason"]) == (30, {"no_signal": 30})
     assert "dropped: no_signal 1 (30 tokens)" in render_status(status)
+
+
+async def test_the_status_says_how_stale_the_last_step_was(tmp_path: Path, driver: Driver) -> None:
+    assert "masked" not in render_status(await collect_status(driver.ledger, tmp_path))
+    log = StepLog(tmp_path / "metrics.jsonl")
+    staleness: dict[str, float] = {"lag_mean": 0.5, "lag_max": 1, "masked_share": 0.25}
+    for version, fields in ((1, staleness), (2, {})):
+        log.append(StepReport(step=version - 1, version=version, epoch="e", reward_mean=0.0, **fields))  # type: ignore[arg-type]
+        status = await collect_status(driver.ledger, tmp_path)
+        expected = (
+            "lag mean 0.50 max 1, masked tokens 25.0%" if fields else "lag mean - max -, masked tokens -"
+        )
+        assert f"step to version {version}: {expected}" in render_status(status)
+        assert status["last_step"] == {"version": version, **dict.fromkeys(staleness), **fields}

@@ -70,6 +70,7 @@ def test_counts_and_statistics_by_hand() -> None:
     stats = planned.stats
     assert stats.lag_histogram == {0: 2, 1: 2}
     assert (stats.lag_mean, stats.lag_max, stats.trained_tokens, stats.masked_tokens) == (0.5, 1, 4, 1)
+    assert stats.masked_share == 0.2
     assert (stats.response_length_mean, stats.reward_mean, stats.generate_s) == (2.0, 1.0, 3.0)
     assert stats.reward_std == pytest.approx((2 / 3) ** 0.5)
 
