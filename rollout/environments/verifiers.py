@@ -165,7 +165,7 @@ class EnvironmentServer(SessionEnvironment):
         try:
             connection.connect(self._options.address)
             await connection.send_multipart([run, b"run", msgspec.msgpack.encode(run_request(task))])
-            reward = await self._outcome(connection, run)
+            reward = await self._read_reward(connection, run)
             is_over = True
             return reward
         finally:
@@ -180,7 +180,7 @@ class EnvironmentServer(SessionEnvironment):
             self._context = None
         await super().close()
 
-    async def _outcome(self, connection: zmq.asyncio.Socket, run: bytes) -> float | None:
+    async def _read_reward(self, connection: zmq.asyncio.Socket, run: bytes) -> float | None:
         """Read until the reply to the run. Raises RuntimeError if the server is silent or says garbage."""
         address, silence_s = self._options.address, self._options.silence_s
         reading, is_asked = EpisodeReading(), False
