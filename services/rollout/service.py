@@ -50,6 +50,7 @@ async def serve(process: Process) -> None:
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     add_user_modules(settings)
     environment = await asyncio.to_thread(make_environment, settings.environment)
+    environment.answered_by(settings.engine)
     described = settings.weights.transport == TRANSPORT
     shared = description_file(settings.run_dir, process.incarnation) if described else None
     engine = make_engine(

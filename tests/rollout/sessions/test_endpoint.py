@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +16,17 @@ from openai import AsyncOpenAI
 from protocol.errors import SettingsError
 from rollout.engines.base import Completion, Engine, EngineConfig, Sampling
 from rollout.engines.registry import make_engine
-from rollout.environments.base import EnvironmentConfig, Generate
+from rollout.environments.base import EnvironmentConfig
 from rollout.episodes import ModelCalls
+from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
-from rollout.sessions.session import Session, SessionLimits
+from rollout.sessions.session import SessionLimits
 from tests.contracts.engine_models import tiny_model
 from tests.rollout.sessions.chats import renderer
+from tests.rollout.sessions.serving import HELLO, USER, served, thinks
 
-USER = {"role": "user", "content": "abc"}
 TOOL: Any = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
-HELLO = "hello there"
-
-
-async def says(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
-    """Answers each call alike."""
-    said = renderer("tool use").encode(HELLO)[: max_tokens or None]
-    return Completion(
-        said, (-0.5,) * len(said), ((len(said), 3),), "stop" if max_tokens is None else "length"
-    )
-
-
-@asynccontextmanager
-async def served(
-    generate: Generate = says, limits: SessionLimits | None = None, **options: Any
-) -> AsyncIterator[tuple[AsyncOpenAI, Session, SessionEndpoint, str]]:
-    endpoint = SessionEndpoint(**options)
-    await endpoint.start()
-    session = Session(generate, renderer("tool use"), limits or SessionLimits())
-    key = endpoint.open(session)
-    try:
-        async with AsyncOpenAI(base_url=endpoint.url(key), api_key=key, max_retries=2) as client:
-            yield client, session, endpoint, key
-    finally:
-        await endpoint.close()
 
 
 @pytest.fixture(params=["scripted", "hf"])
@@ -380,3 +356,97 @@ async def test_a_refusal_of_messages_is_the_clients_own_exception() -> None:
         with pytest.raises(anthropic.APIStatusError, match="the episode is over"):
             await client.messages.create(**asked)
         assert session.tree.calls == []
+
+
+async def test_thoughts_come_apart_and_may_be_left_out_or_sent_back() -> None:
+    reader = AnswerReader("hermes", "think")
+    async with served(thinks, reader=reader) as (client, session, endpoint, key):
+        answer = await client.chat.completions.create(model="m", messages=[USER])
+        message: Any = answer.choices[0].message
+        assert (message.content, message.reasoning_content) == (HELLO, "hm")
+        stream: Any = await client.chat.completions.create(model="m", messages=[USER], stream=True)
+        deltas = [chunk.choices[0].delta.model_dump() async for chunk in stream]
+        assert [delta.get("reasoning_content") for delta in deltas if delta["content"]] == ["hm"]
+        more: Any = {"role": "user", "content": "more"}
+        for said in (message, {"role": "assistant", "content": HELLO}):
+            await client.chat.completions.create(model="m", messages=[USER, said, more])
+            assert session.tree.calls[-1].parent is session.tree.calls[1]
+        edited: Any = {"role": "assistant", "content": HELLO, "reasoning_content": "other"}
+        await client.chat.completions.create(model="m", messages=[USER, edited, more])
+        assert session.tree.calls[-1].parent is None
+        response = await client.responses.create(model="m", input="abc")
+        assert [item.type for item in response.output] == ["reasoning", "message"]
+        items: Any = [
+            {"role": "user", "content": "abc"},
+            *response.output,
+            {"role": "user", "content": "more"},
+        ]
+        await client.responses.create(model="m", input=items)
+        assert session.tree.calls[-1].parent is session.tree.calls[-2]
+        async with anthropic_client(endpoint, key) as other:
+            asked: Any = {"model": "m", "max_tokens": 50, "messages": [USER]}
+            async with other.messages.stream(**asked) as events:
+                blocks = (await events.get_final_message()).content
+            assert [block.type for block in blocks] == ["thinking", "text"]
+            back = [USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": "more"}]
+            await other.messages.create(**{**asked, "messages": back})
+            assert session.tree.calls[-1].parent is session.tree.calls[-2]
+
+
+APIS = {
+    "chat/completions": lambda body: body["error"]["code"],
+    "completions": lambda body: body["error"]["code"],
+    "responses": lambda body: body["error"]["code"],
+    "messages": lambda body: body["error"]["type"],
+    "../inference/v1/generate": lambda body: body["error"]["type"],
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_every_api_refuses_strangers_and_large_bodies_in_its_own_shape(path: str) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * 2**20
+
+    async with served() as (_, session, endpoint, key), aiohttp.ClientSession() as http:
+        own = endpoint.url(key)
+        for url, body, status, code in (
+            (endpoint.url("guess"), b"{}", 404, ("session_not_found", "not_found_error")),
+            (endpoint.url("guess"), endless(), 404, ("session_not_found", "not_found_error")),
+            (own, b" " * (17 * 2**20), 413, ("body_too_large", "request_too_large")),
+            (own, endless(), 413, ("body_too_large", "request_too_large")),
+            (own, b"{", 400, ("invalid_json", "invalid_request_error", "BadRequestError")),
+        ):
+            with suppress(aiohttp.ClientOSError):  # the connection is closed before all is sent
+                async with http.post(f"{url}/{path}", data=body) as response:
+                    assert response.status == status
+                    assert APIS[path](await response.json()) in code
+        endpoint.end(key, "the episode is over")
+        async with http.post(f"{own}/{path}", data=b"{}") as response:
+            assert response.status == 410
+        assert session.tree.calls == []
+
+
+async def test_slow_and_too_many_connections_are_closed_and_service_continues() -> None:
+    async with served(max_connections=3, header_s=0.2, body_s=0.2) as (client, session, endpoint, key):
+        host, port = endpoint.url(key).split("/")[2].split(":")
+        silent, writing = await asyncio.open_connection(host, int(port))
+        writing.write(b"POST /s/")
+        slow, writes = await asyncio.open_connection(host, int(port))
+        path = endpoint.url(key).partition(port)[2]
+        writes.write(f"POST {path}/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\n\r\n{{".encode())
+        with pytest.raises(ConnectionResetError):
+            await silent.read()
+        answer = await slow.read()
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"did not come within 0.2 s" in answer
+        for writer in (writing, writes):
+            writer.close()
+        await client.chat.completions.create(model="m", messages=[USER])
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+        refused = await idle[-1][0].read()
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"3 connections are open" in refused
+        for _, writer in idle:
+            writer.close()
+        assert len(session.tree.calls) == 1
