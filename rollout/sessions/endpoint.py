@@ -71,7 +71,7 @@ class SessionEndpoint:
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._listener = Listener(max_connections=max_connections, header_s=header_s)
         app = web.Application(
-            client_max_size=self._max_bytes, middlewares=[self._listener.middleware, _as_errors]
+            client_max_size=self._max_bytes, middlewares=[self._listener.note, _as_errors]
         )
         app.router.add_get("/s/{key}/v1/models", self._serve_models)
         for api in APIS:

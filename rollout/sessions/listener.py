@@ -24,8 +24,6 @@ class Listener:
         self._max, self._header_s = max_connections, header_s
         self._spoken: WeakSet[asyncio.Protocol] = WeakSet()
         self._server: asyncio.Server | None = None
-        self.middleware = web.middleware(self._note)
-        """Has to be one of the application's."""
 
     async def start(self, runner: web.AppRunner, host: str, port: int) -> str:
         """Bind and accept, and return the address as a URL.
@@ -54,7 +52,9 @@ class Listener:
         if self._server is not None:
             self._server.close()
 
-    async def _note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    @web.middleware
+    async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Note that a connection has sent a request; has to be a middleware of the application."""
         self._spoken.add(request.protocol)
         return await handler(request)
 

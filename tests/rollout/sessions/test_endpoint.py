@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +181,7 @@ GARBAGE = (
 async def test_garbage_is_refused_and_service_continues() -> None:
     async with served() as (client, session, endpoint, key), aiohttp.ClientSession() as http:
         url = endpoint.url(key) + "/chat/completions"
-        for body in (
-            b"",
-            b"{",
-            b"[" * 100_000,
-            b"\xff\xfe",
-            b"null",
-            b'{"messages": {"a": 1}}',
-            b'{"messages": [[]]}',
-        ):
+        for body in GARBAGE:
             async with http.post(url, data=body) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["message"]
