@@ -25,7 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from protocol.errors import SettingsError
-from rollout.sessions.listener import Listener
+from rollout.sessions.listener import LimitedListener
 from rollout.sessions.refusal import RequestRefused, invalid
 from rollout.sessions.served_call import APIS, Api, ServedCall
 from rollout.sessions.session import Session
@@ -61,7 +61,7 @@ class SessionEndpoint:
         Args:
             body_mb: largest body of a request, MiB.
             override: whether sampling parameters of requests are not applied; otherwise they are refused.
-            max_connections: as for `Listener`.
+            max_connections: as for `LimitedListener`.
             header_s: likewise.
             body_s: how long the body of a request may take to come, seconds.
         """
@@ -69,10 +69,8 @@ class SessionEndpoint:
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
-        self._listener = Listener(max_connections=max_connections, header_s=header_s)
-        app = web.Application(
-            client_max_size=self._max_bytes, middlewares=[self._listener.note, _as_errors]
-        )
+        self._listener = LimitedListener(max_connections=max_connections, header_s=header_s)
+        app = web.Application(client_max_size=self._max_bytes, middlewares=[self._listener.note, _as_errors])
         app.router.add_get("/s/{key}/v1/models", self._serve_models)
         for api in APIS:
             app.router.add_post("/s/{key}" + api.path, functools.partial(self._serve, api))

@@ -10,7 +10,7 @@ from aiohttp.typedefs import Handler
 from rollout.sessions.refusal import RequestRefused
 
 
-class Listener:
+class LimitedListener:
     """Accepts connections for the application of a runner, on one address."""
 
     def __init__(self, *, max_connections: int, header_s: float) -> None:
@@ -58,7 +58,7 @@ class Listener:
         self._spoken.add(request.protocol)
         return await handler(request)
 
-    def _close_silent(self, handler: "web.RequestHandler[web.Request]") -> None:
+    def _close_silent(self, handler: web.RequestHandler) -> None:
         if handler not in self._spoken and handler.transport is not None:
             handler.transport.abort()
 

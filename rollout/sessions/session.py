@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -72,7 +71,7 @@ class Session:
     ) -> None:
         self._generate, self._renderer, self._limits = generate, renderer, limits
         self._reader = reader or AnswerReader()
-        self._running: set[asyncio.Task[Completion]] = set()
+        self._running: set[asyncio.Task[tuple[Completion, ReadAnswer]]] = set()
         self.tree = CallTree()
         self.stored: dict[str, Any] = {}
         """Name -> `StoredResponse`: what later requests of the responses API may name."""
@@ -127,7 +126,7 @@ class Session:
             RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
                 room left.
         """
-        completion = await self._completed(begun)
+        completion, read = await self._completed(begun)
         text = self._renderer.text(completion.tokens)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         reason = completion.finish_reason
@@ -136,8 +135,6 @@ class Session:
         if asked.dialogue is None:
             end: int | str = _ending(begun, text, self._renderer)
         else:
-            tools = asked.dialogue.tools if asked.tools else ()
-            read = await self._read(begun, completion, tools)
             message = _message(read, begun.context, completion)
             reason = "tool_calls" if read.calls and reason == "stop" else reason
             answered = read_message(message, "answer")
@@ -162,16 +159,7 @@ class Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _read(
-        self, begun: Begun, completion: Completion, tools: Sequence[dict[str, Any]]
-    ) -> ReadAnswer:
-        """Read an answer, which is refused if the session ends meanwhile."""
-        read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
-        if self.ended:
-            raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
-        return read
-
-    async def _completed(self, begun: Begun) -> Completion:
+    async def _completed(self, begun: Begun) -> tuple[Completion, ReadAnswer]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 task = tasks.create_task(self._generate_once(begun), name="session.call")
@@ -182,20 +170,24 @@ class Session:
             if isinstance(first, EpisodeOver):
                 self.truncated = True
                 raise invalid(str(first), code="episode_over") from None
-            if isinstance(first, EngineError | EpisodeError):
+            if isinstance(first, EngineError | EpisodeError | SettingsError):
                 raise RequestRefused(500, "engine_error", str(first)) from None
             raise first from None
         if task.cancelled():
             raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
         return task.result()
 
-    async def _generate_once(self, begun: Begun) -> Completion:
+    async def _generate_once(self, begun: Begun) -> tuple[Completion, ReadAnswer]:
         completion = await self._generate(begun.context, begun.asked.max_tokens)
         if completion.experts is not None:
             raise EngineError("a session does not record experts yet: set trainer.routing_replay to false")
         if not completion.tokens:
             raise EngineError("the engine answered without a token")
-        return completion
+        asked = begun.asked
+        if asked.dialogue is None:
+            return completion, ReadAnswer("")
+        tools = asked.dialogue.tools if asked.tools else ()
+        return completion, await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
 
     def _placed(self, asked: Asked) -> Begun:
         """Return what a request continues, and the tokens of the rest."""

@@ -18,7 +18,7 @@ from rollout.sessions.answers.tool_calls import PARSERS, Found
 REASONING = ("none", "think")
 """Our own syntaxes of thoughts."""
 BEFORE = 64
-"""Tokens before an answer that are looked at: they may open its thoughts."""
+"""Tokens before an answer that are read: they may open its thoughts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def _events(asked: Asked, made: Body, name: str) -> Iterator[Body]:
     yield {"type": "response.in_progress", "response": _head(asked, name)}
     for index, item in enumerate(made["output"]):
         place = {"output_index": index, "item_id": item["id"]}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         begun = {**item, "status": "in_progress", **empty}
         yield {"type": "response.output_item.added", "output_index": index, "item": begun}
         if item["type"] == "function_call":
