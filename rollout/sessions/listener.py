@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from weakref import WeakSet
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -22,7 +21,8 @@ class LimitedListener:
                 takes longer is closed.
         """
         self._max, self._header_s = max_connections, header_s
-        self._spoken: WeakSet[asyncio.Protocol] = WeakSet()
+        self._silent: set[asyncio.Protocol] = set()
+        """Connections that have not sent the head of a request yet, for at most `header_s`."""
         self._server: asyncio.Server | None = None
 
     async def start(self, runner: web.AppRunner, host: str, port: int) -> str:
@@ -40,6 +40,7 @@ class LimitedListener:
             if len(served.connections) >= self._max:
                 return _Full(self._max)
             handler = served()
+            self._silent.add(handler)
             loop.call_later(self._header_s, self._close_silent, handler)
             return handler
 
@@ -55,12 +56,14 @@ class LimitedListener:
     @web.middleware
     async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Note that a connection has sent a request; has to be a middleware of the application."""
-        self._spoken.add(request.protocol)
+        self._silent.discard(request.protocol)
         return await handler(request)
 
     def _close_silent(self, handler: web.RequestHandler) -> None:
-        if handler not in self._spoken and handler.transport is not None:
-            handler.transport.abort()
+        if handler in self._silent:
+            self._silent.remove(handler)
+            if handler.transport is not None:
+                handler.transport.abort()
 
 
 class _Full(asyncio.Protocol):

@@ -62,11 +62,12 @@ async def responds(client: AsyncOpenAI) -> None:
     """Two turns by name, one of them streamed, with functions."""
     tools: Any = [{"type": "function", **FUNCTION, "strict": None}]
     first = await client.responses.create(model="m", input="abc", tools=tools)
-    async with client.responses.stream(
-        model="m", input="more", previous_response_id=first.id, tools=tools
-    ) as stream:
-        final = await stream.get_final_response()
-    assert final.previous_response_id == first.id
+    stream: Any = await client.responses.create(
+        model="m", input="more", previous_response_id=first.id, tools=tools, stream=True
+    )
+    *_, last = [event async for event in stream]
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.previous_response_id == first.id
 
 
 async def speaks(client: AsyncAnthropic) -> None:

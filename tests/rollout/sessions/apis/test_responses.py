@@ -39,21 +39,23 @@ async def test_a_streamed_response_ends_as_a_plain_one() -> None:
             model="m", input="abc", include=["message.output_text.logprobs"]
         )
         async with client.responses.stream(
-            model="m", input="abc", include=["message.output_text.logprobs"], max_output_tokens=500
+            model="m", input="abc", include=["message.output_text.logprobs"]
         ) as stream:
             events = [event async for event in stream]
             final = await stream.get_final_response()
         assert [event.sequence_number for event in events] == list(range(len(events)))
         assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == HELLO
         assert (final.output_text, final.usage) == (plain.output_text, plain.usage)
-        assert final.status == "incomplete"
-        assert final.incomplete_details is not None
+        cut: Any = await client.responses.create(model="m", input="abc", max_output_tokens=2, stream=True)
+        *_, last = [event async for event in cut]
+        assert last.type == "response.incomplete"
+        assert last.response.incomplete_details.reason == "max_output_tokens"
         said: Any = plain.output[0]
         assert [entry.logprob for entry in said.content[0].logprobs] == list(
             session.tree.calls[0].completion.logprobs
         )
         await client.responses.create(model="m", input="more", previous_response_id=final.id)
-        assert session.tree.calls[2].parent is session.tree.calls[1]
+        assert session.tree.calls[3].parent is session.tree.calls[1]
 
 
 async def test_functions_are_called_and_their_outputs_continue() -> None:
