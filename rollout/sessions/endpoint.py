@@ -163,7 +163,6 @@ class SessionEndpoint:
             async with asyncio.timeout(self._body_s):
                 return await _json(request, self._max_bytes)
         except TimeoutError:
-            request.protocol.force_close()
             raise RequestRefused(
                 408, "body_too_slow", f"the body did not come within {self._body_s:g} s"
             ) from None

@@ -36,7 +36,7 @@ class SessionContract:
                 await speaks(other)
             await continues_tokens(session, endpoint.url(key))
             assert {v for call in session.tree.calls for _, v in call.completion.spans} == {version}
-            assert len(session.tree.calls) == 13
+            assert len(session.tree.calls) == 12
             assert session.restarts == 0
         if bench.computes:
             assert_recomputed(bench, session, sampling)

@@ -53,7 +53,7 @@ async def test_slow_and_too_many_connections_are_closed_and_service_continues() 
         path = endpoint.url(key).partition(port)[2]
         writes.write(f"POST {path}/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 90\r\n\r\n{{".encode())
         assert await silent.read() == b""
-        answer = await slow.read()
+        answer = await slow.readuntil(b"}}")
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"did not come within 0.2 s" in answer
         for writer in (writing, writes):
