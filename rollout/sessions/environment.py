@@ -114,7 +114,9 @@ class SessionEnvironment(Environment):
 
     def answered_by(self, engine: EngineConfig) -> None:
         """Learn where SGLang is, for its parsers."""
-        self._reader = AnswerReader(self._limits.tool_syntax, self._limits.reasoning_syntax, engine.python)
+        self._reader = AnswerReader(
+            self._limits.tool_syntax, self._limits.reasoning_syntax, engine.python, engine.environment
+        )
 
     def check(self, model_dir: str) -> None:
         """Check that an engine's parsers exist and take the model's tokenizer."""

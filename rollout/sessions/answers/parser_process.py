@@ -34,18 +34,22 @@ MAX_LINE = 2**26
 class ParserProcess:
     """One process, which starts with the first answer and is asked for one answer at a time."""
 
-    def __init__(self, engine: str, names: Mapping[str, str], python: str) -> None:
+    def __init__(
+        self, engine: str, names: Mapping[str, str], python: str, variables: Mapping[str, str]
+    ) -> None:
         """Create a process that is not started.
 
         Args:
             engine: one of `MODULES`.
             names: of the parsers for `tools` and `reasoning`; empty: none.
             python: interpreter that has SGLang; empty: this one.
+            variables: environment variables that SGLang needs.
         """
         self._engine, self._names = engine, dict(names)
         self._command = [
             (python if engine == "sglang" else "") or sys.executable, "-m", MODULES[engine],
         ]  # fmt: skip
+        self._environment = _environment(variables if engine == "sglang" else {})
         self._process: asyncio.subprocess.Process | None = None
         self._one = asyncio.Lock()
         self._numbers = itertools.count()
@@ -59,7 +63,12 @@ class ParserProcess:
         line = json.dumps({**self._names, "model_dir": model_dir}) + "\n"
         try:
             ran = subprocess.run(
-                self._command, input=line, env=_variables(), capture_output=True, text=True, timeout=START_S
+                self._command,
+                input=line,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=START_S,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SettingsError(f"the parsers of {self._engine} cannot be started: {error}") from None
@@ -91,7 +100,7 @@ class ParserProcess:
         if self._process is not None and self._process.returncode is None:
             return self._process
         process = self._process = await asyncio.create_subprocess_exec(
-            *self._command, env=_variables(), limit=MAX_LINE,
+            *self._command, env=self._environment, limit=MAX_LINE,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         ready = False
@@ -155,13 +164,9 @@ async def _line(process: asyncio.subprocess.Process) -> bytes:
     return line
 
 
-def _variables() -> dict[str, str]:
-    """Return the environment of the process: without a GPU, and with this project on its path."""
-    path = [str(Path(rollout.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the process: this one's without our settings, which may have credentials."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    found = {**own, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
+    path = [str(Path(rollout.__file__).parents[1]), variables.get("PYTHONPATH"), own.get("PYTHONPATH")]
+    return {**found, "PYTHONPATH": os.pathsep.join(filter(None, path))}

@@ -5,7 +5,7 @@ own, in the interpreter that has the engine (`parser_process.py`).
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,20 @@ class ReadAnswer:
 class AnswerReader:
     """Reads answers by two syntaxes. One instance serves all sessions of a process."""
 
-    def __init__(self, tool_syntax: str = "hermes", reasoning_syntax: str = "none", python: str = "") -> None:
+    def __init__(
+        self,
+        tool_syntax: str = "hermes",
+        reasoning_syntax: str = "none",
+        python: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         """Check the syntaxes; parsers of an engine are checked by `check`, and start with the first answer.
 
         Args:
             tool_syntax: how the model writes tool calls.
             reasoning_syntax: how it writes thoughts.
             python: interpreter that has SGLang; empty: this one.
+            variables: environment variables that SGLang needs.
 
         Raises:
             SettingsError: a syntax is unknown, or the parsers of two engines are mixed.
@@ -61,7 +68,7 @@ class AnswerReader:
                 kind: name.partition(":")[2] if ":" in name else ""
                 for kind, name in (("tools", tool_syntax), ("reasoning", reasoning_syntax))
             }
-            self._process = ParserProcess(engines.pop(), names, python)
+            self._process = ParserProcess(engines.pop(), names, python, variables or {})
 
     def check(self, model_dir: str) -> None:
         """Check that an engine's parsers exist, and take the tokenizer if `model_dir` is not empty.

@@ -11,7 +11,7 @@ from protocol.errors import SettingsError
 from rollout.sessions.answers import parser_process
 from rollout.sessions.answers.parser_process import ParserProcess
 from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
-from tests.contracts.sglang_environment import sglang_python
+from tests.contracts.sglang_environment import STAND_INS, sglang_python
 from tests.rollout.sessions.chats import renderer
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
@@ -102,11 +102,12 @@ async def test_the_parsers_of_an_engine_read_thoughts_and_calls(
     text._tokenizer.save_pretrained(tmp_path)
     text.model_dir = tmp_path
     tools, thoughts = names
+    variables = {"PYTHONPATH": str(STAND_INS)}
     with pytest.raises(
         SettingsError, match=f"{engine} has no parser for tools named 'herms'; it has .*{tools}"
     ):
-        ParserProcess(engine, {"tools": "herms", "reasoning": ""}, python).check("")
-    reader = AnswerReader(f"{engine}:{tools}", f"{engine}:{thoughts}", python)
+        ParserProcess(engine, {"tools": "herms", "reasoning": ""}, python, variables).check("")
+    reader = AnswerReader(f"{engine}:{tools}", f"{engine}:{thoughts}", python, variables)
     reader.check(str(tmp_path))
     try:
         said = text.encode(f"<think>hm</think>so {CALL}")
