@@ -65,6 +65,8 @@ class Renderer:
                 string is not a single token.
         """
         self._config = config
+        self.model_dir = Path(model_dir)
+        """Where the tokenizer is."""
         self._tokenizer = _load(Path(model_dir))
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         if config.chat_template is ChatTemplate.ON and not has_template:
@@ -174,6 +176,14 @@ class Renderer:
         """Detokenize, without special tokens."""
         text: str = self._tokenizer.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def marked(self, tokens: tuple[int, ...]) -> str:
+        """Detokenize with special tokens, but for one that has ended a sample."""
+        kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
+        text: str = self._tokenizer.decode(
+            list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -10,7 +10,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from protocol.messages import UNKNOWN_EXPERT
-from rollout.engines.base import Completion
+from rollout.engines.base import Completion, EngineConfig
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 
@@ -115,6 +115,16 @@ class Environment(ABC):
             SettingsError: the prompt lacks metadata that this environment needs; the group fails.
             EngineError: `generate` raised it; the group fails.
             Exception: anything else fails this attempt alone, and so does a time limit of `[environment]`.
+        """
+
+    def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most need not know
+        """Learn which engine answers, before the first sample."""
+
+    def check(self, model_dir: str) -> None:  # noqa: B027  most have nothing to check
+        """Check what depends on the model, which may take seconds; an empty directory: none is there yet.
+
+        Raises:
+            SettingsError: an option does not fit.
         """
 
     async def close(self) -> None:  # noqa: B027  most environments have nothing to close

@@ -64,6 +64,9 @@ def message_events(
         if block["type"] == "text":
             delta = {"type": "text_delta", "text": block["text"]}
             empty = {**block, "text": ""}
+        elif block["type"] == "thinking":
+            delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+            empty = {**block, "thinking": ""}
         else:
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             empty = {**block, "input": {}}
@@ -102,7 +105,11 @@ def _usage(answer: CallAnswer) -> dict[str, int]:
 
 def _content(answer: CallAnswer) -> list[dict[str, Any]]:
     text = answer.message["content"]
-    blocks: list[dict[str, Any]] = [{"type": "text", "text": text}] if text else []
+    thoughts = answer.message.get("reasoning_content")
+    blocks: list[dict[str, Any]] = (
+        [{"type": "thinking", "thinking": thoughts, "signature": ""}] if thoughts else []
+    )
+    blocks += [{"type": "text", "text": text}] if text else []
     for call in answer.message.get("tool_calls", []):
         function = call["function"]
         arguments = json.loads(function["arguments"])
@@ -117,11 +124,14 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     role = message["role"]
     found: list[dict[str, Any]] = []
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for i, block in enumerate(_as_blocks(message.get("content"), f"{where}.content")):
         kind = block.get("type")
         if kind == "text" and isinstance(block.get("text"), str):
             texts.append(block["text"])
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_result" and role == "user":
             content = _joined(block.get("content"), f"{where}.content[{i}].content")
             found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
@@ -131,7 +141,8 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
         else:
             raise invalid(f"{where}.content[{i}] of type {kind!r} is not supported", f"{where}.content[{i}]")
     if texts or calls or not found:
-        found.append({"role": role, "content": "".join(texts), **({"tool_calls": calls} if calls else {})})
+        more = {"tool_calls": calls, "reasoning_content": "".join(thoughts)}
+        found.append({"role": role, "content": "".join(texts), **more})
     return found
 
 

@@ -18,7 +18,7 @@ def chat_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -
                 "index": 0,
                 "message": {**answer.message, "refusal": None},
                 "finish_reason": answer.finish_reason,
-                "logprobs": _chat_logprobs(answer, renderer) if asked.logprobs else None,
+                "logprobs": chat_logprobs(answer, renderer) if asked.logprobs else None,
             }
         ],
         "usage": usage(answer),
@@ -42,11 +42,13 @@ def chat_start(asked: Asked, name: str) -> dict[str, Any]:
 def chat_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed chat answer after the first."""
     delta: dict[str, Any] = {"content": answer.message["content"]}
+    if thoughts := answer.message.get("reasoning_content"):
+        delta["reasoning_content"] = thoughts
     if calls := answer.message.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
     event = _chunk(asked, name, delta, None)
     if asked.logprobs:
-        event["choices"][0]["logprobs"] = _chat_logprobs(answer, renderer)
+        event["choices"][0]["logprobs"] = chat_logprobs(answer, renderer)
     yield event
     yield _chunk(asked, name, {}, answer.finish_reason)
     if asked.include_usage:
@@ -94,7 +96,8 @@ def _text_choice(asked: Asked, answer: CallAnswer, renderer: Renderer) -> dict[s
     return {"index": 0, "text": answer.text, "finish_reason": answer.finish_reason, "logprobs": logprobs}
 
 
-def _chat_logprobs(answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
+def chat_logprobs(answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
+    """Return the log-probabilities of an answer, token by token."""
     completion = answer.call.completion
     pieces = [renderer.piece(token) for token in completion.tokens]
     return {

@@ -24,13 +24,8 @@ class ModelCall:
     end: int | str
     """What a request begins with that continues this call: the key behind the answer, or the text of a
     completion, prompt and answer."""
-    length: int = field(init=False)
-    """Tokens up to the end of the answer."""
-
-    def __post_init__(self) -> None:
-        before = self.parent.length if self.parent is not None else 0
-        length = before + len(self.inserted) + len(self.completion.tokens)
-        object.__setattr__(self, "length", length)
+    also: int | None = None
+    """Another such key: behind the answer without its thoughts, which most clients leave out."""
 
     def path(self) -> Sequence["ModelCall"]:
         """Return the calls whose tokens it continues, from the first to itself."""
@@ -42,13 +37,6 @@ class ModelCall:
     def tokens(self) -> tuple[int, ...]:
         """Return all tokens up to the end of the answer."""
         return tuple(itertools.chain.from_iterable(_pieces(self)))
-
-    def begins(self, tokens: tuple[int, ...]) -> bool:
-        """Return whether its tokens, up to the end of the answer, are the first ones of `tokens`."""
-        last = self.completion.tokens
-        if tokens[self.length - len(last) : self.length] != last:  # spares nearly every other call its copy
-            return False
-        return tokens[: self.length] == self.tokens()
 
 
 def context_tokens(parent: ModelCall | None, inserted: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,20 +52,26 @@ class CallTree:
 
     calls: list[ModelCall] = field(default_factory=list)
     _by_end: dict[int | str, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
+    _next: dict[int, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
+    """`id` of a call, or of None -> the calls that continue it."""
 
     def add(self, call: ModelCall) -> None:
         """Add a call that was answered; its parent was added before."""
         self.calls.append(call)
-        self._by_end[call.end].append(call)
+        for end in _ends(call):
+            self._by_end[end].append(call)
+        self._next[id(call.parent)].append(call)
 
     def withdraw(self, call: ModelCall) -> bool:
         """Remove a call that nobody has continued; returns whether it was removed."""
         if call not in self.calls or any(other.parent is call for other in self.calls):
             return False
         self.calls.remove(call)
-        self._by_end[call.end].remove(call)
-        if not self._by_end[call.end]:
-            del self._by_end[call.end]
+        self._next[id(call.parent)].remove(call)
+        for end in _ends(call):
+            self._by_end[end].remove(call)
+            if not self._by_end[end]:
+                del self._by_end[end]
         return True
 
     def continued(self, keys: Sequence[int]) -> tuple[ModelCall | None, int]:
@@ -102,6 +96,24 @@ class CallTree:
         longest = max(ends, key=len)
         return self._by_end[longest][-1], prompt.removeprefix(longest)
 
+    def continued_tokens(self, tokens: tuple[int, ...]) -> tuple[ModelCall | None, int]:
+        """Find the call that a request of tokens continues: the longest one, of equal ones the last.
+
+        Returns:
+            The call, or None; and how many tokens of the request it has.
+        """
+        best: tuple[ModelCall | None, int] = None, 0
+        reached: list[tuple[ModelCall | None, int]] = [best]
+        while reached:
+            parent, start = reached.pop()
+            for call in reversed(self._next.get(id(parent), ())):
+                own = (*call.inserted, *call.completion.tokens)
+                end = start + len(own)
+                if tokens[start:end] == own:
+                    reached.append((call, end))
+                    best = (call, end) if end > best[1] else best
+        return best
+
     def rows(self) -> Iterator[tuple[ModelCall, ...]]:
         """Yield the calls row by row, each call once: a row continues with the first call that continues it.
 
@@ -122,3 +134,7 @@ class CallTree:
 def _pieces(call: ModelCall) -> list[tuple[int, ...]]:
     """Return what the tokens of a call consist of, one after the other."""
     return [piece for each in call.path() for piece in (each.inserted, each.completion.tokens)]
+
+
+def _ends(call: ModelCall) -> Sequence[int | str]:
+    return (call.end,) if call.also is None else (call.end, call.also)

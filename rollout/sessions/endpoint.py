@@ -4,12 +4,17 @@
     POST /s/KEY/v1/chat/completions
     POST /s/KEY/v1/completions
     POST /s/KEY/v1/messages
+    POST /s/KEY/v1/responses
+    GET  /s/KEY/v1/responses/NAME (also DELETE)
+    POST /s/KEY/inference/v1/generate
 
 A key is 192 random bits, and is not answered any more when its session has ended. Nothing else says who may
 call, so the address is a loopback one.
 """
 
+import asyncio
 import functools
+import hashlib
 import json
 import logging
 import secrets
@@ -20,6 +25,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from protocol.errors import SettingsError
+from rollout.sessions.listener import LimitedListener
 from rollout.sessions.refusal import RequestRefused, invalid
 from rollout.sessions.served_call import APIS, Api, ServedCall
 from rollout.sessions.session import Session
@@ -28,8 +34,12 @@ _log = logging.getLogger("tether.sessions")
 
 MAX_ENDED = 10_000
 """Ended sessions whose clients are answered why, the last ones; others are unknown."""
-BACKLOG = 4096
-"""Connections that may wait to be accepted: all harnesses of a worker may begin at once."""
+MAX_CONNECTIONS = 8192
+"""Open at once, those of all sessions together."""
+HEADER_S = 30.0
+"""How long a connection may take to send the head of its first request."""
+BODY_S = 120.0
+"""How long a body may take: 16 MiB at 150 kB/s."""
 MODEL = "policy"
 """The model that is listed; requests may name any."""
 
@@ -37,21 +47,35 @@ MODEL = "policy"
 class SessionEndpoint:
     """HTTP server for the sessions of a process, on a port of its own."""
 
-    def __init__(self, *, body_mb: int = 16, override: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        body_mb: int = 16,
+        override: bool = False,
+        max_connections: int = MAX_CONNECTIONS,
+        header_s: float = HEADER_S,
+        body_s: float = BODY_S,
+    ) -> None:
         """Create an endpoint that is not started.
 
         Args:
             body_mb: largest body of a request, MiB.
             override: whether sampling parameters of requests are not applied; otherwise they are refused.
+            max_connections: as for `LimitedListener`.
+            header_s: likewise.
+            body_s: how long the body of a request may take to come, seconds.
         """
         self._override = override
-        self._max_bytes = body_mb * 2**20
-        self._sessions: dict[str, Session] = {}
-        self._ended: OrderedDict[str, str] = OrderedDict()
-        app = web.Application(client_max_size=self._max_bytes, middlewares=[_as_errors])
+        self._max_bytes, self._body_s = body_mb * 2**20, body_s
+        self._sessions: dict[bytes, Session] = {}
+        self._ended: OrderedDict[bytes, str] = OrderedDict()
+        self._listener = LimitedListener(max_connections=max_connections, header_s=header_s)
+        app = web.Application(client_max_size=self._max_bytes, middlewares=[self._listener.note, _as_errors])
         app.router.add_get("/s/{key}/v1/models", self._serve_models)
         for api in APIS:
-            app.router.add_post("/s/{key}/v1" + api.path, functools.partial(self._serve, api))
+            app.router.add_post("/s/{key}" + api.path, functools.partial(self._serve, api))
+        app.router.add_get("/s/{key}/v1/responses/{name}", self._serve_stored)
+        app.router.add_delete("/s/{key}/v1/responses/{name}", self._serve_stored)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self._address = ""
 
@@ -63,25 +87,24 @@ class SessionEndpoint:
         """
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port, backlog=BACKLOG).start()
+            self._address = await self._listener.start(self._runner, host, port)
         except OSError as error:
             await self._runner.cleanup()
             raise SettingsError(
                 f"cannot serve sessions on {host}:{port}: {error.strerror or error}; choose another port"
             ) from None
-        found = self._runner.addresses[0]
-        self._address = f"http://{f'[{found[0]}]' if ':' in found[0] else found[0]}:{found[1]}"
 
     async def close(self) -> None:
         """End all sessions and stop serving."""
-        for key in list(self._sessions):
-            self.end(key, "the worker stops")
+        for known in list(self._sessions):
+            self._end(known, "the worker stops")
+        self._listener.close()
         await self._runner.cleanup()
 
     def open(self, session: Session) -> str:
         """Serve a session and return its key."""
         key = secrets.token_urlsafe(24)
-        self._sessions[key] = session
+        self._sessions[_known(key)] = session
         return key
 
     def url(self, key: str) -> str:
@@ -90,19 +113,22 @@ class SessionEndpoint:
 
     def end(self, key: str, reason: str) -> None:
         """End a session: its calls that run are ended, and its key is refused. Idempotent."""
-        session = self._sessions.pop(key, None)
+        self._end(_known(key), reason)
+
+    def _end(self, known: bytes, reason: str) -> None:
+        session = self._sessions.pop(known, None)
         if session is None:
             return
         session.end(reason)
-        self._ended[key] = session.ended
+        self._ended[known] = session.ended
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
     def _session(self, request: web.Request) -> Session:
-        key = request.match_info["key"]
-        if (session := self._sessions.get(key)) is not None:
+        known = _known(request.match_info["key"])
+        if (session := self._sessions.get(known)) is not None:
             return session
-        if (reason := self._ended.get(key)) is not None:
+        if (reason := self._ended.get(known)) is not None:
             raise RequestRefused(410, "session_ended", f"the session has ended: {reason}")
         raise RequestRefused(404, "session_not_found", "there is no session with this key")
 
@@ -111,15 +137,40 @@ class SessionEndpoint:
         listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tether"}
         return web.json_response({"object": "list", "data": [listed]})
 
+    async def _serve_stored(self, request: web.Request) -> web.Response:
+        """Return a response that was stored, or forget it."""
+        stored, name = self._session(request).stored, request.match_info["name"]
+        if name not in stored:
+            raise RequestRefused(404, "not_found", f"the session has no stored response {name[:80]!r}")
+        if request.method == "DELETE":
+            del stored[name]
+            return web.json_response({"id": name, "object": "response", "deleted": True})
+        return web.json_response(stored[name].body)
+
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         try:
             session = self._session(request)
-            asked = api.read(await _json(request, self._max_bytes), override=self._override)
+            known = {"stored": session.stored} if api.keep is not None else {}
+            asked = api.read(await self._body(request), override=self._override, **known)
             begun = session.begin(asked)
             call = ServedCall(api, request, session, begun, api.prefix + secrets.token_hex(8))
             return await (call.stream() if asked.stream else call.whole())
         except RequestRefused as refusal:
             return api.refused(refusal)
+
+    async def _body(self, request: web.Request) -> Any:
+        try:
+            async with asyncio.timeout(self._body_s):
+                return await _json(request, self._max_bytes)
+        except TimeoutError:
+            raise RequestRefused(
+                408, "body_too_slow", f"the body did not come within {self._body_s:g} s"
+            ) from None
+
+
+def _known(key: str) -> bytes:
+    """Return what a key is looked up by: how long that takes says nothing about other keys."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 @web.middleware

@@ -11,14 +11,15 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from protocol.choices import checked_name
+from rollout.engines.base import EngineConfig
 from rollout.environments.base import Environment, EpisodeOver, Generate, Sample
 from rollout.episodes import ModelCalls
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.session import Session, SessionLimits
-from rollout.sessions.tool_calls import PARSERS
 
 log = logging.getLogger("tether.sessions")
 
@@ -39,7 +40,10 @@ class SessionOptions(SessionLimits):
     `[sampling]`, and a header that says so."""
     tool_syntax: str = "hermes"
     """How the model writes tool calls: `hermes`, JSON between <tool_call> tags; `json`, an answer that is one
-    JSON object; `none`, not at all."""
+    JSON object; `none`, not at all; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
+    reasoning_syntax: str = "none"
+    """How the model writes thoughts, which clients get as `reasoning_content`. `think`: between <think> tags;
+    `none`: as text; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +77,8 @@ class SessionEnvironment(Environment):
 
     def __init__(self, options: SessionOptions) -> None:
         checked_name(options.sampling, SAMPLING, "setting environment.options.sampling:")
-        checked_name(options.tool_syntax, PARSERS, "setting environment.options.tool_syntax:")
         self._limits = options
+        self._reader = AnswerReader(options.tool_syntax, options.reasoning_syntax)
         self._endpoint: SessionEndpoint | None = None
         self._starting = asyncio.Lock()
 
@@ -90,7 +94,7 @@ class SessionEnvironment(Environment):
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> Sample:
         endpoint = await self._started()
-        session = Session(generate, renderer, self._limits, tool_syntax=self._limits.tool_syntax)
+        session = Session(generate, renderer, self._limits, self._reader)
         key = endpoint.open(session)
         task = Task(endpoint.url(key), key, prompt)
         try:
@@ -137,6 +141,17 @@ class SessionEnvironment(Environment):
         """Stop serving."""
         if self._endpoint is not None:
             await self._endpoint.close()
+        await self._reader.close()
+
+    def answered_by(self, engine: EngineConfig) -> None:
+        """Learn where SGLang is, for its parsers."""
+        self._reader = AnswerReader(
+            self._limits.tool_syntax, self._limits.reasoning_syntax, engine.python, engine.environment
+        )
+
+    def check(self, model_dir: str) -> None:
+        """Check that an engine's parsers exist and take the model's tokenizer."""
+        self._reader.check(model_dir)
 
     async def _started(self) -> SessionEndpoint:
         async with self._starting:

@@ -57,6 +57,14 @@ class Asked:
     """Whether tool calls are read from the answer."""
     prompt: str | tuple[int, ...] = ""
     """What a completion continues: text, or tokens."""
+    response: object = None
+    """`ResponseFields` of a responses request."""
+    name: str = ""
+    """What a generate request calls itself."""
+    with_text: bool = False
+    """Whether the answer to a generate request has its text."""
+    with_prompt: bool = False
+    """Whether it has the tokens of the request."""
 
 
 def read_chat(body: Any, *, override: bool) -> Asked:

@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import hdrs, web
 
 from rollout.sessions import anthropic_api, bodies
+from rollout.sessions.apis import generate, response_bodies, responses
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import Asked, read_chat, read_text
 from rollout.sessions.session import Begun, CallAnswer, Session
@@ -21,11 +22,11 @@ class Api:
     """One API that clients may speak."""
 
     path: str
-    """Behind the session's URL."""
+    """Behind `/s/KEY`."""
     prefix: str
     """What the names of answers begin with."""
     read: Callable[..., Asked]
-    """(body, override) -> what a request asks for."""
+    """(body, override) -> what a request asks for; also of `stored`, if answers are kept."""
     whole: Callable[..., Body]
     """(asked, answer, renderer, name) -> an answer in one piece."""
     events: Callable[..., Iterable[Body]]
@@ -35,6 +36,8 @@ class Api:
     last: bytes = b""
     """What ends a stream."""
     error: Callable[[RequestRefused], Body] = lambda refusal: refusal.body
+    keep: Callable[[Session, Asked, CallAnswer, str], None] | None = None
+    """Stores an answer in its session, for requests that name it."""
 
     def refused(self, refusal: RequestRefused) -> web.Response:
         """Return the answer to a request that is refused, which says whether to try again."""
@@ -45,16 +48,25 @@ class Api:
 DONE = b"data: [DONE]\n\n"
 APIS = (
     Api(
-        "/chat/completions", "chatcmpl-", read_chat, bodies.chat_body, bodies.chat_events,
+        "/v1/chat/completions", "chatcmpl-", read_chat, bodies.chat_body, bodies.chat_events,
         start=bodies.chat_start, last=DONE,
     ),
-    Api("/completions", "cmpl-", read_text, bodies.text_body, bodies.text_events, last=DONE),
+    Api("/v1/completions", "cmpl-", read_text, bodies.text_body, bodies.text_events, last=DONE),
     Api(
-        "/messages", "msg_", anthropic_api.read_messages, anthropic_api.message_body,
+        "/v1/messages", "msg_", anthropic_api.read_messages, anthropic_api.message_body,
         anthropic_api.message_events, error=anthropic_api.error_body,
     ),
+    Api(
+        "/v1/responses", "resp_", responses.read_responses, response_bodies.response_body,
+        response_bodies.response_events, start=response_bodies.response_start,
+        keep=response_bodies.keep_response,
+    ),
+    Api(
+        "/inference/v1/generate", "generate-tokens-", generate.read_generate, generate.generate_body,
+        generate.generate_events, last=DONE, error=generate.generate_error,
+    ),
 )  # fmt: skip
-"""Those of OpenAI, and Anthropic's messages."""
+"""Those of OpenAI, Anthropic's messages, and vLLM's tokens in and out."""
 
 
 class ServedCall:
@@ -103,10 +115,13 @@ class ServedCall:
 
     async def _deliver(self, answer: CallAnswer, send: Callable[[], Awaitable[None]]) -> None:
         """Write an answer, or withdraw it if the client has hung up: nobody has seen it."""
+        if self._api.keep is not None:
+            self._api.keep(self._session, self._begun.asked, answer, self._name)
         try:
             await send()
         except (ConnectionError, asyncio.CancelledError) as hung_up:
             self._session.tree.withdraw(answer.call)
+            self._session.stored.pop(self._name, None)
             if isinstance(hung_up, asyncio.CancelledError):
                 raise
 

@@ -13,12 +13,12 @@ from protocol.errors import EngineError, EpisodeError, SettingsError
 from rollout.engines.base import Completion
 from rollout.environments.base import EpisodeOver, Generate
 from rollout.render import Renderer
+from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
 from rollout.sessions.calls import CallTree, ModelCall, context_tokens
 from rollout.sessions.messages import read_message
 from rollout.sessions.refusal import RequestRefused, invalid
 from rollout.sessions.requests import Asked
 from rollout.sessions.template import added, whole
-from rollout.sessions.tool_calls import PARSERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,18 @@ class Session:
     """
 
     def __init__(
-        self, generate: Generate, renderer: Renderer, limits: SessionLimits, *, tool_syntax: str = "hermes"
+        self,
+        generate: Generate,
+        renderer: Renderer,
+        limits: SessionLimits,
+        reader: AnswerReader | None = None,
     ) -> None:
         self._generate, self._renderer, self._limits = generate, renderer, limits
-        self._parse = PARSERS[tool_syntax]
-        self._running: set[asyncio.Task[Completion]] = set()
+        self._reader = reader or AnswerReader()
+        self._running: set[asyncio.Task[tuple[Completion, ReadAnswer]]] = set()
         self.tree = CallTree()
+        self.stored: dict[str, Any] = {}
+        """Name -> `StoredResponse`: what later requests of the responses API may name."""
         self.ended = ""
         """Why no call is answered any more; empty while they are."""
         self.truncated = False
@@ -121,21 +127,23 @@ class Session:
             RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
                 room left.
         """
-        completion = await self._completed(begun)
+        completion, read = await self._completed(begun)
         text = self._renderer.text(completion.tokens)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         reason = completion.finish_reason
         asked = begun.asked
+        also: int | None = None
         if asked.dialogue is None:
             end: int | str = _ending(begun, text, self._renderer)
         else:
-            if asked.tools:
-                content, found = self._parse(text)
-                if found:
-                    message = _calling(content, found, begun.context, completion)
-                    reason = "tool_calls" if reason == "stop" else reason
-            end = asked.dialogue.answered(read_message(message, "answer"))
-        call = ModelCall(begun.parent, begun.inserted, completion, end)
+            message = _message(read, begun.context, completion)
+            reason = "tool_calls" if read.calls and reason == "stop" else reason
+            answered = read_message(message, "answer")
+            end = asked.dialogue.answered(answered)
+            if read.thoughts:
+                del answered["reasoning_content"]
+                also = asked.dialogue.answered(answered)
+        call = ModelCall(begun.parent, begun.inserted, completion, end, also)
         self.tree.add(call)
         self.truncated = False
         self.overridden += bool(asked.overridden)
@@ -152,7 +160,7 @@ class Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _completed(self, begun: Begun) -> Completion:
+    async def _completed(self, begun: Begun) -> tuple[Completion, ReadAnswer]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 task = tasks.create_task(self._generate_once(begun), name="session.call")
@@ -163,20 +171,24 @@ class Session:
             if isinstance(first, EpisodeOver):
                 self.truncated = True
                 raise invalid(str(first), code="episode_over") from None
-            if isinstance(first, EngineError | EpisodeError):
+            if isinstance(first, EngineError | EpisodeError | SettingsError):
                 raise RequestRefused(500, "engine_error", str(first)) from None
             raise first from None
         if task.cancelled():
             raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
         return task.result()
 
-    async def _generate_once(self, begun: Begun) -> Completion:
+    async def _generate_once(self, begun: Begun) -> tuple[Completion, ReadAnswer]:
         completion = await self._generate(begun.context, begun.asked.max_tokens)
         if completion.experts is not None:
             raise EngineError("a session does not record experts yet: set trainer.routing_replay to false")
         if not completion.tokens:
             raise EngineError("the engine answered without a token")
-        return completion
+        asked = begun.asked
+        if asked.dialogue is None:
+            return completion, ReadAnswer("")
+        tools = asked.dialogue.tools if asked.tools else ()
+        return completion, await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
 
     def _placed(self, asked: Asked) -> Begun:
         """Return what a request continues, and the tokens of the rest."""
@@ -196,10 +208,8 @@ class Session:
 
     def _placed_text(self, asked: Asked) -> Begun:
         if isinstance(asked.prompt, tuple):
-            for call in reversed(self.tree.calls):
-                if call.begins(asked.prompt):
-                    return Begun(asked, call, asked.prompt[call.length :], asked.prompt)
-            return Begun(asked, None, asked.prompt, asked.prompt)
+            call, length = self.tree.continued_tokens(asked.prompt)
+            return Begun(asked, call, asked.prompt[length:], asked.prompt)
         parent, rest = self.tree.continued_text(asked.prompt)
         return _begun(asked, parent, self._renderer.encode(rest, special=parent is None))
 
@@ -214,19 +224,20 @@ def _ending(begun: Begun, text: str, renderer: Renderer) -> str:
     return (prompt if isinstance(prompt, str) else renderer.text(prompt)) + text
 
 
-def _calling(
-    content: str, found: list[tuple[str, dict[str, Any]]], context: tuple[int, ...], completion: Completion
-) -> dict[str, Any]:
-    """Return the message of an answer that calls tools; the ids follow from the tokens."""
+def _message(read: ReadAnswer, context: tuple[int, ...], completion: Completion) -> dict[str, Any]:
+    """Return the message of an answer; the ids of its calls follow from the tokens."""
+    message: dict[str, Any] = {"role": "assistant", "content": read.content}
+    if read.thoughts:
+        message["reasoning_content"] = read.thoughts
     calls = [
         {
             "id": _call_id(i, context, completion.tokens),
             "type": "function",
             "function": {"name": name, "arguments": json.dumps(arguments)},
         }
-        for i, (name, arguments) in enumerate(found)
+        for i, (name, arguments) in enumerate(read.calls)
     ]
-    return {"role": "assistant", "content": content or None, "tool_calls": calls}
+    return {**message, "content": read.content or None, "tool_calls": calls} if calls else message
 
 
 def _call_id(index: int, context: tuple[int, ...], sampled: tuple[int, ...]) -> str:

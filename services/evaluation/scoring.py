@@ -50,6 +50,7 @@ class Scorer:
         self.pool = pool
         self._renderer = renderer
         self._environment: Environment = make_environment(evaluated(settings.environment))
+        self._environment.answered_by(settings.engine)
         self.engine = engine
 
     async def close(self) -> None:

@@ -129,7 +129,9 @@ def _on_hosts(settings: Settings) -> str:
 
 def _error_of_environment(settings: Settings) -> Iterator[Problem]:
     try:
-        make_environment(settings.environment)
+        environment = make_environment(settings.environment)
+        environment.answered_by(settings.engine)
+        environment.check(str(settings.model_dir) if settings.model_dir.is_dir() else "")
     except SettingsError as error:
         yield Problem(str(error))
 

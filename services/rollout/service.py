@@ -57,6 +57,7 @@ async def serve(process: Process) -> None:
     check_open_files(
         settings.rollout.groups_in_flight, settings.sampling.samples_per_prompt, environment.files_per_sample
     )
+    environment.answered_by(settings.engine)
     described = settings.weights.transport == TRANSPORT
     shared = description_file(settings.run_dir, process.incarnation) if described else None
     engine = make_engine(

@@ -20,6 +20,7 @@ from rollout.engines.vllm.launch import shared_files
 from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_models import adapted, tiny_experts, tiny_model, weights
+from tests.contracts.engine_sessions import SessionContract
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
 from tests.contracts.engine_suite import EngineContract
 from tests.contracts.sglang_environment import sglang_settings
@@ -223,5 +224,5 @@ def is_engines(child: psutil.Process) -> bool:
         return False
 
 
-class TestEngine(SleepContract, DraftContract, EngineContract):
+class TestEngine(SleepContract, SessionContract, DraftContract, EngineContract):
     """pytest takes the last base first, and its first test wants a fresh engine."""

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +16,17 @@ from openai import AsyncOpenAI
 from protocol.errors import SettingsError
 from rollout.engines.base import Completion, Engine, EngineConfig, Sampling
 from rollout.engines.registry import make_engine
-from rollout.environments.base import EnvironmentConfig, Generate
+from rollout.environments.base import EnvironmentConfig
 from rollout.episodes import ModelCalls
+from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
-from rollout.sessions.session import Session, SessionLimits
+from rollout.sessions.session import SessionLimits
 from tests.contracts.engine_models import tiny_model
 from tests.rollout.sessions.chats import renderer
+from tests.rollout.sessions.serving import HELLO, USER, served, thinks
 
-USER = {"role": "user", "content": "abc"}
 TOOL: Any = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
-HELLO = "hello there"
-
-
-async def says(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
-    """Answers each call alike."""
-    said = renderer("tool use").encode(HELLO)[: max_tokens or None]
-    return Completion(
-        said, (-0.5,) * len(said), ((len(said), 3),), "stop" if max_tokens is None else "length"
-    )
-
-
-@asynccontextmanager
-async def served(
-    generate: Generate = says, limits: SessionLimits | None = None, **options: Any
-) -> AsyncIterator[tuple[AsyncOpenAI, Session, SessionEndpoint, str]]:
-    endpoint = SessionEndpoint(**options)
-    await endpoint.start()
-    session = Session(generate, renderer("tool use"), limits or SessionLimits())
-    key = endpoint.open(session)
-    try:
-        async with AsyncOpenAI(base_url=endpoint.url(key), api_key=key, max_retries=2) as client:
-            yield client, session, endpoint, key
-    finally:
-        await endpoint.close()
 
 
 @pytest.fixture(params=["scripted", "hf"])
@@ -204,15 +180,7 @@ GARBAGE = (
 async def test_garbage_is_refused_and_service_continues() -> None:
     async with served() as (client, session, endpoint, key), aiohttp.ClientSession() as http:
         url = endpoint.url(key) + "/chat/completions"
-        for body in (
-            b"",
-            b"{",
-            b"[" * 100_000,
-            b"\xff\xfe",
-            b"null",
-            b'{"messages": {"a": 1}}',
-            b'{"messages": [[]]}',
-        ):
+        for body in GARBAGE:
             async with http.post(url, data=body) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["message"]
@@ -380,3 +348,38 @@ async def test_a_refusal_of_messages_is_the_clients_own_exception() -> None:
         with pytest.raises(anthropic.APIStatusError, match="the episode is over"):
             await client.messages.create(**asked)
         assert session.tree.calls == []
+
+
+async def test_thoughts_come_apart_and_may_be_left_out_or_sent_back() -> None:
+    reader = AnswerReader("hermes", "think")
+    async with served(thinks, reader=reader) as (client, session, endpoint, key):
+        answer = await client.chat.completions.create(model="m", messages=[USER])
+        message: Any = answer.choices[0].message
+        assert (message.content, message.reasoning_content) == (HELLO, "hm")
+        stream: Any = await client.chat.completions.create(model="m", messages=[USER], stream=True)
+        deltas = [chunk.choices[0].delta.model_dump() async for chunk in stream]
+        assert [delta.get("reasoning_content") for delta in deltas if delta["content"]] == ["hm"]
+        more: Any = {"role": "user", "content": "more"}
+        for said in (message, {"role": "assistant", "content": HELLO}):
+            await client.chat.completions.create(model="m", messages=[USER, said, more])
+            assert session.tree.calls[-1].parent is session.tree.calls[1]
+        edited: Any = {"role": "assistant", "content": HELLO, "reasoning_content": "other"}
+        await client.chat.completions.create(model="m", messages=[USER, edited, more])
+        assert session.tree.calls[-1].parent is None
+        response = await client.responses.create(model="m", input="abc")
+        assert [item.type for item in response.output] == ["reasoning", "message"]
+        items: Any = [
+            {"role": "user", "content": "abc"},
+            *response.output,
+            {"role": "user", "content": "more"},
+        ]
+        await client.responses.create(model="m", input=items)
+        assert session.tree.calls[-1].parent is session.tree.calls[-2]
+        async with anthropic_client(endpoint, key) as other:
+            asked: Any = {"model": "m", "max_tokens": 50, "messages": [USER]}
+            async with other.messages.stream(**asked) as events:
+                blocks = (await events.get_final_message()).content
+            assert [block.type for block in blocks] == ["thinking", "text"]
+            back = [USER, {"role": "assistant", "content": blocks}, {"role": "user", "content": "more"}]
+            await other.messages.create(**{**asked, "messages": back})
+            assert session.tree.calls[-1].parent is session.tree.calls[-2]

@@ -1,0 +1,47 @@
+"""Serves an engine's parsers of answers on standard input and output; needs the standard library alone.
+
+The first line names the parsers and the model directory and is answered when they are loaded. Each further
+line has an answer of the model.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+Parse = Callable[[dict[str, Any]], dict[str, Any]]
+"""An answer of the model -> its thoughts, content and calls."""
+
+
+def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
+    """Load parsers and parse line by line, until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine's libraries print is not an answer
+
+    def say(found: dict[str, Any]) -> None:
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+    try:
+        parse = load(json.loads(sys.stdin.readline()))
+    except Exception as error:  # an engine's library raises anything
+        say({"refused": str(error)[:2000] or repr(error)})
+        return
+    say({"ready": True})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            found = parse(asked)
+        except Exception as error:
+            found = {"failed": repr(error)[:300]}
+        say({**found, "number": asked["number"]})
+
+
+def check_names(engine: str, given: dict[str, Any], known: dict[str, list[str]]) -> None:
+    """Raise ValueError if a parser is not among those of the engine; names them."""
+    for kind, names in known.items():
+        if given[kind] and given[kind] not in names:
+            raise ValueError(
+                f"{engine} has no parser for {kind} named {given[kind]!r}; it has {', '.join(sorted(names))}"
+            )

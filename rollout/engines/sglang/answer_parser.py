@@ -1,0 +1,58 @@
+"""`python -m rollout.engines.sglang.answer_parser`: parses answers as the server of SGLang does."""
+
+from typing import Any
+
+from rollout.engines.answer_lines import Parse, check_names, serve_lines
+
+
+def load(given: dict[str, Any]) -> Parse:
+    """Return a function that parses by the parsers `tools` and `reasoning`; without a model, raise or return.
+
+    Raises:
+        ValueError: a name is unknown, or a parser does not take the tokenizer.
+    """
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    known = {
+        "tools": list(FunctionCallParser.ToolCallParserEnum),
+        "reasoning": list(ReasoningParser.DetectorMap),
+    }
+    check_names("sglang", given, known)
+    if not given["model_dir"]:
+        return lambda asked: {}
+
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    tokenizer = get_tokenizer(given["model_dir"])
+
+    def parse(asked: dict[str, Any]) -> dict[str, Any]:
+        thoughts, content, calls = "", asked["marked"], []
+        if given["reasoning"]:
+            parser = _reasoning_parser(ReasoningParser, given["reasoning"], tokenizer, asked["opened"])
+            thoughts, content = parser.parse_non_stream(content)
+        if given["tools"] and asked["tools"]:
+            tools = [Tool(**tool) for tool in asked["tools"]]
+            finder = FunctionCallParser(tools, given["tools"], tokenizer=tokenizer)
+            if finder.has_tool_call(content or ""):
+                content, calls = finder.parse_non_stream(content)
+        if not thoughts and not calls:
+            content = asked["text"]
+        found = [(call.name, call.parameters) for call in calls]
+        return {"thoughts": thoughts, "content": content, "calls": found}
+
+    return parse
+
+
+def _reasoning_parser(make: Any, name: str, tokenizer: Any, opened: str) -> Any:
+    """Return a parser for one answer, in its thoughts already if the tokens before it opened them."""
+    parser = make(name, stream_reasoning=False, tokenizer=tokenizer)
+    start = getattr(parser.detector, "think_start_token", "")
+    if start and opened.rstrip().endswith(start):
+        parser = make(name, stream_reasoning=False, tokenizer=tokenizer, force_reasoning=True)
+    return parser
+
+
+if __name__ == "__main__":
+    serve_lines(load)

@@ -1,0 +1,57 @@
+"""`python -m rollout.engines.vllm.answer_parser`: parses answers as the server of vLLM does."""
+
+from typing import Any
+
+from rollout.engines.answer_lines import Parse, check_names, serve_lines
+
+
+def load(given: dict[str, Any]) -> Parse:
+    """Return a function that parses by the parsers `tools` and `reasoning`; without a model, raise or return.
+
+    Raises:
+        ValueError: a name is unknown.
+        TypeError: a parser does not take the tokenizer.
+    """
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    known = {
+        "tools": ToolParserManager.list_registered(),
+        "reasoning": ReasoningParserManager.list_registered(),
+    }
+    check_names("vllm", given, known)
+    if not given["model_dir"]:
+        return lambda asked: {}
+
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser import ParserManager
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(given["model_dir"])
+    parser_of: Any = ParserManager.get_parser(
+        tool_parser_name=given["tools"] or None,
+        reasoning_parser_name=given["reasoning"] or None,
+        enable_auto_tools=bool(given["tools"]),
+        model_name=given["model_dir"],
+        tokenizer=tokenizer,
+    )
+
+    def parse(asked: dict[str, Any]) -> dict[str, Any]:
+        tools = asked["tools"] if given["tools"] else []
+        request = ChatCompletionRequest(
+            model="policy", messages=[{"role": "user", "content": ""}], tools=tools or None
+        )
+        parser = parser_of(tokenizer, request.tools)
+        text = asked["text"] if parser.adjust_request(request).skip_special_tokens else asked["marked"]
+        parser.set_prompt_token_ids(asked["before"])
+        thoughts, content, calls = parser.parse(
+            text, request, enable_auto_tools=bool(tools), model_output_token_ids=asked["tokens"]
+        )
+        found = [(call.name, call.arguments) for call in calls or ()]
+        return {"thoughts": thoughts, "content": content, "calls": found}
+
+    return parse
+
+
+if __name__ == "__main__":
+    serve_lines(load)

@@ -1,0 +1,172 @@
+"""Runs parsers of vLLM or SGLang in a process of their own, a line of JSON for each answer.
+
+The worker so needs neither, SGLang may be in another interpreter, and a parser that hangs on what a model
+wrote stops no session: its answer is text, and the process starts again.
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import rollout
+from protocol.errors import SettingsError
+
+_log = logging.getLogger("tether.sessions")
+
+MODULES = {"vllm": "rollout.engines.vllm.answer_parser", "sglang": "rollout.engines.sglang.answer_parser"}
+"""Engine -> module that runs its parsers."""
+START_S = 300.0
+"""How long an engine may take to be imported; seconds on an idle machine."""
+PARSE_S = 10.0
+"""How long one answer may take."""
+MAX_LINE = 2**26
+"""Bytes of one parsed answer."""
+
+
+class ParserProcess:
+    """One process, which starts with the first answer and is asked for one answer at a time."""
+
+    def __init__(
+        self, engine: str, names: Mapping[str, str], python: str, variables: Mapping[str, str]
+    ) -> None:
+        """Create a process that is not started.
+
+        Args:
+            engine: one of `MODULES`.
+            names: of the parsers for `tools` and `reasoning`; empty: none.
+            python: interpreter that has SGLang; empty: this one.
+            variables: environment variables that SGLang needs.
+        """
+        self._engine, self._names = engine, dict(names)
+        self._command = [
+            (python if engine == "sglang" else "") or sys.executable, "-m", MODULES[engine],
+        ]  # fmt: skip
+        self._environment = _environment(variables if engine == "sglang" else {})
+        self._process: asyncio.subprocess.Process | None = None
+        self._one = asyncio.Lock()
+        self._numbers = itertools.count()
+
+    def check(self, model_dir: str) -> None:
+        """Start a process, wait until it is ready, and end it.
+
+        Raises:
+            SettingsError: it cannot start, or a parser is not known or does not take the tokenizer.
+        """
+        line = json.dumps({**self._names, "model_dir": model_dir}) + "\n"
+        try:
+            ran = subprocess.run(
+                self._command,
+                input=line,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=START_S,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SettingsError(f"the parsers of {self._engine} cannot be started: {error}") from None
+        self._ready(ran.stdout.partition("\n")[0].encode(), ran.stderr)
+
+    async def parsed(self, asked: Mapping[str, Any], model_dir: str) -> dict[str, Any] | None:
+        """Return what the parsers find in an answer; None if they failed, which is logged.
+
+        Raises:
+            SettingsError: the process cannot start.
+        """
+        async with self._one:
+            process = await self._started(model_dir)
+            number = next(self._numbers)
+            try:
+                async with asyncio.timeout(PARSE_S):
+                    return await _exchanged(process, number, asked)
+            except (TimeoutError, OSError, ValueError, EOFError) as error:
+                _log.warning("session.parser_failed engine=%s error=%r", self._engine, error)
+                await self._end()
+                return None
+
+    async def close(self) -> None:
+        """End the process. Idempotent."""
+        async with self._one:
+            await self._end()
+
+    async def _started(self, model_dir: str) -> asyncio.subprocess.Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        process = self._process = await asyncio.create_subprocess_exec(
+            *self._command, env=self._environment, limit=MAX_LINE,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        ready = False
+        try:
+            async with asyncio.timeout(START_S):
+                line = await _asked(process, {**self._names, "model_dir": model_dir})
+            self._ready(line, "")
+            ready = True
+        except TimeoutError:
+            raise SettingsError(
+                f"the parsers of {self._engine} were not ready within {START_S:g} s"
+            ) from None
+        finally:
+            if not ready:
+                await self._end()
+        return process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _ready(self, line: bytes, log: str) -> None:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            end = f": {log.strip()[-300:]}" if log.strip() else ""
+            raise SettingsError(
+                f"the parsers of {self._engine} cannot be started by {' '.join(self._command)}{end}"
+            ) from None
+        if refused := found.get("refused"):
+            raise SettingsError(f"setting environment.options: {refused}")
+
+
+async def _exchanged(
+    process: asyncio.subprocess.Process, number: int, asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the answer to one line, leaving out those to lines whose callers were cancelled."""
+    line = await _asked(process, {**asked, "number": number})
+    while (found := json.loads(line))["number"] != number:
+        line = await _line(process)
+    if found.get("failed"):
+        raise ValueError(found["failed"])
+    return dict(found)
+
+
+async def _asked(process: asyncio.subprocess.Process, asked: Mapping[str, Any]) -> bytes:
+    if process.stdin is None:
+        raise EOFError("no pipe")
+    process.stdin.write(json.dumps(asked).encode() + b"\n")
+    await process.stdin.drain()
+    return await _line(process)
+
+
+async def _line(process: asyncio.subprocess.Process) -> bytes:
+    line = await process.stdout.readline() if process.stdout is not None else b""
+    if not line:
+        raise EOFError("the parsers' process has ended")
+    return line
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the process: this one's without our settings, which may have credentials."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    found = {**own, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
+    path = [str(Path(rollout.__file__).parents[1]), variables.get("PYTHONPATH"), own.get("PYTHONPATH")]
+    return {**found, "PYTHONPATH": os.pathsep.join(filter(None, path))}

@@ -1,0 +1,163 @@
+"""Reads thoughts and tool calls from the text of an answer; tokens are never changed by it.
+
+A syntax is one of ours, or ENGINE:NAME, which is a parser of vLLM or SGLang. Those run in a process of their
+own, in the interpreter that has the engine (`parser_process.py`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.choices import checked_name
+from protocol.errors import SettingsError
+from rollout.render import Renderer
+from rollout.sessions.answers.parser_process import MODULES, ParserProcess
+from rollout.sessions.answers.tool_calls import PARSERS, Found
+
+REASONING = ("none", "think")
+"""Our own syntaxes of thoughts."""
+BEFORE = 64
+"""Tokens before an answer that are read: they may open its thoughts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """What an answer says."""
+
+    content: str
+    thoughts: str = ""
+    calls: tuple[tuple[str, dict[str, Any]], ...] = ()
+    """(name, arguments) of each."""
+
+
+class AnswerReader:
+    """Reads answers by two syntaxes. One instance serves all sessions of a process."""
+
+    def __init__(
+        self,
+        tool_syntax: str = "hermes",
+        reasoning_syntax: str = "none",
+        python: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """Check the syntaxes; parsers of an engine are checked by `check`, and start with the first answer.
+
+        Args:
+            tool_syntax: how the model writes tool calls.
+            reasoning_syntax: how it writes thoughts.
+            python: interpreter that has SGLang; empty: this one.
+            variables: environment variables that SGLang needs.
+
+        Raises:
+            SettingsError: a syntax is unknown, or the parsers of two engines are mixed.
+        """
+        self._tools, self._thoughts = tool_syntax, reasoning_syntax
+        engines = {
+            _checked(tool_syntax, tuple(PARSERS), "tool_syntax"),
+            _checked(reasoning_syntax, REASONING, "reasoning_syntax"),
+        } - {""}
+        if len(engines) > 1:
+            raise SettingsError(
+                f"setting environment.options.reasoning_syntax: {reasoning_syntax!r} is of another engine "
+                f"than tool_syntax {tool_syntax!r}; use parsers of one"
+            )
+        self._process: ParserProcess | None = None
+        if engines:
+            names = {
+                kind: name.partition(":")[2] if ":" in name else ""
+                for kind, name in (("tools", tool_syntax), ("reasoning", reasoning_syntax))
+            }
+            self._process = ParserProcess(engines.pop(), names, python, variables or {})
+
+    def check(self, model_dir: str) -> None:
+        """Check that an engine's parsers exist, and take the tokenizer if `model_dir` is not empty.
+
+        Raises:
+            SettingsError: one does not; names those that do.
+        """
+        if self._process is not None:
+            self._process.check(model_dir)
+
+    async def read(
+        self,
+        renderer: Renderer,
+        tokens: tuple[int, ...],
+        before: Sequence[int],
+        tools: Sequence[dict[str, Any]],
+    ) -> ReadAnswer:
+        """Read an answer; what cannot be read is text.
+
+        Args:
+            renderer: detokenizes.
+            tokens: the answer.
+            before: tokens that were inserted before it.
+            tools: functions that the model may call; empty: no calls are read.
+        """
+        text, thoughts = renderer.text(tokens), ""
+        last = tuple(before[-BEFORE:])
+        by_engine = (":" in self._tools and bool(tools)) or ":" in self._thoughts
+        if by_engine and self._process is not None:
+            marked = renderer.marked(tokens)
+            asked = {
+                "text": text, "marked": marked, "tokens": tokens, "before": last,
+                "opened": renderer.marked(last), "tools": list(tools),
+            }  # fmt: skip
+            parsed = await self._process.parsed(asked, str(renderer.model_dir))
+            read = _read(parsed, text)
+            if ":" in self._tools or not tools:
+                return read
+            text, thoughts = read.content, read.thoughts
+        if self._thoughts == "think":
+            thoughts, text = _think(text, renderer.marked(last), renderer.marked(tokens))
+        if not tools or ":" in self._tools:
+            return ReadAnswer(text, thoughts)
+        content, calls = PARSERS[self._tools](text)
+        return ReadAnswer(content, thoughts, tuple(calls))
+
+    async def close(self) -> None:
+        """End the parsers' process, if there is one. Idempotent."""
+        if self._process is not None:
+            await self._process.close()
+
+
+def _checked(name: str, own: tuple[str, ...], option: str) -> str:
+    """Return the engine whose parser a syntax names; empty if it is one of ours."""
+    what = f"setting environment.options.{option}:"
+    engine, found, parser = name.partition(":")
+    if not found:
+        checked_name(name, own, what)
+        return ""
+    checked_name(engine, tuple(MODULES), f"{what} {name!r}: engine")
+    if not parser:
+        raise SettingsError(f"{what} {name!r} names no parser; write it as {engine}:NAME")
+    return engine
+
+
+def _read(parsed: dict[str, Any] | None, text: str) -> ReadAnswer:
+    """Return what an engine's parser has found; the whole text if it failed or a call is malformed."""
+    if parsed is None:
+        return ReadAnswer(text)
+    calls: Found = []
+    try:
+        for name, arguments in parsed["calls"]:
+            found = json.loads(arguments or "{}")
+            if not isinstance(found, dict) or not isinstance(name, str):
+                return ReadAnswer(text)
+            calls.append((name, found))
+        return ReadAnswer(parsed["content"] or "", parsed["thoughts"] or "", tuple(calls))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ReadAnswer(text)
+
+
+def _think(text: str, before: str, marked: str) -> tuple[str, str]:
+    """Return thoughts and text of an answer with thoughts between <think> tags.
+
+    The first tag may be in what was inserted `before`; without the last one all is thoughts.
+    """
+    said = text if "</think>" in text or "</think>" not in marked else marked
+    head, ended, rest = said.partition("</think>")
+    begun = head.lstrip().startswith("<think>")
+    if not (begun or ended or before.rstrip().endswith("<think>")):
+        return "", text
+    return head.lstrip().removeprefix("<think>").strip(), rest.lstrip("\n")

@@ -1,0 +1,130 @@
+"""Reads and answers requests of vLLM's tokens-in, tokens-out API, `/inference/v1/generate`."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from rollout.render import Renderer
+from rollout.sessions.bodies import chat_logprobs, usage
+from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.requests import Asked, read_text
+from rollout.sessions.session import CallAnswer
+
+WITHOUT_EFFECT = ("token_offsets", "cache_salt", "reasoning_ended", "reasoning_parser_kwargs")
+"""Fields of a request that change no token here."""
+SHAPE = ("token_ids", "sampling_params", "request_id", "return_token_ids", "output_mode")
+"""Fields that a completion has not; others are those of a completion, or are refused."""
+OF_TEXT = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
+"""Parameters that change no token."""
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "logprobs": (0, 1),
+}
+"""Parameter -> its values that are supported, besides null. vLLM returns the sampled token for both values of
+`logprobs`."""
+Body = dict[str, Any]
+
+
+def read_generate(body: Any, *, override: bool) -> Asked:
+    """Read the body of a generate request; arguments and errors are those of `read_chat`."""
+    if not isinstance(body, dict):
+        raise invalid("the body must be a JSON object")
+    tokens, sampling = body.get("token_ids"), body.get("sampling_params")
+    if not isinstance(tokens, list) or not tokens or not all(type(i) is int and i >= 0 for i in tokens):
+        raise invalid("token_ids must be a list of at least one token's id", "token_ids")
+    if not isinstance(sampling, dict):
+        raise invalid("sampling_params must be an object", "sampling_params")
+    if body.get("output_mode") not in (None, "tokens", "text"):
+        raise invalid("output_mode must be 'tokens' or 'text'", "output_mode")
+    if body.get("priority") == 0:
+        body = {name: value for name, value in body.items() if name != "priority"}
+    left = {name: value for name, value in body.items() if name not in (*SHAPE, *WITHOUT_EFFECT)}
+    for name, value in sampling.items():
+        if name in ONLY and value is not None and value not in ONLY[name]:
+            supported = " or ".join(repr(each) for each in ONLY[name])
+            raise invalid(
+                f"sampling_params.{name} = {str(value)[:80]} is not supported, only {supported}",
+                f"sampling_params.{name}",
+                "unsupported_value",
+            )
+        if name not in ONLY and name not in OF_TEXT:
+            left[name] = value
+    named = body.get("request_id")
+    return replace(
+        read_text({**left, "prompt": tokens}, override=override),
+        logprobs=sampling.get("logprobs") is not None,
+        name=named if isinstance(named, str) else "",
+        with_text=body.get("output_mode") == "text",
+        with_prompt=bool(body.get("return_token_ids")),
+    )
+
+
+def generate_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
+    """Return the answer to a generate request, which is called `name` if the request has no name."""
+    return {
+        "request_id": asked.name or name,
+        "model": asked.model or None,
+        "created": int(time.time()),
+        "output_mode": "text" if asked.with_text else "tokens",
+        "choices": [_choice(asked, answer, renderer)],
+        "usage": usage(answer),
+        "prompt_logprobs": None,
+        "prompt_token_ids": asked.prompt if asked.with_prompt else None,
+    }
+
+
+def generate_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+    """Yield the events of a streamed answer: all tokens come in one."""
+    head = {
+        "request_id": asked.name or name, "output_mode": "text" if asked.with_text else "tokens",
+    }  # fmt: skip
+    prompt = {"prompt_token_ids": asked.prompt} if asked.with_prompt else {}
+    yield {**head, **prompt, "choices": [_choice(asked, answer, renderer)]}
+    if asked.include_usage:
+        yield {**head, "choices": [], "usage": usage(answer)}
+
+
+def generate_error(refusal: RequestRefused) -> Body:
+    """Return a refusal as vLLM has them: with the status as the code."""
+    kind = "BadRequestError" if refusal.status == 400 else refusal.code
+    fields = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.status}
+    return {"error": fields}
+
+
+def _choice(asked: Asked, answer: CallAnswer, renderer: Renderer) -> Body:
+    completion = answer.call.completion
+    choice: Body = {
+        "index": 0,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": None,
+        "token_ids": completion.tokens,
+        "logprobs": None,
+        "routed_experts": None,
+        "weight_versions": _version_spans(completion.spans),
+    }
+    if asked.with_text:
+        choice["text"] = answer.text
+    if asked.logprobs and asked.with_text:
+        choice["logprobs"] = chat_logprobs(answer, renderer)
+    elif asked.logprobs:
+        each = [
+            {"token_id": token, "logprob": logprob, "rank": None}
+            for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)
+        ]
+        choice["logprobs"] = {"content": [{**entry, "top_logprobs": [entry]} for entry in each]}
+    return choice
+
+
+def _version_spans(spans: tuple[tuple[int, int], ...]) -> list[Body]:
+    """Return which tokens, [start, end), were sampled under which version."""
+    starts = [0, *(end for end, _ in spans)]
+    return [
+        {"version": str(version), "start": start, "end": end}
+        for start, (end, version) in zip(starts, spans, strict=False)
+    ]

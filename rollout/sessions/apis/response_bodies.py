@@ -1,0 +1,137 @@
+"""Writes answers as OpenAI's responses API has them, whole or as the events of a stream."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rollout.render import Renderer
+from rollout.sessions.apis.responses import ResponseFields, StoredResponse
+from rollout.sessions.bodies import chat_logprobs, usage
+from rollout.sessions.requests import Asked
+from rollout.sessions.session import CallAnswer, Session
+
+Body = dict[str, Any]
+
+
+def response_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
+    """Return the answer to a responses request, which is called `name`."""
+    cut = answer.finish_reason == "length"
+    return {
+        **_head(asked, name),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": list(_items(asked, answer, renderer, name)),
+        "usage": _usage(answer),
+    }
+
+
+def response_start(asked: Asked, name: str) -> Body:
+    """Return the first event of a stream, which is sent while the answer is generated."""
+    return {"type": "response.created", "sequence_number": 0, "response": _head(asked, name)}
+
+
+def response_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+    """Yield the events of a streamed answer after the first."""
+    made = response_body(asked, answer, renderer, name)
+    for number, event in enumerate(_events(asked, made, name), start=1):
+        yield {**event, "sequence_number": number}
+
+
+def keep_response(session: Session, asked: Asked, answer: CallAnswer, name: str) -> None:
+    """Store a response in its session, if its request wants that."""
+    response = _fields(asked)
+    if response.store:
+        body = response_body(asked, answer, session.renderer, name)
+        session.stored[name] = StoredResponse((*response.messages, answer.message), body)
+
+
+def _fields(asked: Asked) -> ResponseFields:
+    if not isinstance(asked.response, ResponseFields):
+        raise TypeError("not a request of the responses API")
+    return asked.response
+
+
+def _head(asked: Asked, name: str) -> Body:
+    """Return a response of which nothing has been generated."""
+    return {
+        "id": name,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "model": asked.model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": None, "summary": None},
+        "temperature": None,
+        "text": {"format": {"type": "text"}},
+        "top_p": None,
+        "truncation": "disabled",
+        "usage": None,
+        **_fields(asked).fields,
+    }
+
+
+def _items(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+    """Yield what the model has put out: thoughts, text, calls."""
+    status = "incomplete" if answer.finish_reason == "length" else "completed"
+    tail, message = name.removeprefix("resp_"), answer.message
+    if thoughts := message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thoughts}]
+        yield {"type": "reasoning", "id": f"rs_{tail}", "summary": [], "content": content, "status": status}
+    calls = message.get("tool_calls", [])
+    if message["content"] or not calls:
+        logprobs = chat_logprobs(answer, renderer)["content"] if asked.logprobs else []
+        text = {
+            "type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs,
+        }  # fmt: skip
+        yield {
+            "type": "message", "id": f"msg_{tail}", "role": "assistant", "status": status, "content": [text],
+        }  # fmt: skip
+    for call in calls:
+        yield {
+            "type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": status,
+            **call["function"],
+        }  # fmt: skip
+
+
+def _events(asked: Asked, made: Body, name: str) -> Iterator[Body]:
+    yield {"type": "response.in_progress", "response": _head(asked, name)}
+    for index, item in enumerate(made["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        begun = {**item, "status": "in_progress", **empty}
+        yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+        if item["type"] == "function_call":
+            said = item["arguments"]
+            yield {"type": "response.function_call_arguments.delta", **place, "delta": said}
+            yield {
+                "type": "response.function_call_arguments.done", **place, "arguments": said,
+                "name": item["name"],
+            }  # fmt: skip
+        else:
+            yield from _text_events({**place, "content_index": 0}, item["content"][0])
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{made['status']}", "response": made}
+
+
+def _text_events(place: Body, part: Body) -> Iterator[Body]:
+    kind, text = f"response.{part['type']}", part["text"]
+    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+    yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+    yield {"type": f"{kind}.delta", **place, "delta": text, **logprobs}
+    yield {"type": f"{kind}.done", **place, "text": text, **logprobs}
+    yield {"type": "response.content_part.done", **place, "part": part}
+
+
+def _usage(answer: CallAnswer) -> Body:
+    counted = usage(answer)
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counted["total_tokens"],
+    }

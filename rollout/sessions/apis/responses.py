@@ -1,0 +1,186 @@
+"""Reads requests of OpenAI's responses API as chat requests, the earlier response that they name included."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.requests import Asked, read_chat
+
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` may name."""
+ONLY: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "truncation": ("disabled",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "reasoning": ({},),
+    "include": ([], [LOGPROBS]),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+}
+"""Field -> its values that are supported, besides null."""
+TRANSLATED = (*ONLY, "input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store")
+"""Fields that a chat request has not, or in another shape; others have the same name, or are refused."""
+TEXTS = ("input_text", "output_text", "text")
+"""Types of parts that are text."""
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response that later requests may name."""
+
+    messages: tuple[Message, ...]
+    """The messages of its request and its answer, as a chat request has them; without instructions."""
+    body: dict[str, Any]
+    """The response, as its client got it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFields:
+    """What a response repeats of its request."""
+
+    messages: tuple[Message, ...]
+    """As in `StoredResponse`, without the answer."""
+    store: bool
+    fields: Mapping[str, Any]
+
+
+def read_responses(body: Any, *, override: bool, stored: Mapping[str, StoredResponse]) -> Asked:
+    """Read the body of a responses request.
+
+    Args:
+        body: the parsed JSON.
+        override: as for `read_chat`.
+        stored: the session's responses, by name.
+
+    Raises:
+        RequestRefused: as `read_chat`; or the earlier response is not known.
+    """
+    if not isinstance(body, dict):
+        raise invalid("the body must be a JSON object")
+    for name, supported in ONLY.items():
+        if body.get(name) is not None and body[name] not in supported:
+            raise invalid(
+                f"{name} = {str(body[name])[:80]} is not supported, only "
+                + " or ".join(repr(value) for value in supported),
+                name,
+                "unsupported_value",
+            )
+    instructions = body.get("instructions")
+    if not isinstance(instructions, str | None):
+        raise invalid("instructions must be text", "instructions")
+    store = body.get("store", True)
+    before = _earlier(body.get("previous_response_id"), stored)
+    messages = (*before, *_messages(body.get("input")))
+    if not messages:
+        raise invalid("input must be text or a list of at least one item", "input")
+    chat = {name: value for name, value in body.items() if name not in TRANSLATED}
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    chat |= {
+        "messages": [*system, *messages],
+        "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_listed(body.get("tools"), "tools"))],
+        "tool_choice": body.get("tool_choice"),
+        "max_tokens": body.get("max_output_tokens"),
+        "logprobs": body.get("include") == [LOGPROBS],
+    }
+    fields = {
+        "instructions": instructions,
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata") or {},
+        "previous_response_id": body.get("previous_response_id"),
+        "store": store is not False,
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+    }
+    response = ResponseFields(messages, store is not False, fields)
+    return replace(read_chat(chat, override=override), response=response)
+
+
+def _earlier(name: Any, stored: Mapping[str, StoredResponse]) -> tuple[Message, ...]:
+    if name is None:
+        return ()
+    if not isinstance(name, str) or name not in stored:
+        raise RequestRefused(
+            400,
+            "previous_response_not_found",
+            f"the session has no stored response {str(name)[:80]!r}",
+            "previous_response_id",
+        )
+    return stored[name].messages
+
+
+def _messages(given: Any) -> Iterator[Message]:
+    """Yield the chat messages of the input; reasoning, text and calls in a row are one answer."""
+    if isinstance(given, str):
+        yield {"role": "user", "content": given}
+        return
+    answer: Message = {}
+    for i, item in enumerate(_listed(given, "input")):
+        where = f"input[{i}]"
+        kind = item.get("type", "message")
+        if kind == "function_call" or kind == "reasoning" or item.get("role") == "assistant":
+            part = _answer_part(kind, item, where)
+            if kind != "function_call" and _follows(answer, part):
+                yield answer
+                answer = {}
+            calls = [*answer.get("tool_calls", []), *part.pop("tool_calls", [])]
+            answer = {"role": "assistant", "content": None, **answer, **part, "tool_calls": calls}
+            continue
+        if answer:
+            yield answer
+            answer = {}
+        if kind == "function_call_output":
+            content = _text(item.get("output"), f"{where}.output")
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+        elif kind == "message":
+            yield {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
+        else:
+            raise invalid(f"{where} of type {kind!r} is not supported", where, "unsupported_value")
+    if answer:
+        yield answer
+
+
+def _follows(answer: Message, part: Message) -> bool:
+    """Whether a part begins another answer: one after calls, and one that the answer has already."""
+    return bool(answer.get("tool_calls")) or any(answer.get(field) is not None for field in part)
+
+
+def _answer_part(kind: Any, item: Mapping[str, Any], where: str) -> Message:
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        return {"tool_calls": [{"id": item.get("call_id"), "type": "function", "function": function}]}
+    if kind == "reasoning":
+        if item.get("encrypted_content"):
+            raise invalid(f"{where}.encrypted_content is not supported", where, "unsupported_value")
+        parts = [*_listed(item.get("summary"), where), *_listed(item.get("content"), where)]
+        return {"reasoning_content": "".join(str(part.get("text", "")) for part in parts)}
+    if kind != "message":
+        raise invalid(f"{where} of type {kind!r} is not supported", where, "unsupported_value")
+    return {"content": _text(item.get("content"), f"{where}.content")}
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> Message:
+    if tool.get("type") != "function":
+        raise invalid(f"{where} of type {tool.get('type')!r} is not supported, only function", where)
+    function = {"name": tool.get("name"), "description": tool.get("description") or ""}
+    return {"type": "function", "function": {**function, "parameters": tool.get("parameters") or {}}}
+
+
+def _text(content: Any, where: str) -> str:
+    """Return text that is given as a string or as parts."""
+    if isinstance(content, str):
+        return content
+    texts = [part.get("text") if part.get("type") in TEXTS else None for part in _listed(content, where)]
+    if not all(isinstance(text, str) for text in texts):
+        raise invalid(f"{where} has a part that is not text; only text is supported", where)
+    return "".join(text for text in texts if text is not None)
+
+
+def _listed(values: Any, where: str) -> list[dict[str, Any]]:
+    if values is None:
+        return []
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise invalid(f"{where} must be text or a list of objects", where)
+    return values

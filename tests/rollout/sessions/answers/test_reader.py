@@ -1,0 +1,49 @@
+"""Thoughts and calls of answers, read by our own syntaxes."""
+
+import pytest
+
+from protocol.errors import SettingsError
+from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
+from tests.rollout.sessions.chats import renderer
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("said", "before", "found"),
+    [
+        (f"<think>\nhm\n</think>\n\nso {CALL}", "", ReadAnswer("so", "hm", (("add", {"a": 1}),))),
+        ("hm</think>42", "assistant\n<think>\n", ReadAnswer("42", "hm")),
+        ("hm</think>42", "", ReadAnswer("42", "hm")),
+        ("hm", "<think>\n", ReadAnswer("", "hm")),
+        ("<think>hm", "", ReadAnswer("", "hm")),
+        ("no thoughts", "", ReadAnswer("no thoughts")),
+        (f"<think>{CALL}</think>no", "", ReadAnswer("no", CALL)),
+        ("<think></think><tool_call>{broken</tool_call>", "", ReadAnswer("<tool_call>{broken</tool_call>")),
+    ],
+)
+async def test_thoughts_are_what_stands_between_the_tags(said: str, before: str, found: ReadAnswer) -> None:
+    text = renderer("tool use")
+    reader = AnswerReader("hermes", "think")
+    assert await reader.read(text, text.encode(said), text.encode(before), [TOOL]) == found
+
+
+async def test_without_tools_no_calls_are_read() -> None:
+    text = renderer("tool use")
+    assert await AnswerReader().read(text, text.encode(CALL), (), []) == ReadAnswer(CALL)
+
+
+@pytest.mark.parametrize(
+    ("tools", "thoughts", "why"),
+    [
+        ("hermess", "none", "did you mean 'hermes'"),
+        ("hermes", "thinking", "reasoning_syntax"),
+        ("vlm:hermes", "none", "did you mean 'vllm'"),
+        ("vllm:", "none", "names no parser"),
+        ("vllm:hermes", "sglang:qwen3", "another engine"),
+    ],
+)
+def test_a_syntax_that_is_unknown_is_named(tools: str, thoughts: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        AnswerReader(tools, thoughts)
