@@ -15,10 +15,11 @@ from rollout.engines.base import Completion, Engine, Request, Sampling
 from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Sample
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sessions.record import Recording, SampleRecord
 
-FAILURES = ("call_s", "episode_s", "length", "error")
+FAILURES = ("call_s", "episode_s", "length", "replay", "error")
 """Reasons of failed episodes: a time limit of `[environment]`; an environment did not handle that no turn or
-room was left; any exception of the environment."""
+room was left; its harness must not be run again; any exception of the environment."""
 MAX_ERROR = 500
 """Characters of an error that are reported."""
 
@@ -34,20 +35,31 @@ class EpisodeReport:
     turns: int
     """Calls of the model that were answered."""
     tokens: int
-    """Tokens that the model sampled."""
+    """Tokens that the model sampled, replayed ones included."""
     seconds: float
     failure: str = ""
     """One of `FAILURES`; empty: there is a sample."""
     error: str = ""
+    replayed: int = 0
+    """Calls that were answered from the record of an earlier lease."""
+    diverged: int = 0
+    """Recorded calls that the harness did not ask for again."""
 
 
 class ModelCalls:
     """Continues tokens for one attempt at a sample (`Generate`), and keeps to its limits."""
 
     def __init__(
-        self, engine: Engine, sampling: Sampling, config: EnvironmentConfig, max_model_len: int, name: str
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        config: EnvironmentConfig,
+        max_model_len: int,
+        name: str,
+        record: SampleRecord | None = None,
     ) -> None:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
+        self.record = record
         self._engine, self._sampling, self._config = engine, sampling, config
         self._max_model_len, self._name = max_model_len, name
         self._asked = 0
@@ -80,6 +92,12 @@ class ModelCalls:
         self.turns += 1
         self.tokens += len(completion.tokens)
         return completion
+
+    def count_replayed(self, completion: Completion) -> None:
+        """Count a call that was answered from the record."""
+        self._asked += 1
+        self.turns += 1
+        self.tokens += len(completion.tokens)
 
     def close(self) -> None:
         """Refuse further calls."""
@@ -117,6 +135,8 @@ class Episodes:
     max_model_len: int
     """Tokens of prompt and sample together; 0: no limit is known."""
     report: Callable[[EpisodeReport], None]
+    recording: Recording | None = None
+    """Records the calls of sessions; None: nothing is recorded."""
 
     async def samples(self, n: int, least: int, name: str) -> list[Sample]:
         """Return the samples of `n` that did not fail, at least `least`.
@@ -154,12 +174,14 @@ class Episodes:
         """Return a sample, or why its last attempt failed."""
         failed = EpisodeError("error", "not tried")
         began = time.monotonic()
+        recorded = self.recording is not None and self.environment.has_calls
+        record = self.recording.sample(index) if self.recording is not None and recorded else None
         for attempt in range(self.config.attempts):
             left_s = began + self.config.episode_s - time.monotonic()
             if left_s <= 0:
                 break
             ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
-            calls = ModelCalls(self.engine, self.sampling, self.config, self.max_model_len, ids)
+            calls = ModelCalls(self.engine, self.sampling, self.config, self.max_model_len, ids, record)
             result = await self._reported(index, attempt, calls, left_s)
             if isinstance(result, Sample):
                 return result
@@ -179,7 +201,12 @@ class Episodes:
             calls.close()
         failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
         seconds = time.monotonic() - began
-        self.report(EpisodeReport(index, attempt, calls.turns, calls.tokens, seconds, failure, text))
+        replayed, left = (calls.record.replayed, calls.record.left) if calls.record else (0, 0)
+        self.report(
+            EpisodeReport(
+                index, attempt, calls.turns, calls.tokens, seconds, failure, text, replayed, left
+            )
+        )
         return result
 
     async def _attempt(self, calls: ModelCalls, left_s: float) -> Sample:
@@ -210,7 +237,7 @@ class Episodes:
             )
         if failure is not None:
             raise failure
-        if not isinstance(sample, Sample) or not any(sample.loss_mask):
+        if not isinstance(sample, Sample) or not sample.is_trained():
             raise EpisodeError("error", "the environment returned no sample with tokens of the model")
         return sample
 

@@ -13,6 +13,7 @@ from rollout.environments.base import Environment, EnvironmentConfig, Sample
 from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sessions.record import Recording
 from rollout.trajectory import assemble
 
 DEFAULT = EnvironmentConfig()
@@ -50,6 +51,7 @@ async def generate_group(
     max_model_len: int = 0,
     least: int | None = None,
     report: Callable[[EpisodeReport], None] = lambda report: None,
+    recording: Recording | None = None,
 ) -> Rollout:
     """Generate the n samples of a group.
 
@@ -67,6 +69,7 @@ async def generate_group(
         max_model_len: tokens of prompt and sample together; 0: no limit is known.
         least: samples that must remain when others have failed; None: all.
         report: called after each attempt at a sample.
+        recording: records the calls of sessions; None: they are not recorded.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
@@ -74,8 +77,9 @@ async def generate_group(
     began = time.perf_counter()
     prompt_tokens = renderer.prompt_tokens(prompt)
     episodes = Episodes(
-        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report
-    )
+        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report,
+        recording,
+    )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     generate_s = time.perf_counter() - began
     return assemble(

@@ -23,6 +23,10 @@ class ModelCall:
     end: int | str
     """What a request begins with that continues this call: the key behind the answer, or the text of a
     completion, prompt and answer."""
+    number: int = -1
+    """Its number in the sample's record; -1: it is not recorded."""
+    trained: bool = True
+    """Whether its tokens may be trained; otherwise they are context."""
 
     def path(self) -> Sequence["ModelCall"]:
         """Return the calls whose tokens it continues, from the first to itself."""

@@ -15,6 +15,7 @@ from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
+from rollout.sessions.record import SampleRecord
 from rollout.sessions.session import Session, SessionLimits
 from rollout.sessions.tool_calls import PARSERS
 
@@ -35,6 +36,9 @@ class SessionOptions(SessionLimits):
     tool_syntax: str = "hermes"
     """How the model writes tool calls: `hermes`, JSON between <tool_call> tags; `json`, an answer that is one
     JSON object; `none`, not at all."""
+    replayable: bool = True
+    """Whether the harness may be run again on the calls that a lost worker recorded. Otherwise such a sample
+    fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class SessionEnvironment(Environment):
     The endpoint starts with the first sample.
     """
 
+    has_calls = True
+
     def __init__(self, options: SessionOptions) -> None:
         checked_name(options.sampling, SAMPLING, "setting environment.options.sampling:")
         checked_name(options.tool_syntax, PARSERS, "setting environment.options.tool_syntax:")
@@ -82,7 +88,12 @@ class SessionEnvironment(Environment):
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> Sample:
         endpoint = await self._started()
-        session = Session(generate, renderer, self._limits, tool_syntax=self._limits.tool_syntax)
+        record: SampleRecord | None = getattr(generate, "record", None)
+        if record is not None:
+            await record.begin(replayable=self._limits.replayable)
+        session = Session(
+            generate, renderer, self._limits, tool_syntax=self._limits.tool_syntax, record=record
+        )
         key = endpoint.open(session)
         try:
             reward = await self.act(Task(endpoint.url(key), key, prompt))
@@ -97,6 +108,11 @@ class SessionEnvironment(Environment):
             log.warning(
                 "session.deviations prompt=%d restarts=%d not_applied=%d calls=%d",
                 prompt.index, session.restarts, session.overridden, len(session.tree.calls),
+            )  # fmt: skip
+        if record is not None and record.left:
+            log.warning(
+                "session.diverged group=%d sample=%d replayed=%d not_asked=%d",
+                record.recording.group, record.index, record.replayed, record.left,
             )  # fmt: skip
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
@@ -140,4 +156,13 @@ def sample_of(session: Session, reward: float | None) -> Sample:
         prompt=prompt,
         branches=tuple(others),
         response=session.renderer.text(calls[-1].completion.tokens),
+        calls=tuple((number, begin - start, end - start) for number, begin, end in first.calls),
+        recorded=_recorded(session),
     )
+
+
+def _recorded(session: Session) -> tuple[int, tuple[int, ...]] | None:
+    if session.record is None:
+        return None
+    placed = [call.number for call in session.tree.calls]
+    return session.record.index, tuple(session.record.without_place(placed))

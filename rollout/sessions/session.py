@@ -14,6 +14,7 @@ from rollout.environments.base import EpisodeOver, Generate
 from rollout.render import Renderer
 from rollout.sessions.calls import CallTree, ModelCall, context_tokens
 from rollout.sessions.messages import read_message
+from rollout.sessions.record import SampleRecord, key_of, now_ms
 from rollout.sessions.refusal import RequestRefused, invalid
 from rollout.sessions.requests import Asked
 from rollout.sessions.template import added, whole
@@ -41,6 +42,16 @@ class Begun:
     context: tuple[int, ...]
     """The tokens that the answer continues."""
 
+    def key(self) -> tuple[str, str]:
+        """Return what the call is found by in a record."""
+        asked = self.asked
+        request = asked.prompt if asked.dialogue is None else asked.dialogue.keys[-1]
+        return key_of(f"{request!r} {asked.max_tokens} {asked.tools}", self.context)
+
+
+Numbered = tuple[int, Completion]
+"""An answer and its number in the record, -1 without one."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer:
@@ -63,11 +74,19 @@ class Session:
     """
 
     def __init__(
-        self, generate: Generate, renderer: Renderer, limits: SessionLimits, *, tool_syntax: str = "hermes"
+        self,
+        generate: Generate,
+        renderer: Renderer,
+        limits: SessionLimits,
+        *,
+        tool_syntax: str = "hermes",
+        record: SampleRecord | None = None,
     ) -> None:
         self._generate, self._renderer, self._limits = generate, renderer, limits
         self._parse = PARSERS[tool_syntax]
-        self._running: set[asyncio.Task[Completion]] = set()
+        self._running: set[asyncio.Task[Numbered]] = set()
+        self.record = record
+        """Has every call before it is answered; None: nothing is recorded."""
         self.tree = CallTree()
         self.ended = ""
         """Why no call is answered any more; empty while they are."""
@@ -120,7 +139,7 @@ class Session:
             RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
                 room left.
         """
-        completion = await self._completed(begun)
+        number, completion = await self._completed(begun)
         text = self._renderer.text(completion.tokens)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         reason = completion.finish_reason
@@ -134,11 +153,17 @@ class Session:
                     message = _calling(content, found, begun.context, completion)
                     reason = "tool_calls" if reason == "stop" else reason
             end = asked.dialogue.answered(read_message(message, "answer"))
-        call = ModelCall(begun.parent, begun.inserted, completion, end)
+        trained = self.record is None or self.record.is_trained(completion)
+        call = ModelCall(begun.parent, begun.inserted, completion, end, number, trained)
         self.tree.add(call)
         self.truncated = False
         self.overridden += bool(asked.overridden)
         return CallAnswer(call, len(begun.context), text, message, reason)
+
+    def withdraw(self, begun: Begun, call: ModelCall) -> None:
+        """Forget an answer that could not be written; a recorded one is given to who asks the same again."""
+        if self.tree.withdraw(call) and self.record is not None:
+            self.record.put_back(call.number, begun.key(), call.completion)
 
     def end(self, reason: str) -> None:
         """Answer no call any more; those that run are ended. The first reason counts."""
@@ -151,10 +176,10 @@ class Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _completed(self, begun: Begun) -> Completion:
+    async def _completed(self, begun: Begun) -> Numbered:
         try:
             async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(self._generate_once(begun), name="session.call")
+                task = tasks.create_task(self._answered_once(begun), name="session.call")
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
         except BaseExceptionGroup as failures:
@@ -168,6 +193,17 @@ class Session:
         if task.cancelled():
             raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
         return task.result()
+
+    async def _answered_once(self, begun: Begun) -> Numbered:
+        """Answer from the record, or generate and record."""
+        if self.record is None:
+            return -1, await self._generate_once(begun)
+        if (known := self.record.take(key := begun.key())) is not None:
+            getattr(self._generate, "count_replayed", _ignored)(known[1])
+            return known
+        began_ms = now_ms()
+        completion = await self._generate_once(begun)
+        return await self.record.keep(key, begun.parent, begun.inserted, completion, began_ms), completion
 
     async def _generate_once(self, begun: Begun) -> Completion:
         completion = await self._generate(begun.context, begun.asked.max_tokens)
@@ -202,6 +238,10 @@ class Session:
             return Begun(asked, None, asked.prompt, asked.prompt)
         parent, rest = self.tree.continued_text(asked.prompt)
         return _begun(asked, parent, self._renderer.encode(rest, special=parent is None))
+
+
+def _ignored(completion: Completion) -> None:
+    """Take a replayed call where no turns are counted."""
 
 
 def _begun(asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...]) -> Begun:
