@@ -203,9 +203,7 @@ class Episodes:
         seconds = time.monotonic() - began
         replayed, left = (calls.record.replayed, calls.record.left) if calls.record else (0, 0)
         self.report(
-            EpisodeReport(
-                index, attempt, calls.turns, calls.tokens, seconds, failure, text, replayed, left
-            )
+            EpisodeReport(index, attempt, calls.turns, calls.tokens, seconds, failure, text, replayed, left)
         )
         return result
 

@@ -60,7 +60,9 @@ def _branch(row: Sequence[ModelCall], context: Sequence[int], parent: int, share
         mask += (*[0] * len(inserted), *[int(call.trained)] * len(sampled.tokens))
         # an inserted token has the version of the one before it, the first ones that of the one after them
         versions += (*[versions[-1] if versions else of_sampled[0]] * len(inserted), *of_sampled)
-    return Branch(tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared, tuple(calls))
+    return Branch(
+        tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared, tuple(calls)
+    )
 
 
 def _pairs(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

@@ -23,6 +23,7 @@ from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
+from services.rollout.call_sender import recording_of
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.leasing")
@@ -54,9 +55,12 @@ class GroupRunner:
         environment: Environment,
         prompts: PromptSource,
         sender: Sender,
+        calls: Sender | None = None,
     ) -> None:
+        """Start without a group; `calls` records those of sessions, None: they are not recorded."""
         self._process, self._engine, self._renderer = process, engine, renderer
         self._environment, self._prompts, self._sender = environment, prompts, sender
+        self._calls = calls
         self._config = process.settings.rollout
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -213,6 +217,9 @@ class GroupRunner:
                     max_model_len=self._process.settings.engine.max_model_len,
                     least=min(n, LEAST_SAMPLES),
                     report=functools.partial(observe_episode, metrics, lease.group),
+                    recording=recording_of(self._calls, lease, self._process.incarnation)
+                    if self._calls
+                    else None,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
@@ -262,6 +269,8 @@ def observe_episode(metrics: Metrics, group: int, report: EpisodeReport) -> None
     """Count one attempt at a sample: turns, seconds, and the reason if it failed."""
     metrics.count("episode.turns", report.turns)
     metrics.seconds.labels("episode").observe(report.seconds)
+    metrics.count("session.replayed", report.replayed)
+    metrics.count("session.diverged", report.diverged)
     if not report.failure:
         metrics.count("episode.done")
         return
