@@ -8,7 +8,7 @@ from protocol.tensors import Array
 
 
 class Call(Message, tag="call", frozen=True, kw_only=True):
-    """An answered call of a session, sent by a rollout worker to the ingest before its harness has the answer."""
+    """An answered call of a session, sent by a rollout worker to the ingest before the harness has it."""
 
     group: int
     token: str
@@ -32,7 +32,7 @@ class Call(Message, tag="call", frozen=True, kw_only=True):
     logprobs: Array
     """float32 [T] nats, as sampled."""
     spans: Array
-    """int32 [S, 2], rows (end, version): tokens from the end of the row above up to `end` are of `version`."""
+    """int32 [S, 2], rows (end, version): tokens from the end of the row above to `end` are of `version`."""
     finish_reason: str
     """"stop" or "length"."""
     request: str

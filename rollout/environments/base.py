@@ -99,7 +99,7 @@ class Sample:
 
     def is_trained(self) -> bool:
         """Return whether a token of any row was sampled and may be trained."""
-        return any(any(row.loss_mask) for row in (self, *self.branches))
+        return any(self.loss_mask) or any(any(branch.loss_mask) for branch in self.branches)
 
 
 class Environment(ABC):

@@ -29,8 +29,11 @@ class CallJournal(Protocol):
         """Return what earlier leases recorded of a sample; their holders cannot record any more."""
 
     async def store(self, call: Call) -> None:
-        """Return when a call is on disk. Raises EpisodeError if it never will be, such as one of a lost
-        lease."""
+        """Return when a call is on disk.
+
+        Raises:
+            EpisodeError: it never will be, such as one of a lost lease.
+        """
 
 
 @dataclass(frozen=True, slots=True)

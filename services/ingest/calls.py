@@ -5,6 +5,7 @@ holder, and refuses what another lease sends.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -67,7 +68,7 @@ class CallJournal:
             if not calls:
                 return
             rows = [(call, encode_payload(call)) for _, call in calls]
-            reasons = await self._blocking(lambda rows=rows: self._store.put_many(rows))
+            reasons = await self._blocking(functools.partial(self._store.put_many, rows))
             unknown = []
             for (delivery, call), reason in zip(calls, reasons, strict=True):
                 if not reason:
@@ -94,6 +95,8 @@ class CallJournal:
 
         The lease is extended by this, which is the only question about it that the ledger answers.
         """
+        if await self._blocking(lambda: self._store.is_held(group, token)):
+            return True
         try:
             await self._process.ledger.extend(group, token, self._lease_ms)
         except Refused as refusal:

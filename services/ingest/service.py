@@ -1,9 +1,10 @@
 """Runs `python -m services.ingest`: accepts scored groups, also while the trainer restarts.
 
-Consumes: `ScoredRollout`, `ScoreFailure`, `Call` and `Recall`. Produces: spool records, ledger transitions, the event archive.
-Waits for: reward and rollout workers. A message is acknowledged once it is on disk and accepted by the ledger; one that
-cannot be stored is not acknowledged, and its sender keeps it. The ingest also rebuilds a ledger that has lost
-acknowledged writes (`services/ledger_recovery/reconcile.py`).
+Consumes: `ScoredRollout`, `ScoreFailure`, `Call` and `Recall`. Produces: spool records, ledger transitions,
+the event archive. Waits for: reward and rollout workers. A message is acknowledged once it is on disk and, if
+it is a group, accepted by the ledger; one that cannot be stored is not acknowledged, and its sender keeps it.
+The ingest also rebuilds a ledger that has lost acknowledged writes
+(`services/ledger_recovery/reconcile.py`).
 """
 
 import asyncio

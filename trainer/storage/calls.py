@@ -56,6 +56,17 @@ class CallStore:
         with self._spool.transaction("read", "BEGIN") as connection:
             return [row[0] for group in sorted(set(groups)) for row in connection.execute(query, (group,))]
 
+    def is_held(self, group: int, token: str) -> bool:
+        """Return whether a lease may add calls to a group."""
+        with self._spool.transaction("read", "BEGIN") as connection:
+            query = "SELECT 1 FROM call_leases WHERE grp = ? AND token = ?"
+            return connection.execute(query, (group, token)).fetchone() is not None
+
+    def record_groups(self) -> list[int]:
+        """Return the groups that have a record."""
+        with self._spool.transaction("read", "BEGIN") as connection:
+            return [row[0] for row in connection.execute("SELECT DISTINCT grp FROM records ORDER BY grp")]
+
     def groups(self) -> list[int]:
         """Return the groups that have recorded calls."""
         with self._spool.transaction("read", "BEGIN") as connection:
