@@ -14,11 +14,11 @@ import numpy as np
 
 from protocol.codec import decode_payload, encode_payload
 from protocol.errors import ProtocolError, Reason, Refused, TetherError
-from protocol.messages import Call, Recall, Recalled
+from protocol.messages import Call, Recall
 from protocol.rollout_view import MAX_GROUPS, checked_array, require
 from services.bus.receiver import Delivery, Receiver
 from services.runtime.process import Process
-from trainer.storage.calls import NOT_HELD, CallStore
+from trainer.storage.calls import NOT_HELD, CallStore, recalled
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.calls")
@@ -35,7 +35,7 @@ MAX_SAMPLES = 10**5
 LOST = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND})
 
 
-class CallJournal:
+class CallAdmission:
     """Takes messages from the edge `calls`, and acknowledges what is on disk."""
 
     def __init__(self, process: Process, receiver: Receiver, spool: Spool) -> None:
@@ -133,17 +133,6 @@ class CallJournal:
                 log.error("spool.failed error=%s", error)
                 with self._process.waiting("spool"):
                     await asyncio.sleep(RETRY_S)
-
-
-def recalled(calls: Sequence[Call], epoch: str) -> Recalled:
-    """Return the calls of the last attempt if they are of `epoch`, and the numbers of what comes next."""
-    if not calls:
-        return Recalled()
-    attempt, number = max(call.attempt for call in calls), max(call.number for call in calls) + 1
-    last = tuple(call for call in calls if call.attempt == attempt)
-    if all(call.epoch == epoch for call in last):
-        return Recalled(calls=last, attempt=attempt, number=number)
-    return Recalled(attempt=attempt + 1, number=number)
 
 
 def check_call(call: Call) -> None:

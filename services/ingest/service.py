@@ -13,7 +13,7 @@ import logging
 from protocol.topics import CALLS, SCORED, Role
 from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
-from services.ingest.calls import CallJournal
+from services.ingest.calls import CallAdmission
 from services.ledger_recovery.reconcile import LedgerReconciler
 from services.runtime.main import service_main
 from services.runtime.process import Process
@@ -50,7 +50,7 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
             process.info["endpoints"] = {SCORED.name: receiver.endpoint, CALLS.name: called.endpoint}
             await process.register()
             async with asyncio.TaskGroup() as tasks:
-                journal = CallJournal(process, called, spool)
+                journal = CallAdmission(process, called, spool)
                 beside = [
                     tasks.create_task(Admission(process, receiver, spool).admit_loop(), name="ingest"),
                     tasks.create_task(journal.journal_loop(), name="ingest.calls"),

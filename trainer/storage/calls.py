@@ -8,7 +8,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 
-from protocol.messages import Call
+from protocol.messages import Call, Recalled
 from trainer.storage.spool import Spool
 
 MAX_CALLS = 10_000
@@ -83,6 +83,17 @@ class CallStore:
             ).fetchall()
             connection.executemany("DELETE FROM call_leases WHERE grp = ?", old)
             return connection.executemany("DELETE FROM calls WHERE grp = ?", old).rowcount if old else 0
+
+
+def recalled(calls: Sequence[Call], epoch: str) -> Recalled:
+    """Return the calls of the last attempt if they are of `epoch`, and the numbers of what comes next."""
+    if not calls:
+        return Recalled()
+    attempt, number = max(call.attempt for call in calls), max(call.number for call in calls) + 1
+    last = tuple(call for call in calls if call.attempt == attempt)
+    if all(call.epoch == epoch for call in last):
+        return Recalled(calls=last, attempt=attempt, number=number)
+    return Recalled(attempt=attempt + 1, number=number)
 
 
 def _put(connection: sqlite3.Connection, call: Call, payload: bytes, now: int) -> str:

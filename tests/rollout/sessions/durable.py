@@ -14,9 +14,8 @@ from rollout.sessions.record import Recording, SampleRecord
 from rollout.sessions.requests import read_chat
 from rollout.sessions.session import CallAnswer, Session, SessionLimits
 from rollout.trajectory import assemble
-from services.ingest.calls import recalled
 from tests.rollout.sessions.chats import renderer
-from trainer.storage.calls import CallStore
+from trainer.storage.calls import CallStore, recalled
 
 
 class Killed(Exception):
@@ -61,7 +60,7 @@ class Worker:
         return Recording(journal, 1, self.token, self.epoch, f"engine-{self.token}", self.version).sample(0)
 
     def session(self, record: SampleRecord) -> Session:
-        return Session(self.generate, renderer("chatml"), SessionLimits(), record=record)
+        return Session(self.generate, renderer("tool use"), SessionLimits(), record=record)
 
     async def generate(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
         said = (len(tokens) % 7 + 3, len(self.token) + 5, len(self.generated) % 5 + 3)
