@@ -158,7 +158,7 @@ def monitor(
 
 @app.command()
 def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """Check a run's log against the lifecycle and the bound, and its calls; exit code 1 if anything is wrong."""
+    """Check a run's log and calls against lifecycle and bound; exit code 1 if anything is wrong."""
     from services.tools.verification import render_verification, verify_run
 
     facts = verify_run(run_dir)

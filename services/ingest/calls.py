@@ -124,7 +124,7 @@ class CallAdmission:
         self._receiver.refuse(delivery, why)
 
     async def _blocking(self, work: Callable[[], T]) -> T:
-        """Use the spool, repeatedly while the disk is full: what is not acknowledged is kept by its sender."""
+        """Use the spool, repeatedly while the disk is full: senders keep what is not acknowledged."""
         while True:
             try:
                 return await asyncio.to_thread(work)

@@ -1,4 +1,4 @@
-"""Verifies a run and shows the calls of a group, from the run's directory: for `tether verify` and `trace`."""
+"""Verifies a run and shows the calls of a group, from its directory: for `tether verify` and `trace`."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -213,7 +213,8 @@ class Checkpointer:
                 log.warning("archive.missing step=%d error=%s", record.step, missing)
                 continue
             records = [(*key, payload) for key, payload in zip(keys, payloads, strict=True)]
-            self._run.archive.put(record.step, records)
+            calls = CallStore(self._run.spool).of_groups([group.group for group in record.groups])
+            self._run.archive.put(record.step, records, calls)
         self._run.archive.make_room()
 
     def _export(self, version: int, model: ModelCopy) -> None:
