@@ -55,7 +55,7 @@ class Archive:
         self._limit = limit_mb << 20
 
     def put(self, step: int, records: Sequence[tuple[int, str, bytes]], calls: Sequence[bytes] = ()) -> None:
-        """Archive the records (group, token, payload) of a step and its groups' calls, replacing what is there.
+        """Archive records (group, token, payload) and calls of a step, replacing those that are there.
 
         They are on disk when this returns.
 
