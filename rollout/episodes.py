@@ -201,7 +201,8 @@ class Episodes:
             calls.close()
         failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
         seconds = time.monotonic() - began
-        replayed, left = (calls.record.replayed, calls.record.left) if calls.record else (0, 0)
+        replayed = calls.record.replayed if calls.record else 0
+        left = calls.record.left if calls.record and not failure else 0
         self.report(
             EpisodeReport(index, attempt, calls.turns, calls.tokens, seconds, failure, text, replayed, left)
         )
