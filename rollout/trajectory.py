@@ -73,11 +73,11 @@ def assemble(
 def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:
     """Raise EngineError if a row of a sample contradicts itself."""
     for i, sample in enumerate(samples):
-        if not sample.is_trained():
-            raise EngineError(f"group {group} sample {i}: no sampled token")
         for row in (sample, *(_as_sample(branch) for branch in sample.branches)):
             if problem := _problem(row, prompt):
                 raise EngineError(f"group {group} sample {i}: {problem}")
+        if not sample.is_trained():
+            raise EngineError(f"group {group} sample {i}: no sampled token")
 
 
 def common_prompt(prompt_tokens: Sequence[int], samples: Sequence[Sample]) -> tuple[int, ...]:

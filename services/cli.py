@@ -200,9 +200,8 @@ def trace(
     from services.ledger.event_log.reader import read_events
     from services.ledger.event_log.trace import render_trace
     from services.ledger.event_log.trace import trace as trace_group
-    from services.run_files.call_audit import calls_of_group
+    from services.run_files.call_audit import calls_of_group, render_calls
     from services.tools.samples import render_samples, samples_of_trace
-    from services.tools.verification import render_calls
 
     moments = trace_group(read_events(run_dir / FILE), group)
     if not moments:

@@ -7,6 +7,7 @@ or waits to be with the journal.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from protocol.codec import decode_payload
 from protocol.errors import ProtocolError, SpoolError
 from protocol.messages import Call, Rollout, ScoredRollout
 from protocol.rollout_view import RowView, checked_array, decode_rollout
+from services.observability.printable import printable
 from trainer.storage.archive import Archive
 from trainer.storage.calls import CallStore
 from trainer.storage.spool import Spool
@@ -155,6 +157,17 @@ def calls_of_group(run_dir: Path, group: int) -> list[Call]:
     return sorted(found, key=lambda call: (call.sample, call.number))
 
 
+def render_calls(calls: Sequence[Call]) -> str:
+    """Return the journalled calls of a group, a line for each; empty if there are none."""
+    return "".join(
+        f"{_clock(call.began_ms)}  +{(call.ended_ms - call.began_ms) / 1e3:.3f} s  call     "
+        f"sample {call.sample}  number {call.number}  after {call.parent}  attempt {call.attempt}  "
+        f"tokens {call.tokens.shape[0]}  versions {_versions(call)}  engine {printable(call.engine)}  "
+        f"token {printable(call.token)}\n"
+        for call in calls
+    )
+
+
 def _call(data: bytes, where: str, violations: list[str]) -> Call | None:
     """Return a journalled call whose arrays fit together; else report it."""
     try:
@@ -193,3 +206,11 @@ def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable
                 yield "spool", spool.find(groups), store.of_groups({*groups, *store.groups()} - archived)
         except SpoolError as error:
             violations.append(str(error))
+
+
+def _versions(call: Call) -> str:
+    return ",".join(str(version) for version in sorted({int(v) for v in call.spans.numpy()[:, 1]}))
+
+
+def _clock(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]

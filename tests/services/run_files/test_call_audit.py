@@ -11,7 +11,8 @@ import pytest
 from protocol.codec import decode_payload, encode_payload
 from protocol.messages import Call, ScoredRollout
 from protocol.tensors import Array
-from services.run_files.call_audit import audit_calls, calls_of_group
+from services.run_files.call_audit import audit_calls, calls_of_group, render_calls
+from tests.protocol.samples import CALL
 from tests.rollout.sessions.durable import Worker, play, rollout_of
 from trainer.storage.archive import Archive
 from trainer.storage.calls import CallStore
@@ -100,3 +101,10 @@ async def test_a_deleted_call_is_named(tmp_path: Path) -> None:
     assert audit_calls(tmp_path).violations == (
         "spool: group 1: call 2 of sample 0 is in the record, but was not journalled",
     )
+
+
+def test_calls_have_a_line_each_that_cannot_drive_a_terminal() -> None:
+    first, second = render_calls([CALL, msgspec.structs.replace(CALL, engine="\x1b[2J")]).splitlines()
+    assert first.startswith("1970-01-01 00:00:01.000  +0.500 s  call     sample 0  number 1  after 0")
+    assert "versions 3,4  engine rollout.0.aabbccdd" in first
+    assert "\x1b" not in second
