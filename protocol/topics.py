@@ -1,6 +1,7 @@
 """Defines every edge of the bus as data.
 
     prompts -> rollout --rollouts--> reward --scored--> ingest ==spool==> trainer --weights--> rollout
+    rollout --calls--> ingest, whose acknowledgements answer
 
 One side of an edge binds and registers its endpoint in the ledger under the topic's name; the other connects.
 """
@@ -9,8 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from protocol.messages import (
+    Call,
     Control,
     Message,
+    Recall,
     Rollout,
     ScoredRollout,
     ScoreFailure,
@@ -86,5 +89,13 @@ WEIGHTS = Topic(
     carries=(WeightManifest, WeightDraft, Control),
     answers=(WeightStaged, WeightApplied, WeightFailed),
 )
+CALLS = Topic(
+    "calls",
+    Role.ROLLOUT,
+    Role.INGEST,
+    binds=Role.INGEST,
+    pattern=Pattern.DELIVER,
+    carries=(Call, Recall),
+)
 
-TOPICS: dict[str, Topic] = {topic.name: topic for topic in (ROLLOUTS, SCORED, WEIGHTS)}
+TOPICS: dict[str, Topic] = {topic.name: topic for topic in (ROLLOUTS, SCORED, WEIGHTS, CALLS)}

@@ -16,10 +16,11 @@ from rollout.engines.base import Completion, Engine, Request, Sampling
 from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Sample
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sessions.record import Recording, SampleRecord
 
-FAILURES = ("call_s", "episode_s", "length", "error")
+FAILURES = ("call_s", "episode_s", "length", "replay", "error")
 """Reasons of failed episodes: a time limit of `[environment]`; an environment did not handle that no turn or
-room was left; any exception of the environment."""
+room was left; its harness must not be run again; any exception of the environment."""
 MAX_ERROR = 500
 """Characters of an error that are reported."""
 
@@ -48,7 +49,7 @@ class EpisodeReport:
     turns: int
     """Calls of the model that were answered."""
     tokens: int
-    """Tokens that the model sampled."""
+    """Tokens that the model sampled, replayed ones included."""
     seconds: float
     failure: str = ""
     """One of `FAILURES`; empty: there is a sample."""
@@ -57,6 +58,10 @@ class EpisodeReport:
     """Those of the first call."""
     later_prompts: PromptTokens = PromptTokens()
     """Those of all other calls, each with the whole history."""
+    replayed: int = 0
+    """Calls that were answered from the record of an earlier lease."""
+    diverged: int = 0
+    """Recorded calls that the harness did not ask for again."""
 
 
 class ModelCalls:
@@ -70,8 +75,10 @@ class ModelCalls:
         max_model_len: int,
         name: str,
         ended: Callable[[], str] = lambda: "",
+        record: SampleRecord | None = None,
     ) -> None:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
+        self.record = record
         self._engine, self._sampling, self._config = engine, sampling, config
         self._max_model_len, self._name, self._ended = max_model_len, name, ended
         self._asked = 0
@@ -119,6 +126,12 @@ class ModelCalls:
         self.tokens += len(completion.tokens)
         return completion
 
+    def count_replayed(self, completion: Completion) -> None:
+        """Count a call that was answered from the record."""
+        self._asked += 1
+        self.turns += 1
+        self.tokens += len(completion.tokens)
+
     def close(self) -> None:
         """Refuse further calls."""
         self._over = True
@@ -157,6 +170,8 @@ class Episodes:
     report: Callable[[EpisodeReport], None]
     ended: Callable[[], str] = lambda: ""
     """Returns why the group is ended from outside, to be asked once its episodes are cancelled."""
+    recording: Recording | None = None
+    """Records the calls of sessions; None: nothing is recorded."""
 
     async def samples(self, n: int, least: int, name: str) -> list[Sample]:
         """Return the samples of `n` that did not fail, at least `least`.
@@ -194,12 +209,16 @@ class Episodes:
         """Return a sample, or why its last attempt failed."""
         failed = EpisodeError("error", "not tried")
         began = time.monotonic()
+        recorded = self.recording is not None and self.environment.has_calls
+        record = self.recording.sample(index) if self.recording is not None and recorded else None
         for attempt in range(self.config.attempts):
             left_s = began + self.config.episode_s - time.monotonic()
             if left_s <= 0:
                 break
             ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
-            calls = ModelCalls(self.engine, self.sampling, self.config, self.max_model_len, ids, self.ended)
+            calls = ModelCalls(
+                self.engine, self.sampling, self.config, self.max_model_len, ids, self.ended, record
+            )
             result = await self._reported(index, attempt, calls, left_s)
             if isinstance(result, Sample):
                 return result
@@ -219,10 +238,12 @@ class Episodes:
             calls.close()
         failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
         seconds = time.monotonic() - began
+        replayed = calls.record.replayed if calls.record else 0
+        left = calls.record.left if calls.record and not failure else 0
         self.report(
             EpisodeReport(
                 index, attempt, calls.turns, calls.tokens, seconds, failure, text,
-                calls.first_prompt, calls.later_prompts,
+                calls.first_prompt, calls.later_prompts, replayed, left,
             )
         )  # fmt: skip
         return result
@@ -253,7 +274,7 @@ class Episodes:
             raise EpisodeError("episode_s", calls.ended)
         if failure is not None:
             raise failure
-        if not isinstance(sample, Sample) or not any(sample.loss_mask):
+        if not isinstance(sample, Sample) or not sample.is_trained():
             raise EpisodeError("error", "the environment returned no sample with tokens of the model")
         return sample
 

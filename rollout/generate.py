@@ -13,6 +13,7 @@ from rollout.environments.base import Environment, EnvironmentConfig, Sample
 from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sessions.record import Recording
 from rollout.trajectory import assemble
 
 DEFAULT = EnvironmentConfig()
@@ -51,6 +52,7 @@ async def generate_group(
     least: int | None = None,
     report: Callable[[EpisodeReport], None] = lambda report: None,
     ended: Callable[[], str] = lambda: "",
+    recording: Recording | None = None,
 ) -> Rollout:
     """Generate the n samples of a group.
 
@@ -69,6 +71,7 @@ async def generate_group(
         least: samples that must remain when others have failed; None: all.
         report: called after each attempt at a sample.
         ended: returns why the group is cancelled, for harnesses whose calls are refused from then on.
+        recording: records the calls of sessions; None: they are not recorded.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
@@ -76,8 +79,9 @@ async def generate_group(
     began = time.perf_counter()
     prompt_tokens = renderer.prompt_tokens(prompt)
     episodes = Episodes(
-        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report, ended
-    )
+        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report, ended,
+        recording,
+    )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     generate_s = time.perf_counter() - began
     return assemble(

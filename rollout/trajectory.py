@@ -66,6 +66,7 @@ def assemble(
         prompt_experts=prompt_experts,
         experts=experts,
         branches=Array.of(branches, "int32") if len(rows) > len(samples) else None,
+        calls=_calls(samples, rows),
     )
 
 
@@ -75,6 +76,8 @@ def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:
         for row in (sample, *(_as_sample(branch) for branch in sample.branches)):
             if problem := _problem(row, prompt):
                 raise EngineError(f"group {group} sample {i}: {problem}")
+        if not sample.is_trained():
+            raise EngineError(f"group {group} sample {i}: no sampled token")
 
 
 def common_prompt(prompt_tokens: Sequence[int], samples: Sequence[Sample]) -> tuple[int, ...]:
@@ -100,6 +103,19 @@ def _rows(
     return rows, places
 
 
+def _calls(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array | None:
+    """Return where the answers of recorded calls lie, None if nothing was recorded."""
+    found: list[tuple[int, int, int, int, int]] = []
+    remaining = enumerate(rows)
+    for sample in samples:
+        for index, row in islice(remaining, 1 + len(sample.branches)):
+            if sample.recorded is not None:
+                found += [(sample.recorded[0], n, index, first, end) for n, first, end in row.calls]
+        if sample.recorded is not None:
+            found += [(sample.recorded[0], number, -1, 0, 0) for number in sample.recorded[1]]
+    return Array.of(found, "int32") if found else None
+
+
 def _after(own: tuple[int, ...], sample: Sample) -> Sample:
     """Return a sample with those tokens of its prompt that others lack before its own."""
     if not own:
@@ -110,6 +126,7 @@ def _after(own: tuple[int, ...], sample: Sample) -> Sample:
         logprobs=(0.0,) * len(own) + sample.logprobs,
         loss_mask=(0,) * len(own) + sample.loss_mask,
         spans=tuple((end + len(own), version) for end, version in sample.spans),
+        calls=tuple((number, first + len(own), end + len(own)) for number, first, end in sample.calls),
     )
 
 
@@ -180,7 +197,6 @@ def _problem(sample: Sample, prompt: int) -> str:
         f"{count} tokens, but {len(sample.loss_mask)} in the mask": count == len(sample.loss_mask),
         "a negative token": min(sample.tokens, default=0) >= 0,
         "a mask that is not 0 or 1": set(sample.loss_mask) <= {0, 1},
-        "no sampled token": any(sample.loss_mask),
         "a log-probability that is not a number of at most 0": all(
             math.isfinite(x) and x <= MAX_LOGPROB for x in sample.logprobs
         ),

@@ -7,7 +7,7 @@ command imports what it uses when it runs, so that `tether --help` and `tether s
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -158,17 +158,12 @@ def monitor(
 
 @app.command()
 def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """Check a run's audit log against the lifecycle and the bound; exit code 1 if anything is wrong."""
-    import dataclasses
+    """Check a run's log and calls against lifecycle and bound; exit code 1 if anything is wrong."""
+    from services.tools.verification import render_verification, verify_run
 
-    from services.ledger.verify.verifier import verify as verify_log
-
-    path = run_dir / "audit.jsonl"
-    if not path.is_file():
-        raise SettingsError(f"no audit log {path}: give the directory of a run, such as runs/demo")
-    result = verify_log(path)
-    _show(dataclasses.asdict(result), as_json, _render_verification)
-    if result.violations:
+    facts = verify_run(run_dir)
+    _show(facts, as_json, render_verification)
+    if facts["violations"]:
         raise typer.Exit(1)
 
 
@@ -205,6 +200,7 @@ def trace(
     from services.ledger.event_log.reader import read_events
     from services.ledger.event_log.trace import render_trace
     from services.ledger.event_log.trace import trace as trace_group
+    from services.run_files.call_audit import calls_of_group, render_calls
     from services.tools.samples import render_samples, samples_of_trace
 
     moments = trace_group(read_events(run_dir / FILE), group)
@@ -219,7 +215,8 @@ def trace(
         return
     samples = samples_of_trace(run_dir, group, moments)
     text = samples if isinstance(samples, str) else render_samples(samples)
-    _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{text}")
+    calls = render_calls(calls_of_group(run_dir, group))
+    _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{calls}{text}")
 
 
 @app.command()
@@ -373,17 +370,6 @@ def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
     from services.observability.printable import printable
 
     print(json.dumps(facts, indent=2) if as_json else printable(render(facts)), flush=True)
-
-
-def _render_verification(facts: dict[str, Any]) -> str:
-    violations = facts["violations"]
-    counts = {**facts, "violations": len(violations)}
-    return "\n".join(
-        (
-            "  ".join(f"{key} {value}" for key, value in counts.items()),
-            *(f"violation: {violation}" for violation in violations[:50]),
-        )
-    )
 
 
 def main() -> None:

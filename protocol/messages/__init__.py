@@ -1,6 +1,7 @@
 """Defines every message of the bus; `AnyMessage` is the union of those that a frame may hold."""
 
 from protocol.messages.base import Message
+from protocol.messages.call import Call, Recall, Recalled
 from protocol.messages.control import Ack, Action, Control, Heartbeat, Hello
 from protocol.messages.step import Mismatch, StepReport
 from protocol.messages.trajectory import UNKNOWN_EXPERT, Remark, Rollout, ScoredRollout, ScoreFailure
@@ -29,6 +30,9 @@ AnyMessage = (
     | Ack
     | Heartbeat
     | Control
+    | Call
+    | Recall
+    | Recalled
 )
 
 __all__ = [
@@ -36,11 +40,14 @@ __all__ = [
     "Ack",
     "Action",
     "AnyMessage",
+    "Call",
     "Control",
     "Heartbeat",
     "Hello",
     "Message",
     "Mismatch",
+    "Recall",
+    "Recalled",
     "Remark",
     "Rollout",
     "ScoreFailure",

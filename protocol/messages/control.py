@@ -30,6 +30,8 @@ class Ack(Message, tag="ack", frozen=True, kw_only=True):
     credit: int = -1
     """Absolute window: the sender may have sent this many messages in total on this connection; -1:
     unchanged."""
+    answers: dict[str, bytes] = {}
+    """Message id -> encoded message with which the receiver answers it; these took effect, too."""
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):

@@ -59,6 +59,10 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     """int32 [R, 3], rows (sample, parent, shared): a row is of `sample`, and its own tokens follow the first
     `shared` tokens after the prompt of row `parent`, an earlier one of the sample; the first row of a sample
     has parent -1 and shared 0. None: R = n, and each row is a sample."""
+    calls: Array | None = None
+    """int32 [C, 5], rows (sample, number, row, first, end): the own tokens from `first` up to `end` of a row
+    are the answer of a journalled `Call`; row -1: no token of the call is in the message. None: no call was
+    journalled."""
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True):

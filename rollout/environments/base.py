@@ -62,6 +62,8 @@ class Branch:
     """Index of the row, within the sample, with whose first `shared` tokens it begins; -1: none."""
     shared: int
     """Tokens, the prompt's included."""
+    calls: tuple[tuple[int, int, int], ...] = ()
+    """Rows (number, first, end): tokens of the row that are the answer of a recorded call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,15 @@ class Sample:
     """More rows of the sample, of which the tokens above are row 0."""
     response: str | None = None
     """Text for verifiers; None: that of the tokens."""
+    calls: tuple[tuple[int, int, int], ...] = ()
+    """As in `Branch`."""
+    recorded: tuple[int, tuple[int, ...]] | None = None
+    """Index of the sample in the record of its calls, and the numbers of recorded calls that are in no row;
+    None: nothing was recorded."""
+
+    def is_trained(self) -> bool:
+        """Return whether a token of any row was sampled and may be trained."""
+        return any(self.loss_mask) or any(any(branch.loss_mask) for branch in self.branches)
 
 
 class Environment(ABC):
@@ -96,6 +107,8 @@ class Environment(ABC):
 
     files_per_sample: int = 0
     """File descriptors that a sample has open in the worker while it runs, most of them connections."""
+    has_calls = False
+    """Whether calls of the model are recorded before they are answered."""
 
     @abstractmethod
     async def run(

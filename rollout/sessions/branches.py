@@ -47,17 +47,22 @@ def _branch(row: Sequence[ModelCall], context: Sequence[int], parent: int, share
     logprobs: list[float] = []
     mask: list[int] = []
     versions: list[int] = []
+    calls: list[tuple[int, int, int]] = []
     for call in row:
         inserted, sampled = context if call is row[0] else call.inserted, call.completion
         of_sampled = [
             version for (first, _), (end, version) in _pairs(sampled.spans) for _ in range(first, end)
         ]
         tokens += (*inserted, *sampled.tokens)
-        logprobs += (*[0.0] * len(inserted), *sampled.logprobs)
-        mask += (*[0] * len(inserted), *[1] * len(sampled.tokens))
+        calls += [(call.number, len(tokens) - len(sampled.tokens), len(tokens))] * (call.number >= 0)
+        own = sampled.logprobs if call.trained else [0.0] * len(sampled.tokens)
+        logprobs += (*[0.0] * len(inserted), *own)
+        mask += (*[0] * len(inserted), *[int(call.trained)] * len(sampled.tokens))
         # an inserted token has the version of the one before it, the first ones that of the one after them
         versions += (*[versions[-1] if versions else of_sampled[0]] * len(inserted), *of_sampled)
-    return Branch(tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared)
+    return Branch(
+        tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared, tuple(calls)
+    )
 
 
 def _pairs(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

@@ -26,6 +26,10 @@ class ModelCall:
     completion, prompt and answer."""
     also: int | None = None
     """Another such key: behind the answer without its thoughts, which most clients leave out."""
+    number: int = -1
+    """Its number in the sample's record; -1: it is not recorded."""
+    trained: bool = True
+    """Whether its tokens may be trained; otherwise they are context."""
 
     def path(self) -> Sequence["ModelCall"]:
         """Return the calls whose tokens it continues, from the first to itself."""

@@ -19,6 +19,7 @@ from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
+from rollout.sessions.record import SampleRecord
 from rollout.sessions.session import Session, SessionLimits
 
 log = logging.getLogger("tether.sessions")
@@ -44,6 +45,9 @@ class SessionOptions(SessionLimits):
     reasoning_syntax: str = "none"
     """How the model writes thoughts, which clients get as `reasoning_content`. `think`: between <think> tags;
     `none`: as text; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
+    replayable: bool = True
+    """Whether the harness may be run again on the calls that a lost worker recorded. Otherwise such a sample
+    fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class SessionEnvironment(Environment):
 
     files_per_sample = 3
     """The connection, its other end or the output of a program, and one to spare."""
+    has_calls = True
 
     def __init__(self, options: SessionOptions) -> None:
         checked_name(options.sampling, SAMPLING, "setting environment.options.sampling:")
@@ -94,7 +99,10 @@ class SessionEnvironment(Environment):
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> Sample:
         endpoint = await self._started()
-        session = Session(generate, renderer, self._limits, self._reader)
+        record: SampleRecord | None = getattr(generate, "record", None)
+        if record is not None:
+            await record.begin(replayable=self._limits.replayable)
+        session = Session(generate, renderer, self._limits, self._reader, record)
         key = endpoint.open(session)
         task = Task(endpoint.url(key), key, prompt)
         try:
@@ -110,6 +118,11 @@ class SessionEnvironment(Environment):
             log.warning(
                 "session.deviations prompt=%d restarts=%d not_applied=%d calls=%d",
                 prompt.index, session.restarts, session.overridden, len(session.tree.calls),
+            )  # fmt: skip
+        if record is not None and record.left:
+            log.warning(
+                "session.diverged group=%d sample=%d replayed=%d not_asked=%d",
+                record.recording.group, record.index, record.replayed, record.left,
             )  # fmt: skip
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
@@ -192,4 +205,13 @@ def sample_of(session: Session, reward: float | None) -> Sample:
         prompt=prompt,
         branches=tuple(others),
         response=session.renderer.text(calls[-1].completion.tokens),
+        calls=tuple((number, begin - start, end - start) for number, begin, end in first.calls),
+        recorded=_recorded(session),
     )
+
+
+def _recorded(session: Session) -> tuple[int, tuple[int, ...]] | None:
+    if session.record is None:
+        return None
+    placed = [call.number for call in session.tree.calls]
+    return session.record.index, tuple(session.record.without_place(placed))

@@ -120,7 +120,7 @@ class ServedCall:
         try:
             await send()
         except (ConnectionError, asyncio.CancelledError) as hung_up:
-            self._session.tree.withdraw(answer.call)
+            self._session.withdraw(self._begun, answer.call)
             self._session.stored.pop(self._name, None)
             if isinstance(hung_up, asyncio.CancelledError):
                 raise

@@ -16,6 +16,7 @@ from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
 from rollout.sessions.calls import CallTree, ModelCall, context_tokens
 from rollout.sessions.messages import read_message
+from rollout.sessions.record import SampleRecord, key_of, now_ms
 from rollout.sessions.refusal import RequestRefused, invalid
 from rollout.sessions.requests import Asked
 from rollout.sessions.template import added, whole
@@ -41,6 +42,16 @@ class Begun:
     """As in `ModelCall`."""
     context: tuple[int, ...]
     """The tokens that the answer continues."""
+
+    def key(self) -> tuple[str, str]:
+        """Return what the call is found by in a record."""
+        asked = self.asked
+        request = asked.prompt if asked.dialogue is None else asked.dialogue.keys[-1]
+        return key_of(f"{request!r} {asked.max_tokens} {asked.tools}", self.context)
+
+
+Answered = tuple[int, Completion, ReadAnswer]
+"""The number of an answer in the record, -1 without one; the answer; and what was read from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +80,13 @@ class Session:
         renderer: Renderer,
         limits: SessionLimits,
         reader: AnswerReader | None = None,
+        record: SampleRecord | None = None,
     ) -> None:
         self._generate, self._renderer, self._limits = generate, renderer, limits
         self._reader = reader or AnswerReader()
-        self._running: set[asyncio.Task[tuple[Completion, ReadAnswer]]] = set()
+        self._running: set[asyncio.Task[Answered]] = set()
+        self.record = record
+        """Has every call before it is answered; None: nothing is recorded."""
         self.tree = CallTree()
         self.stored: dict[str, Any] = {}
         """Name -> `StoredResponse`: what later requests of the responses API may name."""
@@ -127,7 +141,7 @@ class Session:
             RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
                 room left.
         """
-        completion, read = await self._completed(begun)
+        number, completion, read = await self._completed(begun)
         text = self._renderer.text(completion.tokens)
         message: dict[str, Any] = {"role": "assistant", "content": text}
         reason = completion.finish_reason
@@ -143,11 +157,17 @@ class Session:
             if read.thoughts:
                 del answered["reasoning_content"]
                 also = asked.dialogue.answered(answered)
-        call = ModelCall(begun.parent, begun.inserted, completion, end, also)
+        trained = self.record is None or self.record.is_trained(completion)
+        call = ModelCall(begun.parent, begun.inserted, completion, end, also, number, trained)
         self.tree.add(call)
         self.truncated = False
         self.overridden += bool(asked.overridden)
         return CallAnswer(call, len(begun.context), text, message, reason)
+
+    def withdraw(self, begun: Begun, call: ModelCall) -> None:
+        """Forget an answer that could not be written; a recorded one is given to who asks the same again."""
+        if self.tree.withdraw(call) and self.record is not None:
+            self.record.put_back(call.number, begun.key(), call.completion)
 
     def end(self, reason: str) -> None:
         """Answer no call any more; those that run are ended. The first reason counts."""
@@ -160,10 +180,10 @@ class Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _completed(self, begun: Begun) -> tuple[Completion, ReadAnswer]:
+    async def _completed(self, begun: Begun) -> Answered:
         try:
             async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(self._generate_once(begun), name="session.call")
+                task = tasks.create_task(self._answered_once(begun), name="session.call")
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
         except BaseExceptionGroup as failures:
@@ -178,17 +198,33 @@ class Session:
             raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
         return task.result()
 
-    async def _generate_once(self, begun: Begun) -> tuple[Completion, ReadAnswer]:
+    async def _answered_once(self, begun: Begun) -> Answered:
+        number, completion = await self._recorded(begun)
+        asked = begun.asked
+        if asked.dialogue is None:
+            return number, completion, ReadAnswer("")
+        tools = asked.dialogue.tools if asked.tools else ()
+        read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
+        return number, completion, read
+
+    async def _recorded(self, begun: Begun) -> tuple[int, Completion]:
+        """Answer from the record, or generate and record."""
+        if self.record is None:
+            return -1, await self._generate_once(begun)
+        if (known := self.record.take(key := begun.key())) is not None:
+            getattr(self._generate, "count_replayed", _ignored)(known[1])
+            return known
+        began_ms = now_ms()
+        completion = await self._generate_once(begun)
+        return await self.record.keep(key, begun.parent, begun.inserted, completion, began_ms), completion
+
+    async def _generate_once(self, begun: Begun) -> Completion:
         completion = await self._generate(begun.context, begun.asked.max_tokens)
         if completion.experts is not None:
             raise EngineError("a session does not record experts yet: set trainer.routing_replay to false")
         if not completion.tokens:
             raise EngineError("the engine answered without a token")
-        asked = begun.asked
-        if asked.dialogue is None:
-            return completion, ReadAnswer("")
-        tools = asked.dialogue.tools if asked.tools else ()
-        return completion, await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
+        return completion
 
     def _placed(self, asked: Asked) -> Begun:
         """Return what a request continues, and the tokens of the rest."""
@@ -212,6 +248,10 @@ class Session:
             return Begun(asked, call, asked.prompt[length:], asked.prompt)
         parent, rest = self.tree.continued_text(asked.prompt)
         return _begun(asked, parent, self._renderer.encode(rest, special=parent is None))
+
+
+def _ignored(completion: Completion) -> None:
+    """Take a replayed call where no turns are counted."""
 
 
 def _begun(asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...]) -> Begun:

@@ -23,6 +23,9 @@ MAX_QUEUED_ACKS = 65_536
 More are dropped: the sender gets them when it sends the message again.
 """
 
+ANSWER_BYTES = 16 << 20
+"""Bytes of answers after which they are not collected any further."""
+
 
 @dataclass(slots=True)
 class SenderSession:
@@ -37,6 +40,8 @@ class SenderSession:
     """Ids to acknowledge in the next ack."""
     refused: dict[str, str] = field(default_factory=dict)
     """Ids to refuse in the next ack, with the reason."""
+    answers: dict[str, bytes] = field(default_factory=dict)
+    """Ids to answer in the next ack."""
 
 
 class SenderSessions:
@@ -127,6 +132,17 @@ class SenderSessions:
         self._unsent[connection] = None
         self.flush_soon()
 
+    def queue_answer(self, connection: bytes, id: str, answer: bytes) -> None:
+        """Queue the answer to a message; answers that do not fit one frame together go in several."""
+        session = self._sessions.get(connection)
+        if session is None:
+            return
+        session.answers[id] = answer
+        self._unsent[connection] = None
+        if sum(map(len, session.answers.values())) > ANSWER_BYTES:
+            self._send_ack(connection, session)
+        self.flush_soon()
+
     def flush_soon(self) -> None:
         """Send acknowledgements and credit in the next loop iteration."""
         if not self._flushing and self._timer is not None:
@@ -173,7 +189,12 @@ class SenderSessions:
 
     def _send_ack(self, connection: bytes, session: SenderSession) -> bool:
         """Send queued acks and credit; false if they were not sent, and the next heartbeat tries again."""
-        ack = Ack(messages=tuple(session.acked), refused=session.refused, credit=self._credit(session))
+        ack = Ack(
+            messages=tuple(session.acked),
+            refused=session.refused,
+            credit=self._credit(session),
+            answers=session.answers,
+        )
         outcome = self._router.send(connection, encode(ack, run=self._run, id=""))
         if outcome is SendResult.FULL:
             return False
@@ -183,6 +204,7 @@ class SenderSessions:
             return False
         session.acked.clear()
         session.refused = {}
+        session.answers = {}
         return True
 
     def _on_timer(self) -> None:

@@ -114,6 +114,18 @@ class Receiver:
         """Acknowledge a message that took effect, in the next iteration of the loop. Idempotent."""
         self._finish(delivery.envelope.id, None)
 
+    def answer(self, delivery: Delivery, answer: bytes) -> None:
+        """Acknowledge a message with what its `Sender.send` returns, an encoded message.
+
+        The id is not remembered: a repeat is worked on and answered again.
+        """
+        id = delivery.envelope.id
+        connection = self._held.pop(id, None)
+        if connection is not None:
+            self.stats.acked += 1
+            self._release(id, connection)
+            self._sessions.queue_answer(connection, id, answer)
+
     def refuse(self, delivery: Delivery, why: str) -> None:
         """Refuse a message for good: it is not sent again, and `Sender.send` raises `Declined(why)`."""
         self._finish(delivery.envelope.id, why)

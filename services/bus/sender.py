@@ -43,7 +43,7 @@ class Pending:
     def __init__(self, id: str, frame: bytes) -> None:
         self.id = id
         self.frame = frame
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.link: Link[Pending] | None = None
         """Connection that it was sent on last; None while none could take it."""
         self.ordinal = 0
@@ -109,8 +109,8 @@ class Sender:
         epoch: str = "",
         group: int = -1,
         token: str = "",
-    ) -> None:
-        """Deliver a message; return when a receiver has acknowledged it.
+    ) -> bytes:
+        """Deliver a message; return when a receiver has acknowledged it, with its answer, often empty.
 
         Waits while there is no receiver, no credit or no slot: bound it with `asyncio.timeout`. If it is
         cancelled the message is not sent again, and may or may not have taken effect.
@@ -144,7 +144,7 @@ class Sender:
             await self._slots.wait()
         pending = self._submit(id, frame)
         try:
-            await pending.done
+            return await pending.done
         finally:
             if self._pending.get(pending.id) is pending:
                 self._forget(pending)
@@ -252,7 +252,10 @@ class Sender:
 
     def _on_ack(self, ack: Ack) -> None:
         for id in ack.messages:
-            if self._finish(id, None):
+            if self._finish(id, b""):
+                self.stats.acked += 1
+        for id, answer in ack.answers.items():
+            if self._finish(id, answer):
                 self.stats.acked += 1
         for id, why in ack.refused.items():
             if self._finish(id, Declined(why)):
@@ -275,17 +278,17 @@ class Sender:
         self._flush()
 
     # -- the end of a message
-    def _finish(self, id: str, error: Exception | None) -> bool:
+    def _finish(self, id: str, end: bytes | Exception) -> bool:
         pending = self._pending.get(id)
         if pending is None:
             return False
         self._forget(pending)
         if pending.done.done():
             return True  # its `send` was cancelled in this iteration of the loop
-        if error is None:
-            pending.done.set_result(None)
+        if isinstance(end, bytes):
+            pending.done.set_result(end)
         else:
-            pending.done.set_exception(error)
+            pending.done.set_exception(end)
         return True
 
     def _forget(self, pending: Pending) -> None:

@@ -1,17 +1,19 @@
 """Runs `python -m services.ingest`: accepts scored groups, also while the trainer restarts.
 
-Consumes: `ScoredRollout` and `ScoreFailure`. Produces: spool records, ledger transitions, the event archive.
-Waits for: reward workers. A message is acknowledged once it is on disk and accepted by the ledger; one that
-cannot be stored is not acknowledged, and its sender keeps it. The ingest also rebuilds a ledger that has lost
-acknowledged writes (`services/ledger_recovery/reconcile.py`).
+Consumes: `ScoredRollout`, `ScoreFailure`, `Call` and `Recall`. Produces: spool records, ledger transitions,
+the event archive. Waits for: reward and rollout workers. A message is acknowledged once it is on disk and, if
+it is a group, accepted by the ledger; one that cannot be stored is not acknowledged, and its sender keeps it.
+The ingest also rebuilds a ledger that has lost acknowledged writes
+(`services/ledger_recovery/reconcile.py`).
 """
 
 import asyncio
 import logging
 
-from protocol.topics import SCORED, Role
+from protocol.topics import CALLS, SCORED, Role
 from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
+from services.ingest.calls import CallAdmission
 from services.ledger_recovery.reconcile import LedgerReconciler
 from services.runtime.main import service_main
 from services.runtime.process import Process
@@ -37,17 +39,26 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
     try:
         await reconciler.reconcile_and_archive()
         await process.ledger.guard()
-        async with Receiver(
-            SCORED, run=process.run, incarnation=process.incarnation, config=process.settings.bus
-        ) as receiver:
+        config = process.settings.bus
+        async with (
+            Receiver(SCORED, run=process.run, incarnation=process.incarnation, config=config) as receiver,
+            Receiver(CALLS, run=process.run, incarnation=process.incarnation, config=config) as called,
+        ):
+            process.metrics.watch("tether_bus_calls", "Bus counters, edge calls", called.stats.as_dict)
             process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", receiver.stats.as_dict)
-            process.edges[SCORED.name] = receiver.snapshot
-            process.info["endpoints"] = {SCORED.name: receiver.endpoint}
+            process.edges |= {SCORED.name: receiver.snapshot, CALLS.name: called.snapshot}
+            process.info["endpoints"] = {SCORED.name: receiver.endpoint, CALLS.name: called.endpoint}
             await process.register()
             async with asyncio.TaskGroup() as tasks:
-                admitting = tasks.create_task(Admission(process, receiver, spool).admit_loop(), name="ingest")
+                journal = CallAdmission(process, called, spool)
+                beside = [
+                    tasks.create_task(Admission(process, receiver, spool).admit_loop(), name="ingest"),
+                    tasks.create_task(journal.journal_loop(), name="ingest.calls"),
+                    tasks.create_task(journal.sweep_loop(), name="ingest.sweep"),
+                ]
                 await _archive_loop(process, reconciler)
-                admitting.cancel()
+                for task in beside:
+                    task.cancel()
         # not after an error, which it might hide: the next ingest continues where the archive ends
         await reconciler.archive_all()
     finally:

@@ -24,6 +24,7 @@ from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
+from services.rollout.call_sender import recording_of
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.leasing")
@@ -105,9 +106,12 @@ class GroupRunner:
         environment: Environment,
         prompts: PromptSource,
         sender: Sender,
+        calls: Sender | None = None,
     ) -> None:
+        """Start without a group; `calls` records those of sessions, None: they are not recorded."""
         self._process, self._engine, self._renderer = process, engine, renderer
         self._environment, self._prompts, self._sender = environment, prompts, sender
+        self._calls = calls
         self._config = process.settings.rollout
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
         self._held: dict[int, HeldGroup] = {}
@@ -277,6 +281,9 @@ class GroupRunner:
                     least=min(n, LEAST_SAMPLES),
                     report=functools.partial(self._observe, lease.group),
                     ended=lambda: held.ended,
+                    recording=recording_of(self._calls, lease, self._process.incarnation)
+                    if self._calls
+                    else None,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
@@ -333,6 +340,8 @@ def observe_episode(metrics: Metrics, group: int, report: EpisodeReport) -> None
     """Count one attempt at a sample: turns, seconds, and the reason if it failed."""
     metrics.count("episode.turns", report.turns)
     metrics.seconds.labels("episode").observe(report.seconds)
+    metrics.count("session.replayed", report.replayed)
+    metrics.count("session.diverged", report.diverged)
     if not report.failure:
         metrics.count("episode.done")
         return

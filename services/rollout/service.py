@@ -6,16 +6,19 @@ acknowledgement.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import resource
 import time
+from collections.abc import AsyncIterator
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
 from protocol.errors import EngineError, SettingsError
-from protocol.topics import ROLLOUTS, WEIGHTS, Role
+from protocol.topics import CALLS, ROLLOUTS, WEIGHTS, Role, Topic
 from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
 from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
+from rollout.environments.base import Environment
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
@@ -73,8 +76,8 @@ async def serve(process: Process) -> None:
         if shared is not None:
             process.info[DESCRIBED] = str(shared)
             await process.register()
-        async with _listener(process) as listener, _sender(process) as sender:
-            runner = GroupRunner(process, engine, renderer, environment, prompts, sender)
+        async with _listener(process) as listener, _senders(process, environment) as (sender, calls):
+            runner = GroupRunner(process, engine, renderer, environment, prompts, sender, calls)
             updater = WeightUpdater(
                 process,
                 engine,
@@ -174,17 +177,28 @@ def _listener(process: Process) -> Listener:
     return listener
 
 
-def _sender(process: Process) -> Sender:
+@contextlib.asynccontextmanager
+async def _senders(process: Process, environment: Environment) -> AsyncIterator[tuple[Sender, Sender | None]]:
+    """Connect to reward workers and, where calls are recorded, to the ingest."""
+    async with contextlib.AsyncExitStack() as stack:
+        rollouts = await stack.enter_async_context(_sender(process, ROLLOUTS))
+        calls = await stack.enter_async_context(_sender(process, CALLS)) if environment.has_calls else None
+        yield rollouts, calls
+
+
+def _sender(process: Process, topic: Topic) -> Sender:
     sender = Sender(
-        ROLLOUTS,
+        topic,
         run=process.run,
         incarnation=process.incarnation,
         role=Role.ROLLOUT,
         config=process.settings.bus,
-        discover=lambda: process.discover(ROLLOUTS.name),
+        discover=lambda: process.discover(topic.name),
     )
-    process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", sender.stats.as_dict)
-    process.edges[ROLLOUTS.name] = sender.snapshot
+    process.metrics.watch(
+        f"tether_bus_{topic.name}", f"Bus counters, edge {topic.name}", sender.stats.as_dict
+    )
+    process.edges[topic.name] = sender.snapshot
     return sender
 
 

@@ -23,6 +23,7 @@ from services.trainer.open_run import OpenRun
 from services.trainer.uploads import Uploader
 from trainer.backends.leader import ModelCopy
 from trainer.lora import save_adapter
+from trainer.storage.calls import CallStore
 from trainer.storage.hf_export import write_hf
 from trainer.storage.spool import MissingRecord
 
@@ -212,7 +213,8 @@ class Checkpointer:
                 log.warning("archive.missing step=%d error=%s", record.step, missing)
                 continue
             records = [(*key, payload) for key, payload in zip(keys, payloads, strict=True)]
-            self._run.archive.put(record.step, records)
+            calls = CallStore(self._run.spool).of_groups([group.group for group in record.groups])
+            self._run.archive.put(record.step, records, calls)
         self._run.archive.make_room()
 
     def _export(self, version: int, model: ModelCopy) -> None:

@@ -1,6 +1,6 @@
 """Runs a run under the faults of a seed, and checks what must hold after it.
 
-    python -m tests.chaos.run --seed 1 --minutes 2 [--scripted]
+    python -m tests.chaos.run --seed 1 --minutes 2 [--scripted] [--sessions]
 
 Prints each fault as it happens; the last line counts faults, groups and violations. The exit code is 1 if
 there are violations: what the run left is then kept in runs/. The same seed gives the same faults at the same
@@ -42,6 +42,13 @@ SCRIPTED = (
     "engine.name=scripted", "engine.seconds_per_token=0.02", "trainer.backend=scripted", "trainer.step_s=0.1",
 )  # fmt: skip
 """Settings of a run without a model, which leaves most of the processor to the faults."""
+
+SESSIONS = (
+    "environment.name=agent", 'environment.options={function="tests.integration.long_episode:solve"}',
+    "engine.max_model_len=256", "model.scratch.max_position_embeddings=256", "sampling.max_tokens=2",
+    "bound.groups_per_step=4", "rollout.groups_in_flight=8",
+)  # fmt: skip
+"""Settings of a run whose samples are sessions of 20 calls."""
 
 
 class Chaos:
@@ -185,13 +192,15 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--scripted", action="store_true", help="engine and trainer without a model")
+    parser.add_argument("--sessions", action="store_true", help="samples are sessions of 20 calls")
     options = parser.parse_args(arguments)
     enter_private()
     with tempfile.TemporaryDirectory(prefix="tether-chaos-") as root:
         place = make_place(Path(root) / "place")
         try:
             faults = schedule(options.seed, options.minutes, place.kinds)
-            chaos = Chaos(place, options.seed, faults, SCRIPTED if options.scripted else ())
+            overrides = SCRIPTED * options.scripted + SESSIONS * options.sessions
+            chaos = Chaos(place, options.seed, faults, overrides)
             report = asyncio.run(chaos.run())
             for violation in report.violations:
                 print(f"violation: {violation}")

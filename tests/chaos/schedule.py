@@ -11,7 +11,7 @@ from dataclasses import dataclass
 PAUSE_S = (0.5, 4.5)
 """Shortest and longest time between the beginnings of two faults."""
 SERVICES = ("rollout.0", "rollout.1", "reward.0", "reward.1", "ingest", "trainer", "monitor")
-LINKS = ("ledger", "rollouts", "scored", "weights")
+LINKS = ("ledger", "rollouts", "scored", "weights", "calls")
 BUS_LINKS = LINKS[1:]
 KINDS: dict[str, tuple[tuple[str, ...], tuple[float, float]]] = {
     "kill": ((*SERVICES, "scorer", "redis", "up"), (0.1, 2.0)),

@@ -12,9 +12,12 @@ from protocol.messages import (
     Ack,
     Action,
     AnyMessage,
+    Call,
     Control,
     Heartbeat,
     Hello,
+    Recall,
+    Recalled,
     Remark,
     Rollout,
     ScoredRollout,
@@ -52,6 +55,7 @@ ROLLOUT = Rollout(
     prompt_experts=Array.of([[[0, 3]], [[1, 2]], [[3, 0]]], "uint16"),
     experts=Array.of([[[2, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
     branches=Array.of([[0, -1, 0], [1, -1, 0]], "int32"),
+    calls=Array.of([[0, 0, 0, 0, 2], [1, 0, 1, 0, 1], [1, 1, -1, 0, 0]], "int32"),
 )
 BRANCHED = msgspec.structs.replace(
     ROLLOUT,
@@ -60,10 +64,31 @@ BRANCHED = msgspec.structs.replace(
     logprobs=Array.of([-0.5, -1.25, 0.0, -0.25, -2.0], "float32"),
     loss_mask=Array.of([1, 1, 0, 1, 1], "uint8"),
     spans=Array.of([[0, 1, 3], [0, 2, 4], [1, 2, 4], [2, 1, 4]], "int32"),
+    calls=None,
     experts=Array.of([[[2, 1]], [[65535, 65535]], [[1, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
     branches=Array.of([[0, -1, 0], [0, 0, 1], [1, -1, 0]], "int32"),
 )
 """Its first sample has two branches, which share the prompt and a token."""
+
+CALL = Call(
+    group=7,
+    token="0123456789abcdef",
+    epoch="e1",
+    engine="rollout.0.aabbccdd",
+    sample=0,
+    attempt=0,
+    number=1,
+    parent=0,
+    inserted=Array.of([5, 6], "int32"),
+    tokens=Array.of([8, 9], "int32"),
+    logprobs=Array.of([-0.5, -1.25], "float32"),
+    spans=Array.of([[1, 3], [2, 4]], "int32"),
+    finish_reason="stop",
+    request="00112233445566778899aabbccddeeff",
+    context="ffeeddccbbaa99887766554433221100",
+    began_ms=1_000,
+    ended_ms=1_500,
+)
 
 SAMPLES: dict[str, AnyMessage] = {
     "rollout": ROLLOUT,
@@ -119,9 +144,12 @@ SAMPLES: dict[str, AnyMessage] = {
     "weight_applied": WeightApplied(engine="x", epoch="e1", version=4, pause_ms=2.5),
     "weight_failed": WeightFailed(engine="x", epoch="e1", version=4, error="short bucket", poisoned=True),
     "hello": Hello(sender="rollout.0.1", role="rollout", sent=3),
-    "ack": Ack(messages=("m1", "m2"), refused={"m3": "not_held"}, credit=12),
+    "ack": Ack(messages=("m1", "m2"), refused={"m3": "not_held"}, credit=12, answers={"m5": b"\x80"}),
     "heartbeat": Heartbeat(receiver="reward.0.1", sequence=5, held=("m4",), seen=9, credit=12),
     "control": Control(action=Action.ABORT, groups=(1, 2)),
+    "call": CALL,
+    "recall": Recall(group=7, token="0123456789abcdef", epoch="e1", sample=0),
+    "recalled": Recalled(calls=(CALL,), attempt=0, number=2),
 }
 
 

@@ -37,6 +37,8 @@ class ArchivedStep(msgspec.Struct, frozen=True):
 
     step: int
     records: tuple[ArchivedRecord, ...]
+    calls: tuple[bytes, ...] = ()
+    """Encoded `Call`s of the groups, by group, sample and number."""
 
 
 class Archive:
@@ -52,8 +54,8 @@ class Archive:
         self.directory = directory
         self._limit = limit_mb << 20
 
-    def put(self, step: int, records: Sequence[tuple[int, str, bytes]]) -> None:
-        """Archive the records (group, token, payload) of a step, replacing those that are there.
+    def put(self, step: int, records: Sequence[tuple[int, str, bytes]], calls: Sequence[bytes] = ()) -> None:
+        """Archive records (group, token, payload) and calls of a step, replacing those that are there.
 
         They are on disk when this returns.
 
@@ -69,7 +71,7 @@ class Archive:
         path = self._path(step)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, msgspec.msgpack.encode(ArchivedStep(step, kept)))
+            write_atomically(path, msgspec.msgpack.encode(ArchivedStep(step, kept, tuple(calls))))
         except OSError as error:
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
 
@@ -110,11 +112,19 @@ class Archive:
         Raises:
             SpoolError: the file cannot be read or is damaged; names it.
         """
+        return self.read(step).records
+
+    def read(self, step: int) -> ArchivedStep:
+        """Return a step with its records and calls; without any if it is not archived.
+
+        Raises:
+            SpoolError: the file cannot be read or is damaged; names it.
+        """
         path = self._path(step)
         try:
             archived = msgspec.msgpack.decode(path.read_bytes(), type=ArchivedStep)
         except FileNotFoundError:
-            return ()
+            return ArchivedStep(step, ())
         except OSError as error:
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -125,7 +135,7 @@ class Archive:
                     f"archive {path} is damaged: the record of group {record.group} does not match its "
                     "checksum"
                 )
-        return archived.records
+        return archived
 
     def steps(self) -> list[int]:
         """Return the steps that the archive holds, in order."""

@@ -6,6 +6,8 @@ One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the t
         payload: the encoded `ScoredRollout`, by group and lease token
     journal(seq, event, epoch, step, groups, ledger_seq, details)
         accepts and commits in the order in which they were seen
+    calls(grp, sample, number, token, payload, stored_ms), call_leases(grp, token)
+        encoded `Call`s, and the lease of each group that may add some; `calls.py` reads and writes them
 
 What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory
 between its users.
@@ -35,6 +37,11 @@ CREATE TABLE IF NOT EXISTS journal (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL, epoch TEXT NOT NULL, step INTEGER NOT NULL,
     groups TEXT NOT NULL, ledger_seq INTEGER NOT NULL, details TEXT NOT NULL DEFAULT '{}'
 );
+CREATE TABLE IF NOT EXISTS calls (
+    grp INTEGER NOT NULL, sample INTEGER NOT NULL, number INTEGER NOT NULL, token TEXT NOT NULL,
+    payload BLOB NOT NULL, stored_ms INTEGER NOT NULL, PRIMARY KEY (grp, sample, number)
+);
+CREATE TABLE IF NOT EXISTS call_leases (grp INTEGER PRIMARY KEY, token TEXT NOT NULL);
 """
 _PRUNE = """
 DELETE FROM journal WHERE seq < ? AND ledger_seq < (
@@ -108,7 +115,7 @@ class Spool:
         """
         now_ms = time.time_ns() // 1_000_000
         rows = [(group, token, payload, now_ms) for group, token, payload in records]
-        with self._transaction("write") as connection:
+        with self.transaction("write") as connection:
             connection.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", rows)
 
     def get_many(self, keys: Sequence[tuple[int, str]]) -> list[bytes]:
@@ -118,7 +125,7 @@ class Spool:
             MissingRecord: (a LookupError) names the first group that is missing.
             SpoolError: the file cannot be read.
         """
-        with self._transaction("read", "BEGIN") as connection:
+        with self.transaction("read", "BEGIN") as connection:
             found = [
                 connection.execute("SELECT payload FROM records WHERE grp = ? AND token = ?", key).fetchone()
                 for key in keys
@@ -135,7 +142,7 @@ class Spool:
             SpoolError: the file cannot be read.
         """
         query = "SELECT payload FROM records WHERE grp = ? ORDER BY accepted_ms DESC LIMIT 1"
-        with self._transaction("read", "BEGIN") as connection:
+        with self.transaction("read", "BEGIN") as connection:
             found = [connection.execute(query, (group,)).fetchone() for group in sorted(set(groups))]
         return [row[0] for row in found if row is not None]
 
@@ -152,8 +159,10 @@ class Spool:
             archived: sequence of the last ledger event in the archive of the event log.
         """
         rows = [(group,) for group in sorted(set(groups))]
-        with self._transaction("write") as connection:
+        with self.transaction("write") as connection:
             connection.execute(_PRUNE, (journal_from, journal_from, archived))
+            connection.executemany("DELETE FROM calls WHERE grp = ?", rows)
+            connection.executemany("DELETE FROM call_leases WHERE grp = ?", rows)
             return connection.executemany("DELETE FROM records WHERE grp = ?", rows).rowcount if rows else 0
 
     def append(self, entries: Iterable[JournalEntry]) -> int:
@@ -163,13 +172,13 @@ class Spool:
             for e in entries
         ]
         columns = "event, epoch, step, groups, ledger_seq, details"
-        with self._transaction("write") as connection:
+        with self.transaction("write") as connection:
             connection.executemany(f"INSERT INTO journal ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
             return _position(connection)
 
     def journal(self) -> list[JournalEntry]:
         """Return all entries that were not forgotten, in order."""
-        with self._transaction("read", "BEGIN") as connection:
+        with self.transaction("read", "BEGIN") as connection:
             rows = connection.execute(
                 "SELECT event, epoch, step, groups, ledger_seq, seq, details FROM journal ORDER BY seq"
             ).fetchall()
@@ -181,7 +190,7 @@ class Spool:
     @property
     def position(self) -> int:
         """Position of the last journal entry; 0 if there is none. Goes into checkpoints."""
-        with self._transaction("read", "BEGIN") as connection:
+        with self.transaction("read", "BEGIN") as connection:
             return _position(connection)
 
     @property
@@ -190,7 +199,7 @@ class Spool:
 
         A ledger that is below it has lost writes.
         """
-        with self._transaction("read", "BEGIN") as connection:
+        with self.transaction("read", "BEGIN") as connection:
             return int(connection.execute("SELECT COALESCE(MAX(ledger_seq), 0) FROM journal").fetchone()[0])
 
     def copy_to(self, path: Path) -> None:
@@ -214,7 +223,7 @@ class Spool:
             connection.close()
 
     @contextmanager
-    def _transaction(self, doing: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
+    def transaction(self, doing: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
         """Run the block in a transaction; rolled back if the block or the commit raises."""
         with self._lock, self._explained(doing):
             if self._connection is None:

@@ -32,7 +32,7 @@ SEND_S = 10
 """Limit for the engine's process to accept an answer, after which its connection counts as lost."""
 
 
-class Call(msgspec.Struct, frozen=True, array_like=True):
+class RankCall(msgspec.Struct, frozen=True, array_like=True):
     """Call of a method of every rank."""
 
     number: int
@@ -51,7 +51,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 class RankRpcServer:
     """A rank's end; reads calls in a thread of its own, from one connection at a time."""
 
-    def __init__(self, path: Path, arrived: Callable[[Call], None]) -> None:
+    def __init__(self, path: Path, arrived: Callable[[RankCall], None]) -> None:
         """Listen at `path`; `arrived` is called in the reading thread."""
         self._arrived = arrived
         self._connection: socket.socket | None = None
@@ -73,7 +73,7 @@ class RankRpcServer:
             with suppress(OSError):
                 connection.sendall(frame(answer))
 
-    def carry_out(self, call: Call, method: Callable[..., Any]) -> None:
+    def carry_out(self, call: RankCall, method: Callable[..., Any]) -> None:
         """Run `method` with the call's arguments and send the answer."""
         try:
             answer = Answer(call.number, method(*call.arguments))
@@ -90,7 +90,7 @@ class RankRpcServer:
                 self._connected.set()
                 while head := _receive_exactly(connection, 4):
                     body = _receive_exactly(connection, _body_length(head))
-                    self._arrived(msgspec.msgpack.decode(body, type=Call))
+                    self._arrived(msgspec.msgpack.decode(body, type=RankCall))
             self._connection = None
 
 
@@ -166,7 +166,7 @@ class RankRpcClient:
         waiting = [connection.expect(number) for connection in self._connections]
         try:
             for connection in receivers:
-                connection.send(Call(number, method, list(arguments)))
+                connection.send(RankCall(number, method, list(arguments)))
             answers = [await future for future in waiting]
         finally:
             for connection in self._connections:
@@ -227,7 +227,7 @@ class _Connection(asyncio.Protocol):
             future.exception()  # marks it as retrieved: it was raised already, or nobody needs it
         future.cancel()
 
-    def send(self, call: Call) -> None:
+    def send(self, call: RankCall) -> None:
         """Send a call, if the rank is still connected."""
         if self._transport is not None:
             self._transport.write(frame(call))
@@ -238,7 +238,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
 
-def frame(message: Call | Answer) -> bytes:
+def frame(message: RankCall | Answer) -> bytes:
     """Encode a message as it is sent over the socket."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body

@@ -25,7 +25,7 @@ import torch
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.engines.multi_process.parent_watch import exit_with_parent
-from rollout.engines.multi_process.rank_rpc import Call, RankRpcServer, socket_path
+from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.sglang.lora import trace_adapter
 from rollout.engines.sglang.memory import RankMemory, empty_cache, pin_nothing_without_gpu
 from rollout.engines.sglang.sampling import CARRIER, record_version, sample_with_dropped_tokens_masked
@@ -84,7 +84,7 @@ class SchedulerRank:
         self._memory: RankMemory | None = None
         self._recompute = False
         self._paused = False
-        self._arrived: deque[Call] = deque()
+        self._arrived: deque[RankCall] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         if scheduler.idle_sleeper is not None:
             scheduler.idle_sleeper.poller.register(self._wake, select.POLLIN)
@@ -93,7 +93,7 @@ class SchedulerRank:
         number = torch.distributed.get_rank()
         self._server = RankRpcServer(socket_path(Path(os.environ[DIRECTORY]), number), self._arrive)
 
-    def pull(self) -> list[Call]:
+    def pull(self) -> list[RankCall]:
         """Return the calls that have arrived since the last time."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
@@ -102,7 +102,7 @@ class SchedulerRank:
             calls.append(self._arrived.popleft())
         return calls
 
-    def run(self, call: Call) -> None:
+    def run(self, call: RankCall) -> None:
         """Carry out a call and answer it."""
         self._server.carry_out(call, lambda *arguments: METHODS[call.method](self, *arguments))
 
@@ -234,7 +234,7 @@ class SchedulerRank:
         if not (self._paused or self.weights.released):
             self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
-    def _arrive(self, call: Call) -> None:
+    def _arrive(self, call: RankCall) -> None:
         self._arrived.append(call)
         os.eventfd_write(self._wake, 1)
 
@@ -274,9 +274,9 @@ def _add_calls(requests: list[Any] | None, receiver: Any) -> list[Any] | None:
 
 def _run_calls(process: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
     """Handle requests as SGLang does, then run our calls that arrived with them."""
-    result = process(scheduler, [request for request in requests if not isinstance(request, Call)])
+    result = process(scheduler, [request for request in requests if not isinstance(request, RankCall)])
     for request in requests:
-        if isinstance(request, Call):
+        if isinstance(request, RankCall):
             _ranks[0].run(request)
     if _ranks and not requests:
         _ranks[0].wait_idle()

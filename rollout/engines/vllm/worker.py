@@ -22,7 +22,7 @@ from protocol.device.shared_layout import ROTARY
 from protocol.errors import EngineError
 from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
-from rollout.engines.multi_process.rank_rpc import Call, RankRpcServer, socket_path
+from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.multi_process.token_versions import TokenVersions
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.plain_layers import keep_weights_plain
@@ -84,7 +84,7 @@ class WorkerExtension:
             return {"pid": os.getpid(), "parent": os.getppid(), "error": f"{type(error).__name__}: {error}"}
         return {"pid": os.getpid(), "parent": os.getppid(), "error": "", "bytes": self._tether.bytes}
 
-    def _tether_called(self, call: Call) -> None:
+    def _tether_called(self, call: RankCall) -> None:
         methods: dict[str, Callable[..., Any]] = {
             "stage": self._tether_stage,
             "status": self._tether.status,

@@ -14,4 +14,4 @@ def test_a_scored_rollout_of_a_release_without_remarks_is_read() -> None:
     assert isinstance(new, ScoredRollout)
     assert message.remarks == ()
     assert new.remarks != ()
-    assert message.rollout == msgspec.structs.replace(new.rollout, branches=None)
+    assert message.rollout == msgspec.structs.replace(new.rollout, branches=None, calls=None)

@@ -57,7 +57,7 @@ def test_loopback_needs_no_keys(host: str) -> None:
 
 def test_ports_count_up_from_the_base() -> None:
     ports = {bind_address(topic, BusConfig(port_base=7000)).rpartition(":")[2] for topic in TOPICS.values()}
-    assert ports == {"7000", "7001", "7002"}
+    assert ports == {"7000", "7001", "7002", "7003"}
 
 
 def test_advertised_host_is_registered() -> None:

@@ -63,6 +63,24 @@ def test_send_returns_when_acknowledged(run_loop: Runner) -> None:
     run_loop(main())
 
 
+def test_send_returns_the_answer_and_a_repeat_is_answered_again(run_loop: Runner) -> None:
+    async def main() -> None:
+        async with (
+            receiver() as inbox,
+            sender(Registry({"ingest.1": inbox.endpoint})) as outbox,
+            asyncio.timeout(DEADLINE_S),
+        ):
+            for answer in (b"first", b"second"):
+                async with asyncio.TaskGroup() as group:
+                    sending = group.create_task(outbox.send(score(7), id="m1"))
+                    inbox.answer(await inbox.receive(), answer)
+                assert sending.result() == answer
+            assert outbox.outstanding == 0
+            assert outbox.stats.acked == inbox.stats.acked == 2
+
+    run_loop(main())
+
+
 def test_cancelled_receive_loses_nothing_under_load(run_loop: Runner) -> None:
     total = 3000
 

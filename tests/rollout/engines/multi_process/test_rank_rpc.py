@@ -13,7 +13,7 @@ from protocol.errors import EngineError
 from rollout.engines.multi_process.rank_rpc import (
     MAX_FRAME,
     Answer,
-    Call,
+    RankCall,
     RankRpcClient,
     RankRpcServer,
     frame,
@@ -23,7 +23,7 @@ from rollout.engines.multi_process.rank_rpc import (
 DEADLINE_S = 20
 
 
-def serve(directory: Path, rank: int, answer: Callable[[Call], Answer]) -> RankRpcServer:
+def serve(directory: Path, rank: int, answer: Callable[[RankCall], Answer]) -> RankRpcServer:
     """A rank that answers at once, from its reading thread."""
     servers: list[RankRpcServer] = []
     servers.append(RankRpcServer(socket_path(directory, rank), lambda call: servers[0].answer(answer(call))))
@@ -39,7 +39,7 @@ async def connected(directory: Path, ranks: int, on_lost: Callable[[], None] = l
 async def test_call_to_rank_zero_is_answered_by_every_rank(tmp_path: Path) -> None:
     other = RankRpcServer(socket_path(tmp_path, 1), lambda call: pytest.fail("rank 1 was asked"))
 
-    def both(call: Call) -> Answer:
+    def both(call: RankCall) -> Answer:
         other.answer(Answer(call.number, "one"))
         return Answer(call.number, [call.method, *call.arguments])
 
@@ -69,7 +69,7 @@ async def test_refusal_of_a_rank_is_an_error_with_its_message(tmp_path: Path) ->
 
 
 async def test_late_answer_of_a_cancelled_call_is_not_that_of_the_next(tmp_path: Path) -> None:
-    held: asyncio.Queue[Call] = asyncio.Queue()
+    held: asyncio.Queue[RankCall] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     server = RankRpcServer(socket_path(tmp_path, 0), lambda call: put(loop, held, call))
     calls = await connected(tmp_path, 1)
@@ -101,7 +101,7 @@ async def test_lost_rank_fails_waiting_calls_and_is_reported_once(tmp_path: Path
     calls.close()
 
 
-def put(loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[Call]", call: Call) -> None:
+def put(loop: asyncio.AbstractEventLoop, queue: "asyncio.Queue[RankCall]", call: RankCall) -> None:
     loop.call_soon_threadsafe(queue.put_nowait, call)
 
 
@@ -142,4 +142,4 @@ def test_calls_work_on_the_services_event_loop(tmp_path: Path) -> None:
 
 
 def test_frame_is_its_length_and_an_array() -> None:
-    assert frame(Call(1, "a", [])) == b"\x00\x00\x00\x05\x93\x01\xa1a\x90"
+    assert frame(RankCall(1, "a", [])) == b"\x00\x00\x00\x05\x93\x01\xa1a\x90"

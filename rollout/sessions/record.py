@@ -1,0 +1,181 @@
+"""Records the calls of one sample, each before it is answered, and answers those of an earlier lease again.
+
+A call is found by the hash of its request and that of its context, so a replayed session has the same tree as
+the one that was recorded.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import xxhash
+
+from protocol.errors import EpisodeError
+from protocol.messages import Call, Recalled
+from protocol.tensors import Array
+from rollout.engines.base import Completion
+from rollout.sessions.calls import ModelCall
+
+Key = tuple[str, str]
+"""Hash of a request and of its context."""
+
+
+class CallJournal(Protocol):
+    """Where the calls of a leased group are kept."""
+
+    async def recall(self, sample: int) -> Recalled:
+        """Return what earlier leases recorded of a sample; their holders cannot record any more."""
+
+    async def store(self, call: Call) -> None:
+        """Return when a call is on disk.
+
+        Raises:
+            EpisodeError: it never will be, such as one of a lost lease.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The lease under which the calls of a group are recorded."""
+
+    journal: CallJournal
+    group: int
+    token: str
+    epoch: str
+    engine: str
+    version: int
+    """That of the lease: of a recorded call with an older token nothing is trained."""
+
+    def sample(self, index: int) -> "SampleRecord":
+        """Return the record of a sample."""
+        return SampleRecord(self, index)
+
+
+@dataclass(slots=True)
+class SampleRecord:
+    """The recorded calls of one sample, over all its attempts; one attempt at a time uses it."""
+
+    recording: Recording
+    index: int
+    """Index of the sample in the group."""
+    replayed: int = 0
+    """Calls of the attempt that were answered from the record."""
+    _attempt: int = -1
+    _first: int = 0
+    """Number of the attempt's first call."""
+    _next: int = 0
+    _left: dict[Key, list[Call]] = field(default_factory=dict)
+    """Recorded calls that were not asked for again, by number."""
+    _again: dict[int, tuple[Key, Completion]] = field(default_factory=dict)
+    """Answers that nobody has seen, by number."""
+
+    async def begin(self, *, replayable: bool) -> None:
+        """Begin an attempt: the first one goes by the record, others begin anew.
+
+        Raises:
+            EpisodeError: there is a record, and the harness must not be run again.
+        """
+        self.replayed = 0
+        self._again.clear()
+        if self._attempt >= 0:
+            self._attempt, self._first, self._left = self._attempt + 1, self._next, {}
+            return
+        found = await self.recording.journal.recall(self.index)
+        if found.calls and not replayable:
+            raise EpisodeError(
+                "replay",
+                f"{len(found.calls)} calls were made before, and environment.options.replayable is off",
+            )
+        self._attempt, self._next = found.attempt, found.number
+        self._first = found.calls[0].number if found.calls else found.number
+        for call in found.calls:
+            self._left.setdefault((call.request, call.context), []).append(call)
+
+    @property
+    def left(self) -> int:
+        """Recorded calls of an earlier lease that were not asked for again."""
+        return sum(map(len, self._left.values()))
+
+    def take(self, key: Key) -> tuple[int, Completion] | None:
+        """Return number and answer of a recorded call; each is taken once, equal ones by number."""
+        for number, (known, completion) in self._again.items():
+            if known == key:
+                del self._again[number]
+                return number, completion
+        if not (found := self._left.get(key)):
+            return None
+        call = found.pop(0)
+        self.replayed += 1
+        return call.number, completion_of(call)
+
+    def put_back(self, number: int, key: Key, completion: Completion) -> None:
+        """Keep an answer that the harness has not seen, for when it asks again."""
+        self._again[number] = key, completion
+
+    async def keep(
+        self,
+        key: Key,
+        parent: ModelCall | None,
+        inserted: Sequence[int],
+        completion: Completion,
+        began_ms: int,
+    ) -> int:
+        """Record an answer, and return its number once it is on disk.
+
+        Cancelled, the call may be recorded or not; it is no part of the sample.
+        """
+        number, self._next = self._next, self._next + 1
+        lease = self.recording
+        await lease.journal.store(
+            Call(
+                group=lease.group,
+                token=lease.token,
+                epoch=lease.epoch,
+                engine=lease.engine,
+                sample=self.index,
+                attempt=self._attempt,
+                number=number,
+                parent=-1 if parent is None else parent.number,
+                inserted=Array.of(inserted, "int32"),
+                tokens=Array.of(completion.tokens, "int32"),
+                logprobs=Array.of(completion.logprobs, "float32"),
+                spans=Array.of(completion.spans, "int32"),
+                finish_reason=completion.finish_reason,
+                request=key[0],
+                context=key[1],
+                began_ms=began_ms,
+                ended_ms=now_ms(),
+            )
+        )
+        return number
+
+    def is_trained(self, completion: Completion) -> bool:
+        """Return whether an answer is of the lease's version or later ones, so that it may be trained."""
+        return all(version >= self.recording.version for _, version in completion.spans)
+
+    def without_place(self, placed: Sequence[int]) -> list[int]:
+        """Return the numbers of the attempt's other calls than those that are in the sample."""
+        return sorted(set(range(self._first, self._next)) - set(placed))
+
+
+def key_of(request: str, context: Sequence[int]) -> Key:
+    """Return what a call is found by: a text that holds all of its request, and the tokens it continues."""
+    tokens = np.array(context, dtype=np.int32).tobytes()
+    return xxhash.xxh3_128_hexdigest(request.encode()), xxhash.xxh3_128_hexdigest(tokens)
+
+
+def completion_of(call: Call) -> Completion:
+    """Return the answer of a recorded call, as the engine gave it."""
+    return Completion(
+        tokens=tuple(call.tokens.numpy().tolist()),
+        logprobs=tuple(call.logprobs.numpy().tolist()),
+        spans=tuple((int(end), int(version)) for end, version in call.spans.numpy()),
+        finish_reason=call.finish_reason,
+    )
+
+
+def now_ms() -> int:
+    """Return Unix time, ms."""
+    return time.time_ns() // 1_000_000

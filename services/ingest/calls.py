@@ -1,0 +1,158 @@
+"""Journals the calls of sessions: stores each before it is answered, and returns them to a later lease.
+
+The first message of a lease asks the ledger whether it holds its group; from then on the spool knows the
+holder, and refuses what another lease sends.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from protocol.codec import decode_payload, encode_payload
+from protocol.errors import ProtocolError, Reason, Refused, TetherError
+from protocol.messages import Call, Recall
+from protocol.rollout_view import MAX_GROUPS, checked_array, require
+from services.bus.receiver import Delivery, Receiver
+from services.runtime.process import Process
+from trainer.storage.calls import NOT_HELD, CallStore, recalled
+from trainer.storage.spool import Spool
+
+log = logging.getLogger("tether.calls")
+T = TypeVar("T")
+
+BATCH = 256
+"""Messages stored by one fsync."""
+RETRY_S = 1.0
+KEPT_S = 7200.0
+"""Seconds after its last call that a group without a record keeps its calls; the trainer forgets those of
+groups that it dropped or that are archived."""
+SWEEP_S = 60.0
+MAX_SAMPLES = 10**5
+LOST = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND})
+
+
+class CallAdmission:
+    """Takes messages from the edge `calls`, and acknowledges what is on disk."""
+
+    def __init__(self, process: Process, receiver: Receiver, spool: Spool) -> None:
+        self._process, self._receiver = process, receiver
+        self._store = CallStore(spool)
+        self._lease_ms = int(process.settings.rollout.lease_s * 1000)
+
+    async def journal_loop(self) -> None:
+        """Journal what arrives, in batches of what is waiting, until cancelled."""
+        while True:
+            batch = [await self._receiver.receive()]
+            while self._receiver.waiting and len(batch) < BATCH:
+                batch.append(await self._receiver.receive())
+            await self._put([delivery for delivery in batch if isinstance(delivery.message, Call)])
+            for delivery in batch:
+                if isinstance(delivery.message, Recall):
+                    await self._recall(delivery, delivery.message)
+
+    async def sweep_loop(self) -> None:
+        """Forget calls of groups that were dropped before they were scored, until cancelled."""
+        while True:
+            if count := await self._blocking(lambda: self._store.forget_older(KEPT_S)):
+                log.info("calls.forgotten calls=%d", count)
+            await asyncio.sleep(SWEEP_S)
+
+    async def _put(self, batch: Sequence[Delivery]) -> None:
+        """Store calls with one fsync, after asking the ledger about leases that the spool does not know."""
+        calls = [(item, call) for item in batch if (call := self._checked(item)) is not None]
+        for is_last in (False, True):
+            if not calls:
+                return
+            rows = [(call, encode_payload(call)) for _, call in calls]
+            reasons = await self._blocking(functools.partial(self._store.put_many, rows))
+            unknown = []
+            for (delivery, call), reason in zip(calls, reasons, strict=True):
+                if not reason:
+                    self._process.metrics.count("calls.stored")
+                    self._receiver.ack(delivery)
+                elif reason == NOT_HELD and not is_last:
+                    unknown.append((delivery, call))
+                else:
+                    self._refuse(delivery, reason)
+            calls = [item for item in unknown if await self._hold(item[0], item[1].group, item[1].token)]
+
+    async def _recall(self, delivery: Delivery, asked: Recall) -> None:
+        if not 0 <= asked.group < MAX_GROUPS or not 0 <= asked.sample < MAX_SAMPLES:
+            self._refuse(delivery, f"group {asked.group} or sample {asked.sample} is out of range")
+        elif await self._hold(delivery, asked.group, asked.token):
+            payloads = await self._blocking(lambda: self._store.of_sample(asked.group, asked.sample))
+            calls = [call for data in payloads if isinstance(call := decode_payload(data), Call)]
+            found = recalled(calls, asked.epoch)
+            self._process.metrics.count("calls.recalled", len(found.calls))
+            self._receiver.answer(delivery, encode_payload(found))
+
+    async def _hold(self, delivery: Delivery, group: int, token: str) -> bool:
+        """Ask the ledger whether a lease is held, and note it; else refuse the message.
+
+        The lease is extended by this, which is the only question about it that the ledger answers.
+        """
+        if await self._blocking(lambda: self._store.is_held(group, token)):
+            return True
+        try:
+            await self._process.ledger.extend(group, token, self._lease_ms)
+        except Refused as refusal:
+            if refusal.reason not in LOST:
+                raise
+            self._refuse(delivery, str(refusal))
+            return False
+        await self._blocking(lambda: self._store.hold(group, token))
+        return True
+
+    def _checked(self, delivery: Delivery) -> Call | None:
+        """Return a call that can be replayed; refuse any other."""
+        call = delivery.message
+        assert isinstance(call, Call)
+        try:
+            check_call(call)
+        except ProtocolError as error:
+            self._refuse(delivery, str(error))
+            return None
+        return call
+
+    def _refuse(self, delivery: Delivery, why: str) -> None:
+        self._process.metrics.count("calls.refused")
+        log.info("call.refused group=%d why=%s", delivery.envelope.group, why)
+        self._receiver.refuse(delivery, why)
+
+    async def _blocking(self, work: Callable[[], T]) -> T:
+        """Use the spool, repeatedly while the disk is full: senders keep what is not acknowledged."""
+        while True:
+            try:
+                return await asyncio.to_thread(work)
+            except TetherError as error:
+                self._process.metrics.count("spool.failed")
+                log.error("spool.failed error=%s", error)
+                with self._process.waiting("spool"):
+                    await asyncio.sleep(RETRY_S)
+
+
+def check_call(call: Call) -> None:
+    """Check a call's numbers and arrays against each other.
+
+    Raises:
+        ProtocolError: one is out of range or contradicts another; names group and field.
+    """
+    group = call.group
+    require(0 <= group < MAX_GROUPS, group, "group", "is out of range")
+    require(0 <= call.sample < MAX_SAMPLES, group, "sample", f"is {call.sample}")
+    require(0 <= call.attempt <= call.number, group, "attempt", f"is {call.attempt} of call {call.number}")
+    require(-1 <= call.parent < call.number, group, "parent", f"is {call.parent} of call {call.number}")
+    tokens = checked_array(group, "tokens", call.tokens, "int32", (None,))
+    inserted = checked_array(group, "inserted", call.inserted, "int32", (None,))
+    logprobs = checked_array(group, "logprobs", call.logprobs, "float32", (len(tokens),))
+    spans = checked_array(group, "spans", call.spans, "int32", (None, 2))
+    require(len(tokens) > 0 and bool((tokens >= 0).all()), group, "tokens", "are none, or negative")
+    require(bool((inserted >= 0).all()), group, "inserted", "has a negative token")
+    require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
+    ends = np.diff(spans[:, 0], prepend=0)
+    covers = len(spans) > 0 and bool((ends > 0).all()) and spans[-1, 0] == len(tokens)
+    require(covers and bool((spans[:, 1] >= 0).all()), group, "spans", f"do not cover {len(tokens)} tokens")

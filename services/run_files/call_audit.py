@@ -1,0 +1,216 @@
+"""Checks the calls of sessions: every trained token belongs to exactly one journalled call, and none is lost.
+
+It reads what is on disk: spool and archive. Of each group with calls it compares the record that was trained
+or waits to be with the journal.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec import decode_payload
+from protocol.errors import ProtocolError, SpoolError
+from protocol.messages import Call, Rollout, ScoredRollout
+from protocol.rollout_view import RowView, checked_array, decode_rollout
+from services.observability.printable import printable
+from trainer.storage.archive import Archive
+from trainer.storage.calls import CallStore
+from trainer.storage.spool import Spool
+
+MAX_VIOLATIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class CallAudit:
+    """What the calls of a run prove."""
+
+    calls: int
+    """Journalled calls that were compared."""
+    tokens: int
+    """Trained tokens that belong to one of them."""
+    violations: tuple[str, ...] = ()
+    """What contradicts the journal; each names group, sample and call."""
+
+
+def audit_calls(run_dir: Path) -> CallAudit:
+    """Compare all records on disk with the journal of their calls."""
+    calls = tokens = 0
+    violations: list[str] = []
+    for where, payloads, journalled in _parts(run_dir, violations):
+        by_group: dict[int, list[Call]] = {}
+        for data in journalled:
+            if (call := _call(data, where, violations)) is not None:
+                by_group.setdefault(call.group, []).append(call)
+        for data in payloads:
+            try:
+                message = decode_payload(data)
+            except ProtocolError as error:
+                violations.append(f"{where}: a record cannot be read: {error}")
+                continue
+            if isinstance(message, ScoredRollout):
+                known = by_group.get(message.rollout.group, [])
+                found, problems = check_group(message.rollout, known)
+                calls, tokens = calls + len(known), tokens + found
+                violations += [f"{where}: {problem}" for problem in problems]
+    return CallAudit(calls, tokens, tuple(violations[:MAX_VIOLATIONS]))
+
+
+def check_group(rollout: Rollout, journalled: Sequence[Call]) -> tuple[int, list[str]]:
+    """Compare a record with the calls of its group.
+
+    Returns:
+        Its trained tokens that belong to a call, and what is wrong.
+    """
+    group = f"group {rollout.group}"
+    if rollout.calls is None:
+        return 0, [f"{group}: has {len(journalled)} journalled calls, but its record names none"] * bool(
+            journalled
+        )
+    try:
+        rows = decode_rollout(rollout).rows
+        named = checked_array(rollout.group, "calls", rollout.calls, "int32", (None, 5)).tolist()
+    except ProtocolError as error:
+        return 0, [str(error)]
+    check = _GroupCheck(group, rows, {(call.sample, call.number): call for call in journalled})
+    for place in named:
+        check.compare(*place)
+    check.finish()
+    return check.tokens, check.problems
+
+
+class _GroupCheck:
+    """Compares the calls that a record names, one by one."""
+
+    def __init__(self, group: str, rows: Sequence[RowView], journalled: dict[tuple[int, int], Call]) -> None:
+        self.problems: list[str] = []
+        self.tokens = 0
+        self._group, self._rows, self._journalled = group, rows, journalled
+        self._named: set[tuple[int, int]] = set()
+        self._attempts: dict[int, int] = {}
+        """Sample -> attempt of its calls."""
+        self._covered: list[NDArray[np.int32]] = [np.zeros(len(row.tokens), np.int32) for row in rows]
+
+    def compare(self, sample: int, number: int, row: int, first: int, end: int) -> None:
+        """Compare one call with the tokens that are said to be its answer."""
+        name = f"{self._group}: call {number} of sample {sample}"
+        if (sample, number) in self._named:
+            self.problems.append(f"{name} is named twice")
+        self._named.add((sample, number))
+        if row == -1:
+            return
+        if not (0 <= row < len(self._rows) and 0 <= first < end <= len(self._rows[row].tokens)):
+            self.problems.append(f"{name} is at tokens {first} to {end} of row {row}, which are not there")
+            return
+        self._covered[row][first:end] += 1
+        if (call := self._journalled.get((sample, number))) is None:
+            self.problems.append(f"{name} is in the record, but was not journalled")
+            return
+        if self._attempts.setdefault(sample, call.attempt) != call.attempt:
+            self.problems.append(f"{name} is of attempt {call.attempt}, others are of another")
+        self._compare_tokens(name, call, self._rows[row], slice(first, end))
+
+    def _compare_tokens(self, name: str, call: Call, row: RowView, place: slice) -> None:
+        spans = call.spans.numpy()
+        versions = np.repeat(spans[:, 1], np.diff(spans[:, 0], prepend=0))
+        trained = row.sampled[place]
+        if trained.any() != trained.all():
+            self.problems.append(f"{name}: only some of its tokens are trained")
+        pairs: list[tuple[str, NDArray[Any], NDArray[Any]]] = [
+            ("tokens", call.tokens.numpy(), row.tokens),
+            ("versions", versions, row.versions),
+        ]
+        if trained.any():
+            self.tokens += int(trained.sum())
+            pairs.append(("log-probabilities", call.logprobs.numpy(), row.logprobs))
+        for what, journalled, found in pairs:
+            if not np.array_equal(journalled, found[place]):
+                self.problems.append(f"{name}: {what} of the record are not those of the journal")
+
+    def finish(self) -> None:
+        """Check that every trained token was named once, and every call of the trained attempts."""
+        for index, (row, covered) in enumerate(zip(self._rows, self._covered, strict=True)):
+            for wrong, problem in (
+                (row.sampled & (covered == 0), "of no journalled call"),
+                (covered > 1, "of two calls"),
+            ):
+                if wrong.any():
+                    at = int(wrong.argmax())
+                    self.problems.append(f"{self._group}: token {at} of row {index} is {problem}")
+        for (sample, number), call in self._journalled.items():
+            if self._attempts.get(sample) == call.attempt and (sample, number) not in self._named:
+                self.problems.append(f"{self._group}: call {number} of sample {sample} is lost")
+
+
+def calls_of_group(run_dir: Path, group: int) -> list[Call]:
+    """Return the journalled calls of a group by sample and number, from spool or archive."""
+    found: list[Call] = []
+    problems: list[str] = []
+    for where, _, journalled in _parts(run_dir, problems):
+        calls = [_call(data, where, problems) for data in journalled]
+        found += [call for call in calls if call is not None and call.group == group]
+    return sorted(found, key=lambda call: (call.sample, call.number))
+
+
+def render_calls(calls: Sequence[Call]) -> str:
+    """Return the journalled calls of a group, a line for each; empty if there are none."""
+    return "".join(
+        f"{_clock(call.began_ms)}  +{(call.ended_ms - call.began_ms) / 1e3:.3f} s  call     "
+        f"sample {call.sample}  number {call.number}  after {call.parent}  attempt {call.attempt}  "
+        f"tokens {call.tokens.shape[0]}  versions {_versions(call)}  engine {printable(call.engine)}  "
+        f"token {printable(call.token)}\n"
+        for call in calls
+    )
+
+
+def _call(data: bytes, where: str, violations: list[str]) -> Call | None:
+    """Return a journalled call whose arrays fit together; else report it."""
+    try:
+        call = decode_payload(data)
+        if not isinstance(call, Call):
+            raise ProtocolError(f"is a {type(call).__name__}")
+        group, count = call.group, len(checked_array(call.group, "tokens", call.tokens, "int32", (None,)))
+        checked_array(group, "logprobs", call.logprobs, "float32", (count,))
+        spans = checked_array(group, "spans", call.spans, "int32", (None, 2))
+        if not len(spans) or spans[-1, 0] != count or (np.diff(spans[:, 0], prepend=0) <= 0).any():
+            raise ProtocolError(f"group {group}: spans of call {call.number} do not cover its tokens")
+    except ProtocolError as error:
+        violations.append(f"{where}: a journalled call cannot be read: {error}")
+        return None
+    return call
+
+
+def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable[bytes], Iterable[bytes]]]:
+    """Yield records and calls that lie together: those of the spool, then each archived step's."""
+    archive = Archive(run_dir / "archive")
+    archived: set[int] = set()
+    for step in archive.steps():
+        try:
+            found = archive.read(step)
+        except SpoolError as error:
+            violations.append(str(error))
+            continue
+        archived |= {record.group for record in found.records}
+        yield f"step {step}", [record.payload for record in found.records], found.calls
+    path = run_dir / "spool.sqlite"
+    if path.is_file():
+        try:
+            with closing(Spool(path, read_only=True)) as spool:
+                store = CallStore(spool)
+                groups = [group for group in store.record_groups() if group not in archived]
+                yield "spool", spool.find(groups), store.of_groups({*groups, *store.groups()} - archived)
+        except SpoolError as error:
+            violations.append(str(error))
+
+
+def _versions(call: Call) -> str:
+    return ",".join(str(version) for version in sorted({int(v) for v in call.spans.numpy()[:, 1]}))
+
+
+def _clock(ms: int) -> str:
+    return datetime.fromtimestamp(ms / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]

@@ -1,0 +1,105 @@
+"""An episode of many turns whose calls are journalled in a spool, and which can be abandoned at any call."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol.codec import decode_payload, encode_payload
+from protocol.errors import EpisodeError
+from protocol.messages import Call, Recalled, Rollout
+from rollout.engines.base import Completion
+from rollout.prompts.base import Prompt
+from rollout.sessions.environment import sample_of
+from rollout.sessions.record import Recording, SampleRecord
+from rollout.sessions.requests import read_chat
+from rollout.sessions.session import CallAnswer, Session, SessionLimits
+from rollout.trajectory import assemble
+from tests.rollout.sessions.chats import renderer
+from trainer.storage.calls import CallStore, recalled
+
+
+class Killed(Exception):
+    """The worker ends here."""
+
+
+@dataclass
+class Journal:
+    """Calls of group 1 in a spool, as the ingest keeps them."""
+
+    store: CallStore
+    token: str
+    epoch: str = "e"
+    kill_at: int = -1
+    """Number of the call that is on disk when the worker dies, without having been answered."""
+
+    async def recall(self, sample: int) -> Recalled:
+        self.store.hold(1, self.token)
+        calls = [decode_payload(data) for data in self.store.of_sample(1, sample)]
+        return recalled([call for call in calls if isinstance(call, Call)], self.epoch)
+
+    async def store_call(self, call: Call) -> None:
+        if why := self.store.put_many([(call, encode_payload(call))])[0]:
+            raise EpisodeError("replay", why)
+        if call.number == self.kill_at:
+            raise Killed
+
+
+@dataclass
+class Worker:
+    """One worker's attempt at the sample, under a lease of its own."""
+
+    store: CallStore
+    token: str
+    version: int = 3
+    epoch: str = "e"
+    kill_at: int = -1
+    generated: list[tuple[int, ...]] = field(default_factory=list)
+
+    def record(self) -> SampleRecord:
+        journal = _Adapter(Journal(self.store, self.token, self.epoch, self.kill_at))
+        return Recording(journal, 1, self.token, self.epoch, f"engine-{self.token}", self.version).sample(0)
+
+    def session(self, record: SampleRecord) -> Session:
+        return Session(self.generate, renderer("tool use"), SessionLimits(), record=record)
+
+    async def generate(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+        said = (len(tokens) % 7 + 3, len(self.token) + 5, len(self.generated) % 5 + 3)
+        self.generated.append(said)
+        return Completion(said, (-0.5, -0.25, -1.0), ((3, self.version),), "stop")
+
+
+class _Adapter:
+    """Names the methods as `CallJournal` does."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.recall, self.store = journal.recall, journal.store_call
+
+
+async def ask(session: Session, messages: list[Any]) -> CallAnswer:
+    """Make one call."""
+    return await session.answer(session.begin(read_chat({"messages": messages}, override=False)))
+
+
+async def play(session: Session, turns: int, swerve: int = -1) -> list[tuple[int, ...]]:
+    """Play the turns of a deterministic harness; from turn `swerve` on it says something else."""
+    messages: list[Any] = [{"role": "user", "content": "begin"}]
+    answers = []
+    for turn in range(turns):
+        answer = await ask(session, messages)
+        answers.append(answer.call.completion.tokens)
+        said = "other" if 0 <= swerve <= turn else f"turn {turn}"
+        messages += [answer.message, {"role": "user", "content": said}]
+    return answers
+
+
+def rollout_of(session: Session, token: str) -> Rollout:
+    """Return the message of the group, with this sample alone."""
+    return assemble(
+        Prompt("q"), (1, 2, 3), [sample_of(session, 1.0)], ["said"],
+        group=1, token=token, engine="e", generate_s=0.0,
+    )  # fmt: skip
+
+
+def run(coroutine: Any) -> Any:
+    """Run a coroutine to its end."""
+    return asyncio.run(coroutine)

@@ -1,0 +1,18 @@
+"""What `tether verify` reads and prints."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError
+from services.tools.verification import render_verification, verify_run
+
+
+def test_a_directory_without_a_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="give the directory of a run"):
+        verify_run(tmp_path)
+
+
+def test_violations_are_counted_and_listed() -> None:
+    text = render_verification({"steps": 2, "violations": ["a", "b"]})
+    assert text == "steps 2  violations 2\nviolation: a\nviolation: b"

@@ -1,0 +1,59 @@
+"""Stores calls: by their holder, once, bounded, and forgotten."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from protocol.codec import encode_payload
+from protocol.messages import Call, Recalled
+from tests.protocol.samples import CALL
+from trainer.storage import calls
+from trainer.storage.calls import FULL, NOT_HELD, CallStore, recalled
+from trainer.storage.spool import Spool
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CallStore]:
+    with closing(Spool(tmp_path / "spool.sqlite")) as spool:
+        yield CallStore(spool)
+
+
+def put(store: CallStore, *made: Call) -> list[str]:
+    return store.put_many([(call, encode_payload(call)) for call in made])
+
+
+def test_only_the_holder_adds_calls(store: CallStore) -> None:
+    assert put(store, CALL) == [NOT_HELD]
+    store.hold(7, CALL.token)
+    assert put(store, CALL, CALL) == ["", ""]
+    store.hold(7, "later")
+    assert put(store, CALL, replace(CALL, token="later", number=2)) == [NOT_HELD, ""]
+    assert (store.is_held(7, CALL.token), store.is_held(7, "later")) == (False, True)
+    assert len(store.of_sample(7, 0)) == 2
+
+
+def test_a_sample_has_a_bounded_record(store: CallStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "MAX_CALLS", 2)
+    store.hold(7, CALL.token)
+    made = [replace(CALL, number=number) for number in range(3)]
+    assert put(store, *made) == ["", "", FULL]
+    assert put(store, replace(CALL, sample=1)) == [""]
+
+
+def test_calls_without_a_record_are_forgotten_after_a_while(store: CallStore) -> None:
+    for group in (7, 8):
+        store.hold(group, CALL.token)
+        put(store, replace(CALL, group=group))
+    assert store.forget_older(3600) == 0
+    assert store.forget_older(-3600) == 2
+    assert store.groups() == []
+
+
+def test_the_last_attempt_of_the_same_epoch_is_recalled() -> None:
+    first, second = replace(CALL, number=0), replace(CALL, number=1, attempt=1)
+    assert recalled([], "e1") == Recalled()
+    assert recalled([first, second], "e1") == Recalled(calls=(second,), attempt=1, number=2)
+    assert recalled([first, second], "e2") == Recalled(attempt=2, number=2)

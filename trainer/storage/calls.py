@@ -1,0 +1,117 @@
+"""Stores the calls of sessions in the spool, by group, sample and number.
+
+Only the lease that `hold` named last may add calls to a group: what an older lease sends is not stored. What
+a method wrote is on disk when it returns.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+
+from protocol.messages import Call, Recalled
+from trainer.storage.spool import Spool
+
+MAX_CALLS = 10_000
+"""Recorded calls of a sample."""
+MAX_BYTES = 64 << 20
+"""Bytes of a sample's recorded calls."""
+NOT_HELD = "not_held"
+FULL = f"full: a sample has at most {MAX_CALLS} recorded calls and {MAX_BYTES >> 20} MiB"
+ANOTHER = "another call with this number is recorded"
+
+
+class CallStore:
+    """The recorded calls in a spool; safe to use from several threads and processes. Every method blocks."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+
+    def hold(self, group: int, token: str) -> None:
+        """Let the lease `token`, and no other, add calls to a group from now on."""
+        with self._spool.transaction("write") as connection:
+            connection.execute("INSERT OR REPLACE INTO call_leases VALUES (?, ?)", (group, token))
+
+    def put_many(self, calls: Sequence[tuple[Call, bytes]]) -> list[str]:
+        """Store calls, each with its encoded message, with one fsync; returns why each was not stored.
+
+        The reason is empty for a stored call, also if it was stored before; else `NOT_HELD`, `FULL` or
+        `ANOTHER`.
+
+        Raises:
+            SpoolError: the disk is full, or the file cannot be written; nothing was stored.
+        """
+        now = time.time_ns() // 1_000_000
+        with self._spool.transaction("write") as connection:
+            return [_put(connection, call, payload, now) for call, payload in calls]
+
+    def of_sample(self, group: int, sample: int) -> list[bytes]:
+        """Return the encoded calls of a sample by number."""
+        query = "SELECT payload FROM calls WHERE grp = ? AND sample = ? ORDER BY number"
+        with self._spool.transaction("read", "BEGIN") as connection:
+            return [row[0] for row in connection.execute(query, (group, sample))]
+
+    def of_groups(self, groups: Iterable[int]) -> list[bytes]:
+        """Return the encoded calls of groups, by group, sample and number."""
+        query = "SELECT payload FROM calls WHERE grp = ? ORDER BY sample, number"
+        with self._spool.transaction("read", "BEGIN") as connection:
+            return [row[0] for group in sorted(set(groups)) for row in connection.execute(query, (group,))]
+
+    def is_held(self, group: int, token: str) -> bool:
+        """Return whether a lease may add calls to a group."""
+        with self._spool.transaction("read", "BEGIN") as connection:
+            query = "SELECT 1 FROM call_leases WHERE grp = ? AND token = ?"
+            return connection.execute(query, (group, token)).fetchone() is not None
+
+    def record_groups(self) -> list[int]:
+        """Return the groups that have a record."""
+        with self._spool.transaction("read", "BEGIN") as connection:
+            return [row[0] for row in connection.execute("SELECT DISTINCT grp FROM records ORDER BY grp")]
+
+    def groups(self) -> list[int]:
+        """Return the groups that have recorded calls."""
+        with self._spool.transaction("read", "BEGIN") as connection:
+            return [row[0] for row in connection.execute("SELECT DISTINCT grp FROM calls ORDER BY grp")]
+
+    def forget_older(self, seconds: float) -> int:
+        """Delete the calls of groups without a record whose last call is older; returns how many calls."""
+        before = time.time_ns() // 1_000_000 - int(seconds * 1000)
+        with self._spool.transaction("write") as connection:
+            old = connection.execute(
+                "SELECT grp FROM calls WHERE grp NOT IN (SELECT grp FROM records) "
+                "GROUP BY grp HAVING MAX(stored_ms) < ?",
+                (before,),
+            ).fetchall()
+            connection.executemany("DELETE FROM call_leases WHERE grp = ?", old)
+            return connection.executemany("DELETE FROM calls WHERE grp = ?", old).rowcount if old else 0
+
+
+def recalled(calls: Sequence[Call], epoch: str) -> Recalled:
+    """Return the calls of the last attempt if they are of `epoch`, and the numbers of what comes next."""
+    if not calls:
+        return Recalled()
+    attempt, number = max(call.attempt for call in calls), max(call.number for call in calls) + 1
+    last = tuple(call for call in calls if call.attempt == attempt)
+    if all(call.epoch == epoch for call in last):
+        return Recalled(calls=last, attempt=attempt, number=number)
+    return Recalled(attempt=attempt + 1, number=number)
+
+
+def _put(connection: sqlite3.Connection, call: Call, payload: bytes, now: int) -> str:
+    place = (call.group, call.sample)
+    holder = connection.execute("SELECT token FROM call_leases WHERE grp = ?", place[:1]).fetchone()
+    if holder is None or holder[0] != call.token:
+        return NOT_HELD
+    known = connection.execute(
+        "SELECT payload FROM calls WHERE grp = ? AND sample = ? AND number = ?", (*place, call.number)
+    ).fetchone()
+    if known is not None:
+        return "" if known[0] == payload else ANOTHER
+    count, size = connection.execute(
+        "SELECT COUNT(*), COALESCE(SUM(LENGTH(payload)), 0) FROM calls WHERE grp = ? AND sample = ?", place
+    ).fetchone()
+    if count >= MAX_CALLS or size + len(payload) > MAX_BYTES:
+        return FULL
+    connection.execute(
+        "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?)", (*place, call.number, call.token, payload, now)
+    )
+    return ""
