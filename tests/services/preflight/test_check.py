@@ -123,6 +123,14 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
             ["setting reward.verifiers: exact_match: there is no verifier 'math' to fall back to"],
         ),
         (['environment.name="multi_turn"'], ["setting environment.name", "not known"]),
+        (
+            [
+                'environment.name="agent"',
+                'engine.python="/nothing/python"',
+                'environment.options={function="tests.rollout.environments.agents:plays",tool_syntax="sglang:x"}',
+            ],
+            ["the parsers of sglang cannot be started", "/nothing/python"],
+        ),
         (['render.stop=["12"]'], ["setting render.stop", "2 tokens"]),
         (["render.max_prompt_tokens=1", 'render.suffix="00"'], ["all of the first 16 prompts are too long"]),
         (['prompts.path="/nowhere.jsonl"'], ["/nowhere.jsonl"]),
