@@ -76,17 +76,15 @@ async def generate_group(
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
     """
-    began = time.perf_counter()
-    prompt_tokens = renderer.prompt_tokens(prompt)
+    began, prompt_tokens = time.perf_counter(), renderer.prompt_tokens(prompt)
     episodes = Episodes(
         environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report, ended,
         recording,
     )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
-    generate_s = time.perf_counter() - began
     return assemble(
         prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
-        group=group, token=token, engine=engine_name, generate_s=generate_s,
+        group=group, token=token, engine=engine_name, generate_s=time.perf_counter() - began,
     )  # fmt: skip
 
 

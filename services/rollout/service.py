@@ -57,9 +57,8 @@ async def serve(process: Process) -> None:
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     add_user_modules(settings)
     environment = await asyncio.to_thread(make_environment, settings.environment)
-    check_open_files(
-        settings.rollout.groups_in_flight, settings.sampling.samples_per_prompt, environment.files_per_sample
-    )
+    group_size = settings.sampling.samples_per_prompt
+    allow_open_files(settings.rollout.groups_in_flight, group_size, environment.files_per_sample)
     environment.answered_by(settings.engine)
     described = settings.weights.transport == TRANSPORT
     shared = description_file(settings.run_dir, process.incarnation) if described else None
@@ -94,8 +93,8 @@ async def serve(process: Process) -> None:
             device.close()
 
 
-def check_open_files(groups: int, samples: int, each: int) -> None:
-    """Compare what the sessions of a full worker need with the limit of the process.
+def allow_open_files(groups: int, samples: int, each: int) -> None:
+    """Raise the limit of the process to what the sessions of a full worker need.
 
     Args:
         groups: `rollout.groups_in_flight`.
@@ -103,16 +102,19 @@ def check_open_files(groups: int, samples: int, each: int) -> None:
         each: descriptors of one sample, see `Environment.files_per_sample`.
 
     Raises:
-        SettingsError: the limit is lower.
+        SettingsError: the process may not raise it as far.
     """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = RESERVED_FILES + groups * samples * each
-    if each and soft != resource.RLIM_INFINITY and needed > soft:
+    if not each or soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
         raise SettingsError(
             f"setting rollout.groups_in_flight: {groups} groups of {samples} samples are {groups * samples} "
-            f"open sessions, which need {needed} open files, and this process may have {soft}: raise that "
+            f"open sessions, which need {needed} open files, and this process may have {hard}: raise that "
             f"limit (`ulimit -n {needed}`), or lower groups_in_flight"
         )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 async def _start(process: Process, engine: Engine) -> None:

@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig, Occupancy
 from rollout.engines.scripted import ScriptedEngine
-from services.rollout.service import RESERVED_FILES, check_open_files, read_occupancy
+from services.rollout.service import RESERVED_FILES, allow_open_files, read_occupancy
 
 
 class Silent(ScriptedEngine):
@@ -34,12 +34,23 @@ async def test_occupancy_of_an_engine_that_does_not_say_is_not_known(tmp_path: P
 
 
 def test_too_few_open_files_are_refused_with_both_remedies() -> None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = RESERVED_FILES + 2 * soft
-    with pytest.raises(SettingsError, match=rf"may have {soft}.*`ulimit -n {needed}`.*lower"):
-        check_open_files(soft, 2, 1)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = RESERVED_FILES + 2 * hard
+    with pytest.raises(SettingsError, match=rf"may have {hard}.*`ulimit -n {needed}`.*lower"):
+        allow_open_files(hard, 2, 1)
+
+
+def test_a_limit_that_may_be_raised_is_raised() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = RESERVED_FILES + 2 * 3
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed - 1, limits[1]))
+    try:
+        allow_open_files(2, 1, 3)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == needed
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_samples_without_connections_need_no_files() -> None:
-    check_open_files(10**6, 10**5, 0)
-    check_open_files(1, 8, 3)
+    allow_open_files(10**6, 10**5, 0)
+    allow_open_files(1, 8, 3)
