@@ -33,16 +33,15 @@ async def test_occupancy_of_an_engine_that_does_not_say_is_not_known(tmp_path: P
     assert await read_occupancy(Silent(EngineConfig(name="scripted"), tmp_path, "s"), 0.01) == Occupancy()
 
 
-def test_too_few_open_files_are_refused_with_both_remedies() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = RESERVED_FILES + 2 * hard
-    with pytest.raises(SettingsError, match=rf"may have {hard}.*`ulimit -n {needed}`.*lower"):
-        allow_open_files(hard, 2, 1)
+def test_too_few_open_files_are_refused_with_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
+    needed = RESERVED_FILES + 2 * 1024
+    with pytest.raises(SettingsError, match=rf"may have 1024.*`ulimit -n {needed}`.*lower"):
+        allow_open_files(1024, 2, 1)
 
 
 def test_a_limit_that_may_be_raised_is_raised() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = RESERVED_FILES + 2 * 3
+    limits, needed = resource.getrlimit(resource.RLIMIT_NOFILE), RESERVED_FILES + 2 * 3
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed - 1, limits[1]))
     try:
         allow_open_files(2, 1, 3)
