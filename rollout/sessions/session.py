@@ -166,8 +166,8 @@ class Session:
 
     def withdraw(self, begun: Begun, call: ModelCall) -> None:
         """Forget an answer that could not be written; a recorded one is given to who asks the same again."""
-        if self.tree.withdraw(call) and self.record is not None:
-            self.record.put_back(call.number, begun.key(), call.completion)
+        if self.tree.withdraw(call):
+            self._put_back(begun, call.number, call.completion)
 
     def end(self, reason: str) -> None:
         """Answer no call any more; those that run are ended. The first reason counts."""
@@ -186,6 +186,10 @@ class Session:
                 task = tasks.create_task(self._answered_once(begun), name="session.call")
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
+        except asyncio.CancelledError:
+            if not task.cancelled() and task.exception() is None:  # both ended at once
+                self._put_back(begun, *task.result()[:2])
+            raise
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             if isinstance(first, EpisodeOver):
@@ -204,14 +208,26 @@ class Session:
         if asked.dialogue is None:
             return number, completion, ReadAnswer("")
         tools = asked.dialogue.tools if asked.tools else ()
-        read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
+        try:
+            read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
+        except BaseException:
+            self._put_back(begun, number, completion)
+            raise
         return number, completion, read
+
+    def _put_back(self, begun: Begun, number: int, completion: Completion) -> None:
+        """Keep a recorded answer that was not given, for who asks the same again."""
+        if self.record is not None:
+            self.record.put_back(number, begun.key(), completion)
 
     async def _recorded(self, begun: Begun) -> tuple[int, Completion]:
         """Answer from the record, or generate and record."""
         if self.record is None:
             return -1, await self._generate_once(begun)
-        if (known := self.record.take(key := begun.key())) is not None:
+        key = begun.key()
+        if (unseen := await self.record.unseen(key)) is not None:
+            return unseen
+        if (known := self.record.take(key)) is not None:
             getattr(self._generate, "count_replayed", _ignored)(known[1])
             return known
         began_ms = now_ms()
