@@ -14,7 +14,7 @@ from rollout.engines.base import Completion
 from rollout.environments.base import EpisodeOver, Generate
 from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
-from rollout.sessions.calls import CallTree, ModelCall, context_tokens
+from rollout.sessions.calls import CallTree, ModelCall, TextEnd, context_tokens, text_end
 from rollout.sessions.messages import read_message
 from rollout.sessions.record import SampleRecord, key_of, now_ms
 from rollout.sessions.refusal import RequestRefused, invalid
@@ -148,7 +148,7 @@ class Session:
         asked = begun.asked
         also: int | None = None
         if asked.dialogue is None:
-            end: int | str = _ending(begun, text, self._renderer)
+            end: int | TextEnd = _ending(begun, text, self._renderer)
         else:
             message = _message(read, begun.context, completion)
             reason = "tool_calls" if read.calls and reason == "stop" else reason
@@ -274,10 +274,10 @@ def _begun(asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...]) ->
     return Begun(asked, parent, inserted, context_tokens(parent, inserted))
 
 
-def _ending(begun: Begun, text: str, renderer: Renderer) -> str:
-    """Return the text of prompt and answer, with which a prompt begins that continues them."""
+def _ending(begun: Begun, text: str, renderer: Renderer) -> TextEnd:
+    """Return the end of prompt and answer, with which a prompt begins that continues them."""
     prompt = begun.asked.prompt
-    return (prompt if isinstance(prompt, str) else renderer.text(prompt)) + text
+    return text_end((prompt if isinstance(prompt, str) else renderer.text(prompt)) + text)
 
 
 def _message(read: ReadAnswer, context: tuple[int, ...], completion: Completion) -> dict[str, Any]:
