@@ -10,7 +10,6 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.ranges import ranges_of
 from protocol.staleness import Bound, Policy
-from rollout.environments.registry import OF_SESSIONS
 from services.settings.load import dump_settings, load_settings
 from services.settings.reference import sections
 from services.settings.sections import Settings
@@ -253,10 +252,6 @@ def test_a_name_that_does_not_exist_is_answered_with_those_that_do(dotted: str, 
             "engine 'scripted' does not record which experts it chose; use hf, megatron, sglang or vllm",
         ),
         (["engine.name=hf", "trainer.backend=reference"], "backend 'reference' cannot replay routing"),
-        *(
-            (["engine.name=hf", f"environment.name={name}"], f"environment '{name}' does not record experts")
-            for name in OF_SESSIONS
-        ),
     ],
 )
 def test_routing_that_nobody_records_or_replays_is_refused(changes: list[str], problem: str) -> None:
