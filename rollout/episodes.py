@@ -6,6 +6,7 @@ is what no other attempt would change: a dead engine, or a prompt that does not 
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from rollout.sessions.record import Recording, SampleRecord
 
 FAILURES = ("call_s", "episode_s", "length", "replay", "error")
 """Reasons of failed episodes: a time limit of `[environment]`; an environment did not handle that no turn or
-room was left; its harness must not be run again; any exception of the environment."""
+room was left; its harness must not be run again, or nothing of its recorded calls may be trained; any
+exception of the environment."""
 MAX_ERROR = 500
 """Characters of an error that are reported."""
 
@@ -211,9 +213,10 @@ class Episodes:
         began = time.monotonic()
         recorded = self.recording is not None and self.environment.has_calls
         record = self.recording.sample(index) if self.recording is not None and recorded else None
-        for attempt in range(self.config.attempts):
+        last = self.config.attempts
+        for attempt in itertools.count():
             left_s = began + self.config.episode_s - time.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 or attempt >= last:
                 break
             ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
             calls = ModelCalls(
@@ -223,6 +226,7 @@ class Episodes:
             if isinstance(result, Sample):
                 return result
             failed = result
+            last += result.reason == "replay" and record is not None and record.replayed > 0
         return failed
 
     async def _reported(
@@ -274,6 +278,9 @@ class Episodes:
             raise EpisodeError("episode_s", calls.ended)
         if failure is not None:
             raise failure
+        if isinstance(sample, Sample) and not sample.is_trained() and calls.record and calls.record.replayed:
+            text = "all of its calls are of versions before its lease, so none may be trained: it begins anew"
+            raise EpisodeError("replay", text)
         if not isinstance(sample, Sample) or not sample.is_trained():
             raise EpisodeError("error", "the environment returned no sample with tokens of the model")
         return sample

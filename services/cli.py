@@ -200,7 +200,7 @@ def trace(
     from services.ledger.event_log.reader import read_events
     from services.ledger.event_log.trace import render_trace
     from services.ledger.event_log.trace import trace as trace_group
-    from services.run_files.call_audit import calls_of_group, render_calls
+    from services.run_files.call_audit import call_facts, calls_of_group, render_calls
     from services.tools.samples import render_samples, samples_of_trace
 
     moments = trace_group(read_events(run_dir / FILE), group)
@@ -209,14 +209,14 @@ def trace(
             f"group {group} is not in the log of {run_dir}: "
             "it was never leased, or its events are not archived yet"
         )
-    facts = [dataclasses.asdict(moment) for moment in moments]
+    found = calls_of_group(run_dir, group)
+    facts = [*(dataclasses.asdict(moment) for moment in moments), *call_facts(found)]
     if as_json:
         _show(facts, as_json, str)
         return
     samples = samples_of_trace(run_dir, group, moments)
     text = samples if isinstance(samples, str) else render_samples(samples)
-    calls = render_calls(calls_of_group(run_dir, group))
-    _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{calls}{text}")
+    _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{render_calls(found)}{text}")
 
 
 @app.command()

@@ -19,6 +19,8 @@ ENVIRONMENTS = (
     "verifiers",
 )
 """Modules in `rollout/environments/`, each with a dataclass `Options` and a callable `make` that takes it."""
+OF_SESSIONS = ("agent", "command", "server", "verifiers")
+"""Those whose harness talks to a URL."""
 ON_DATA = "given"
 """The environment whose samples come with the data."""
 

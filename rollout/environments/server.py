@@ -36,7 +36,7 @@ class Options(SessionOptions):
 class ServerAnswer(msgspec.Struct, frozen=True):
     """What the server says of an episode."""
 
-    reward: float | None = None
+    reward: float | None
     """None: verifiers score the last answer of the model."""
 
 

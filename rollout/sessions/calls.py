@@ -5,7 +5,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import xxhash
+
 from rollout.engines.base import Completion
+
+TextEnd = tuple[int, int]
+"""Length and hash of a text: a call does not keep its prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,9 +26,9 @@ class ModelCall:
     """Tokens of what the harness added, with the beginning of the answer's turn."""
     completion: Completion
     """The answer, as it was sampled."""
-    end: int | str
-    """What a request begins with that continues this call: the key behind the answer, or the text of a
-    completion, prompt and answer."""
+    end: int | TextEnd
+    """What a request begins with that continues this call: the key behind the answer, or the end of the text
+    of a completion, prompt and answer."""
     also: int | None = None
     """Another such key: behind the answer without its thoughts, which most clients leave out."""
     number: int = -1
@@ -43,6 +48,11 @@ class ModelCall:
         return tuple(itertools.chain.from_iterable(_pieces(self)))
 
 
+def text_end(text: str) -> TextEnd:
+    """Return what a completion with this text, prompt and answer, is found by."""
+    return len(text), xxhash.xxh3_128_intdigest(_bytes(text))
+
+
 def context_tokens(parent: ModelCall | None, inserted: tuple[int, ...]) -> tuple[int, ...]:
     """Return what a call is to continue: the tokens of `parent`, and those that were inserted."""
     if parent is None:
@@ -55,7 +65,7 @@ class CallTree:
     """The calls of a session in the order of their answers."""
 
     calls: list[ModelCall] = field(default_factory=list)
-    _by_end: dict[int | str, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
+    _by_end: dict[int | TextEnd, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
     _next: dict[int, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
     """`id` of a call, or of None -> the calls that continue it."""
 
@@ -94,11 +104,16 @@ class CallTree:
 
     def continued_text(self, prompt: str) -> tuple[ModelCall | None, str]:
         """Find the completion that a text prompt continues, and return it with the rest of the prompt."""
-        ends = [end for end in self._by_end if isinstance(end, str) and prompt.startswith(end)]
-        if not ends:
-            return None, prompt
-        longest = max(ends, key=len)
-        return self._by_end[longest][-1], prompt.removeprefix(longest)
+        best, rest = None, prompt
+        hashed, at = xxhash.xxh3_128(), 0
+        for length in sorted({end[0] for end in self._by_end if isinstance(end, tuple)}):
+            if length > len(prompt):
+                break
+            hashed.update(_bytes(prompt[at:length]))
+            at = length
+            if found := self._by_end.get((length, hashed.intdigest())):
+                best, rest = found[-1], prompt[length:]
+        return best, rest
 
     def continued_tokens(self, tokens: tuple[int, ...]) -> tuple[ModelCall | None, int]:
         """Find the call that a request of tokens continues: the longest one, of equal ones the last.
@@ -140,5 +155,9 @@ def _pieces(call: ModelCall) -> list[tuple[int, ...]]:
     return [piece for each in call.path() for piece in (each.inserted, each.completion.tokens)]
 
 
-def _ends(call: ModelCall) -> Sequence[int | str]:
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _ends(call: ModelCall) -> Sequence[int | TextEnd]:
     return (call.end,) if call.also is None else (call.end, call.also)

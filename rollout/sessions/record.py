@@ -4,6 +4,7 @@ A call is found by the hash of its request and that of its context, so a replaye
 the one that was recorded.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,8 +69,8 @@ class SampleRecord:
     _next: int = 0
     _left: dict[Key, list[Call]] = field(default_factory=dict)
     """Recorded calls that were not asked for again, by number."""
-    _again: dict[int, tuple[Key, Completion]] = field(default_factory=dict)
-    """Answers that nobody has seen, by number."""
+    _unseen: dict[int, tuple[Key, Completion, Call | None]] = field(default_factory=dict)
+    """Answers that nobody has seen, by number; those that may not be on disk with their message."""
 
     async def begin(self, *, replayable: bool) -> None:
         """Begin an attempt: the first one goes by the record, others begin anew.
@@ -78,7 +79,7 @@ class SampleRecord:
             EpisodeError: there is a record, and the harness must not be run again.
         """
         self.replayed = 0
-        self._again.clear()
+        self._unseen.clear()
         if self._attempt >= 0:
             self._attempt, self._first, self._left = self._attempt + 1, self._next, {}
             return
@@ -99,11 +100,7 @@ class SampleRecord:
         return sum(map(len, self._left.values()))
 
     def take(self, key: Key) -> tuple[int, Completion] | None:
-        """Return number and answer of a recorded call; each is taken once, equal ones by number."""
-        for number, (known, completion) in self._again.items():
-            if known == key:
-                del self._again[number]
-                return number, completion
+        """Return number and answer of an earlier lease's call; each is taken once, equal ones by number."""
         if not (found := self._left.get(key)):
             return None
         call = found.pop(0)
@@ -112,7 +109,17 @@ class SampleRecord:
 
     def put_back(self, number: int, key: Key, completion: Completion) -> None:
         """Keep an answer that the harness has not seen, for when it asks again."""
-        self._again[number] = key, completion
+        self._unseen[number] = key, completion, None
+
+    async def unseen(self, key: Key) -> tuple[int, Completion] | None:
+        """Return number and answer of a call of this attempt that nobody has seen, once it is on disk."""
+        number = next((number for number, (known, _, _) in self._unseen.items() if known == key), -1)
+        if number < 0:
+            return None
+        _, completion, call = self._unseen.pop(number)
+        if call is not None:
+            await self._store(key, completion, call)
+        return number, completion
 
     async def keep(
         self,
@@ -124,32 +131,39 @@ class SampleRecord:
     ) -> int:
         """Record an answer, and return its number once it is on disk.
 
-        Cancelled, the call may be recorded or not; it is no part of the sample.
+        Cancelled, the call may be on disk or not: nobody has seen its answer.
         """
         number, self._next = self._next, self._next + 1
         lease = self.recording
-        await lease.journal.store(
-            Call(
-                group=lease.group,
-                token=lease.token,
-                epoch=lease.epoch,
-                engine=lease.engine,
-                sample=self.index,
-                attempt=self._attempt,
-                number=number,
-                parent=-1 if parent is None else parent.number,
-                inserted=Array.of(inserted, "int32"),
-                tokens=Array.of(completion.tokens, "int32"),
-                logprobs=Array.of(completion.logprobs, "float32"),
-                spans=Array.of(completion.spans, "int32"),
-                finish_reason=completion.finish_reason,
-                request=key[0],
-                context=key[1],
-                began_ms=began_ms,
-                ended_ms=now_ms(),
-            )
+        call = Call(
+            group=lease.group,
+            token=lease.token,
+            epoch=lease.epoch,
+            engine=lease.engine,
+            sample=self.index,
+            attempt=self._attempt,
+            number=number,
+            parent=-1 if parent is None else parent.number,
+            inserted=Array.of(inserted, "int32"),
+            tokens=Array.of(completion.tokens, "int32"),
+            logprobs=Array.of(completion.logprobs, "float32"),
+            spans=Array.of(completion.spans, "int32"),
+            finish_reason=completion.finish_reason,
+            request=key[0],
+            context=key[1],
+            began_ms=began_ms,
+            ended_ms=now_ms(),
         )
+        await self._store(key, completion, call)
         return number
+
+    async def _store(self, key: Key, completion: Completion, call: Call) -> None:
+        """Return when a call is on disk; cancelled, it is kept as one that nobody has seen."""
+        try:
+            await self.recording.journal.store(call)
+        except asyncio.CancelledError:
+            self._unseen[call.number] = key, completion, call
+            raise
 
     def is_trained(self, completion: Completion) -> bool:
         """Return whether an answer is of the lease's version or later ones, so that it may be trained."""

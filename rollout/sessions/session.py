@@ -14,7 +14,7 @@ from rollout.engines.base import Completion
 from rollout.environments.base import EpisodeOver, Generate
 from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
-from rollout.sessions.calls import CallTree, ModelCall, context_tokens
+from rollout.sessions.calls import CallTree, ModelCall, TextEnd, context_tokens, text_end
 from rollout.sessions.messages import read_message
 from rollout.sessions.record import SampleRecord, key_of, now_ms
 from rollout.sessions.refusal import RequestRefused, invalid
@@ -148,7 +148,7 @@ class Session:
         asked = begun.asked
         also: int | None = None
         if asked.dialogue is None:
-            end: int | str = _ending(begun, text, self._renderer)
+            end: int | TextEnd = _ending(begun, text, self._renderer)
         else:
             message = _message(read, begun.context, completion)
             reason = "tool_calls" if read.calls and reason == "stop" else reason
@@ -166,8 +166,8 @@ class Session:
 
     def withdraw(self, begun: Begun, call: ModelCall) -> None:
         """Forget an answer that could not be written; a recorded one is given to who asks the same again."""
-        if self.tree.withdraw(call) and self.record is not None:
-            self.record.put_back(call.number, begun.key(), call.completion)
+        if self.tree.withdraw(call):
+            self._put_back(begun, call.number, call.completion)
 
     def end(self, reason: str) -> None:
         """Answer no call any more; those that run are ended. The first reason counts."""
@@ -186,6 +186,10 @@ class Session:
                 task = tasks.create_task(self._answered_once(begun), name="session.call")
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
+        except asyncio.CancelledError:
+            if not task.cancelled() and task.exception() is None:  # both ended at once
+                self._put_back(begun, *task.result()[:2])
+            raise
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             if isinstance(first, EpisodeOver):
@@ -204,14 +208,26 @@ class Session:
         if asked.dialogue is None:
             return number, completion, ReadAnswer("")
         tools = asked.dialogue.tools if asked.tools else ()
-        read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
+        try:
+            read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
+        except BaseException:
+            self._put_back(begun, number, completion)
+            raise
         return number, completion, read
+
+    def _put_back(self, begun: Begun, number: int, completion: Completion) -> None:
+        """Keep a recorded answer that was not given, for who asks the same again."""
+        if self.record is not None:
+            self.record.put_back(number, begun.key(), completion)
 
     async def _recorded(self, begun: Begun) -> tuple[int, Completion]:
         """Answer from the record, or generate and record."""
         if self.record is None:
             return -1, await self._generate_once(begun)
-        if (known := self.record.take(key := begun.key())) is not None:
+        key = begun.key()
+        if (unseen := await self.record.unseen(key)) is not None:
+            return unseen
+        if (known := self.record.take(key)) is not None:
             getattr(self._generate, "count_replayed", _ignored)(known[1])
             return known
         began_ms = now_ms()
@@ -258,10 +274,10 @@ def _begun(asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...]) ->
     return Begun(asked, parent, inserted, context_tokens(parent, inserted))
 
 
-def _ending(begun: Begun, text: str, renderer: Renderer) -> str:
-    """Return the text of prompt and answer, with which a prompt begins that continues them."""
+def _ending(begun: Begun, text: str, renderer: Renderer) -> TextEnd:
+    """Return the end of prompt and answer, with which a prompt begins that continues them."""
     prompt = begun.asked.prompt
-    return (prompt if isinstance(prompt, str) else renderer.text(prompt)) + text
+    return text_end((prompt if isinstance(prompt, str) else renderer.text(prompt)) + text)
 
 
 def _message(read: ReadAnswer, context: tuple[int, ...], completion: Completion) -> dict[str, Any]:

@@ -27,9 +27,10 @@ T = TypeVar("T")
 BATCH = 256
 """Messages stored by one fsync."""
 RETRY_S = 1.0
-KEPT_S = 7200.0
-"""Seconds after its last call that a group without a record keeps its calls; the trainer forgets those of
-groups that it dropped or that are archived."""
+KEPT_S = 86400.0
+"""Seconds after its last call, and twice `environment.episode_s`, that a group without a record keeps its
+calls: it may be playing still, or wait for a reward worker. The trainer forgets those of groups that it
+dropped or that are archived."""
 SWEEP_S = 60.0
 MAX_SAMPLES = 10**5
 LOST = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND})
@@ -56,8 +57,9 @@ class CallAdmission:
 
     async def sweep_loop(self) -> None:
         """Forget calls of groups that were dropped before they were scored, until cancelled."""
+        kept_s = KEPT_S + 2 * self._process.settings.environment.episode_s
         while True:
-            if count := await self._blocking(lambda: self._store.forget_older(KEPT_S)):
+            if count := await self._blocking(lambda: self._store.forget_older(kept_s)):
                 log.info("calls.forgotten calls=%d", count)
             await asyncio.sleep(SWEEP_S)
 

@@ -157,6 +157,26 @@ def calls_of_group(run_dir: Path, group: int) -> list[Call]:
     return sorted(found, key=lambda call: (call.sample, call.number))
 
 
+def call_facts(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Return what `render_calls` shows, for JSON."""
+    return [
+        {
+            "event": "call",
+            "sample": call.sample,
+            "number": call.number,
+            "parent": call.parent,
+            "attempt": call.attempt,
+            "tokens": call.tokens.shape[0],
+            "versions": sorted({int(version) for version in call.spans.numpy()[:, 1]}),
+            "engine": call.engine,
+            "token": call.token,
+            "began_ms": call.began_ms,
+            "ended_ms": call.ended_ms,
+        }
+        for call in calls
+    ]
+
+
 def render_calls(calls: Sequence[Call]) -> str:
     """Return the journalled calls of a group, a line for each; empty if there are none."""
     return "".join(

@@ -11,6 +11,7 @@ from protocol.ids import checked_run_id
 from protocol.ranges import range_errors
 from rollout.engines.base import DTYPES
 from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, RECORD_EXPERTS, SERVE_ADAPTERS
+from rollout.environments.registry import OF_SESSIONS
 from services.bus.config import is_loopback
 from services.settings.engine_pool import check_pool
 from services.settings.evaluation import check_evaluation
@@ -320,7 +321,7 @@ def _check_routing_replay(settings: Settings) -> None:
     if not (trainer.routing_replay or engine.enable_return_routed_experts):
         return
     setting = "trainer.routing_replay" if trainer.routing_replay else "engine.enable_return_routed_experts"
-    if settings.environment.name in ("agent", "command"):
+    if settings.environment.name in OF_SESSIONS:
         raise SettingsError(
             f"setting {setting}: environment {settings.environment.name!r} does not record experts yet"
         )

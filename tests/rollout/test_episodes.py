@@ -3,20 +3,29 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from protocol.errors import EngineError, EpisodeError, SettingsError
-from protocol.messages import Rollout
+from protocol.messages import Call, Recalled, Rollout
 from protocol.rollout_view import decode_rollout
 from rollout.engines.base import EngineConfig, Sampling
-from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Generate, Sample
+from rollout.environments.base import (
+    Environment,
+    EnvironmentConfig,
+    EpisodeOver,
+    Generate,
+    Sample,
+    SampleBuilder,
+)
 from rollout.environments.episode import Episode, EpisodeEnvironment
-from rollout.episodes import EpisodeReport
+from rollout.episodes import EpisodeReport, ModelCalls
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
+from rollout.sessions.record import Recording
 from tests.rollout.test_generate import Watched
 from tests.rollout.tokenizers import write_tokenizer
 
@@ -44,6 +53,7 @@ class Group:
     def __init__(self, engine: Watched, model_dir: Path) -> None:
         self.engine, self.renderer = engine, Renderer(model_dir, RenderConfig())
         self.reports: list[EpisodeReport] = []
+        self.recording: Recording | None = None
 
     async def generate(
         self, environment: Play | Environment, *, least: int = 2, max_model_len: int = 0, **limits: float
@@ -53,7 +63,7 @@ class Group:
             self.engine, self.renderer, played, PROMPT,
             group=12, token="t0", n=4, sampling=Sampling(max_tokens=6), engine_name="engine.1",
             config=EnvironmentConfig(**limits), max_model_len=max_model_len, least=least,
-            report=self.reports.append,
+            report=self.reports.append, recording=self.recording,
         )  # fmt: skip
 
     def failures(self) -> list[tuple[int, int, str]]:
@@ -209,6 +219,45 @@ async def test_the_model_cannot_be_called_after_the_episode(group: Group) -> Non
     await group.generate(play)
     with pytest.raises(RuntimeError, match="the episode has ended"):
         await kept[0].generate()
+
+
+class Recalling(Environment):
+    """Its first attempt is answered from a record of older versions, of which nothing may be trained."""
+
+    has_calls = True
+
+    def __init__(self) -> None:
+        self.begun: set[int] = set()
+
+    async def run(
+        self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
+    ) -> Sample:
+        assert isinstance(generate, ModelCalls)
+        assert generate.record is not None
+        await generate.record.begin(replayable=True)
+        generate.record.replayed = int(generate.record.index not in self.begun)
+        self.begun.add(generate.record.index)
+        builder = SampleBuilder()
+        builder.sampled(await generate(prompt_tokens, None))
+        sample = builder.finish("stop", 1.0)
+        return replace(sample, loss_mask=(0,) * len(sample.tokens)) if generate.record.replayed else sample
+
+
+class EmptyJournal:
+    """Recalls nothing."""
+
+    async def recall(self, sample: int) -> Recalled:
+        return Recalled()
+
+    async def store(self, call: Call) -> None:
+        raise AssertionError(call)
+
+
+async def test_a_record_of_which_nothing_may_be_trained_costs_no_attempt(group: Group) -> None:
+    group.recording = Recording(EmptyJournal(), 12, "t0", "e", "engine.1", 1)
+    rollout = await group.generate(Recalling(), attempts=1)
+    assert len(decode_rollout(rollout).rows) == 4
+    assert group.failures() == [(i, 0, "replay") for i in range(4)]
 
 
 async def test_what_no_attempt_would_change_fails_the_group_at_once(group: Group) -> None:

@@ -1,7 +1,8 @@
 """Writes answers as OpenAI's responses API has them, whole or as the events of a stream."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 from rollout.render import Renderer
@@ -42,7 +43,18 @@ def keep_response(session: Session, asked: Asked, answer: CallAnswer, name: str)
     response = _fields(asked)
     if response.store:
         body = response_body(asked, answer, session.renderer, name)
-        session.stored[name] = StoredResponse((*response.messages, answer.message), body)
+        messages: Sequence[Body] = (*response.messages, answer.message)
+        if (last := next(reversed(session.stored.values()), None)) is not None:
+            messages = _sharing(messages, last.messages)
+            repeated = ("instructions", "tools")
+            body |= {field: last.body[field] for field in repeated if body[field] == last.body[field]}
+        session.stored[name] = StoredResponse(tuple(messages), body)
+
+
+def _sharing(messages: Sequence[Body], known: Sequence[Body]) -> Sequence[Body]:
+    """Return messages that are in memory once if an earlier response begins with the same ones."""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(messages, known, strict=False)))
+    return (*known[:same], *messages[same:])
 
 
 def _fields(asked: Asked) -> ResponseFields:

@@ -37,6 +37,7 @@ async def answered(folder: Path, status: int, body: bytes) -> None:
         (500, b"no idea", "answered 500: no idea"),
         (302, b"", "answered 302"),
         (200, b"[]", r'answered no \{"reward": NUMBER\}'),
+        (200, b'{"rewards": 1}', r'answered no \{"reward": NUMBER\}'),
         (200, b'{"reward": "1"}', r'answered no \{"reward": NUMBER\}'),
         (200, b"\xff" * 10, r'answered no \{"reward": NUMBER\}'),
         (200, b"[" * 10**6, r'answered no \{"reward": NUMBER\}'),

@@ -9,6 +9,7 @@ from protocol.errors import EpisodeError
 from protocol.messages import Call, Recalled, Rollout
 from rollout.engines.base import Completion
 from rollout.prompts.base import Prompt
+from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.environment import sample_of
 from rollout.sessions.record import Recording, SampleRecord
 from rollout.sessions.requests import read_chat
@@ -54,15 +55,19 @@ class Worker:
     epoch: str = "e"
     kill_at: int = -1
     generated: list[tuple[int, ...]] = field(default_factory=list)
+    replayed: list[Completion] = field(default_factory=list)
 
     def record(self) -> SampleRecord:
         journal = _Adapter(Journal(self.store, self.token, self.epoch, self.kill_at))
         return Recording(journal, 1, self.token, self.epoch, f"engine-{self.token}", self.version).sample(0)
 
-    def session(self, record: SampleRecord) -> Session:
-        return Session(self.generate, renderer("tool use"), SessionLimits(), record=record)
+    def session(self, record: SampleRecord, reader: AnswerReader | None = None) -> Session:
+        return Session(self, renderer("tool use"), SessionLimits(), reader, record)
 
-    async def generate(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+    def count_replayed(self, completion: Completion) -> None:
+        self.replayed.append(completion)
+
+    async def __call__(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
         said = (len(tokens) % 7 + 3, len(self.token) + 5, len(self.generated) % 5 + 3)
         self.generated.append(said)
         return Completion(said, (-0.5, -0.25, -1.0), ((3, self.version),), "stop")

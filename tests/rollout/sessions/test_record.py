@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,14 +14,18 @@ from protocol.codec import decode_payload
 from protocol.errors import EpisodeError
 from protocol.messages import Call, Rollout
 from protocol.tensors import Array
+from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
+from rollout.sessions.record import CallJournal
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat
+from rollout.sessions.session import Begun, Session
 from services.run_files.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, play, rollout_of
 from trainer.storage.calls import CallStore
 from trainer.storage.spool import Spool
 
 TURNS = 20
+BEGIN = read_chat({"messages": [{"role": "user", "content": "begin"}]}, override=False)
 
 
 @pytest.fixture
@@ -146,13 +152,92 @@ async def test_who_hung_up_gets_the_same_answer(store: CallStore) -> None:
     record = worker.record()
     await record.begin(replayable=True)
     session = worker.session(record)
-    begun = session.begin(read_chat({"messages": [{"role": "user", "content": "begin"}]}, override=False))
+    begun = session.begin(BEGIN)
     answer = await session.answer(begun)
     session.withdraw(begun, answer.call)
     assert session.tree.calls == []
     again = await session.answer(begun)
     assert (again.call.completion, again.call.number) == (answer.call.completion, 0)
     assert len(worker.generated) == len(journalled(store)) == 1
+
+
+class Hung:
+    """A journal whose calls reach the disk, and whose acknowledgement of the first one never comes."""
+
+    def __init__(self, journal: CallJournal) -> None:
+        self.recall, self._journal, self.reached = journal.recall, journal, asyncio.Event()
+
+    async def store(self, call: Call) -> None:
+        await self._journal.store(call)
+        if not self.reached.is_set():
+            self.reached.set()
+            await asyncio.Event().wait()
+
+
+async def hang_up(session: Session, begun: Begun, reached: asyncio.Event) -> None:
+    """Make a call, and cancel it as soon as it is on disk."""
+    async with asyncio.TaskGroup() as tasks:
+        call = tasks.create_task(session.answer(begun))
+        await reached.wait()
+        call.cancel()
+    assert call.cancelled()
+    assert session.tree.calls == []
+
+
+async def test_a_call_cancelled_while_it_is_stored_is_given_to_who_asks_again(store: CallStore) -> None:
+    worker = Worker(store, "first")
+    record = worker.record()
+    journal = Hung(record.recording.journal)
+    record.recording = replace(record.recording, journal=journal)
+    await record.begin(replayable=True)
+    session = worker.session(record)
+    await hang_up(session, session.begin(BEGIN), journal.reached)
+    answers = await play(session, 3)
+    assert answers == worker.generated
+    assert check_group(rollout_of(session, "first"), journalled(store)) == (9, [])
+    again = Worker(store, "second")
+    record = again.record()
+    await record.begin(replayable=True)
+    assert await play(again.session(record), 3) == answers
+    assert (record.replayed, record.left, again.generated) == (3, 0, [])
+
+
+class HangingReader(AnswerReader):
+    """Never finishes the first answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+
+    async def read(self, *args: Any) -> ReadAnswer:
+        if not self.reached.is_set():
+            self.reached.set()
+            await asyncio.Event().wait()
+        return await super().read(*args)
+
+
+async def test_a_call_cancelled_while_it_is_read_is_given_to_who_asks_again(store: CallStore) -> None:
+    worker, reader = Worker(store, "first"), HangingReader()
+    record = worker.record()
+    await record.begin(replayable=True)
+    session = worker.session(record, reader)
+    await hang_up(session, session.begin(BEGIN), reader.reached)
+    assert await play(session, 2) == worker.generated
+    assert check_group(rollout_of(session, "first"), journalled(store)) == (6, [])
+
+
+async def test_a_replayed_call_uses_its_turn_once(store: CallStore) -> None:
+    await abandon(Worker(store, "first", kill_at=1))
+    worker = Worker(store, "second")
+    record = worker.record()
+    await record.begin(replayable=True)
+    session = worker.session(record)
+    for _ in range(3):
+        begun = session.begin(BEGIN)
+        session.withdraw(begun, (await session.answer(begun)).call)
+    assert (len(worker.replayed), record.replayed) == (1, 1)
+    await play(session, 3)
+    assert (len(worker.replayed), len(worker.generated)) == (2, 1)
 
 
 async def complete(store: CallStore) -> tuple[Rollout, list[Call]]:

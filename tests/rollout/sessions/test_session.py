@@ -303,6 +303,17 @@ def test_completions_continue_their_text_and_their_tokens() -> None:
     check_exact(session, engine)
 
 
+def test_a_completion_keeps_no_text_of_its_prompt() -> None:
+    session, engine = opened("none")
+    text = renderer("none")
+    engine.says = (*text.encode("a"), *text.encode("b"))
+    for prompt in ("the", "theab other", "theab otherab x", "thea", "the"):
+        asyncio.run(session.answer(session.begin(read_text({"prompt": prompt}, override=False))))
+    calls = session.tree.calls
+    assert [call.parent and calls.index(call.parent) for call in calls] == [None, 0, 1, None, None]
+    assert [call.end[0] for call in calls if isinstance(call.end, tuple)] == [5, 13, 17, 6, 5]
+
+
 def test_limits_refuse_and_change_nothing() -> None:
     engine = Engine()
     engine.says = (20,)

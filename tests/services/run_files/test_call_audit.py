@@ -1,5 +1,6 @@
 """The calls of a run's directory are compared with its records, and what was changed is named."""
 
+import json
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -11,7 +12,7 @@ import pytest
 from protocol.codec import decode_payload, encode_payload
 from protocol.messages import Call, ScoredRollout
 from protocol.tensors import Array
-from services.run_files.call_audit import audit_calls, calls_of_group, render_calls
+from services.run_files.call_audit import audit_calls, call_facts, calls_of_group, render_calls
 from tests.protocol.samples import CALL
 from tests.rollout.sessions.durable import Worker, play, rollout_of
 from trainer.storage.archive import Archive
@@ -108,3 +109,10 @@ def test_calls_have_a_line_each_that_cannot_drive_a_terminal() -> None:
     assert first.startswith("1970-01-01 00:00:01.000  +0.500 s  call     sample 0  number 1  after 0")
     assert "versions 3,4  engine rollout.0.aabbccdd" in first
     assert "\x1b" not in second
+
+
+def test_calls_are_facts_of_plain_values() -> None:
+    (fact,) = call_facts([CALL])
+    assert json.loads(json.dumps(fact)) == fact
+    assert [fact[name] for name in ("event", "number", "parent", "versions")] == ["call", 1, 0, [3, 4]]
+    assert (fact["began_ms"], fact["ended_ms"], fact["tokens"]) == (1000, 1500, CALL.tokens.shape[0])

@@ -33,6 +33,20 @@ async def test_a_response_is_continued_by_name_and_by_its_output() -> None:
         assert sum(sum(row.loss_mask) for row in rows) == 4 * first.usage.output_tokens
 
 
+async def test_stored_responses_share_the_messages_that_they_repeat() -> None:
+    async with served() as (client, session, _, _):
+        said: Any = [{"role": "user", "content": "abc"}]
+        for number in range(3):
+            answer = await client.responses.create(
+                model="m", input=said, tools=[TOOL], instructions="be brief"
+            )
+            said += [*answer.output, {"role": "user", "content": f"more {number}"}]
+        _, second, third = session.stored.values()
+        assert len(third.messages) == 6
+        assert all(a is b for a, b in zip(second.messages[:3], third.messages, strict=False))
+        assert second.body["tools"] is third.body["tools"]
+
+
 async def test_a_streamed_response_ends_as_a_plain_one() -> None:
     async with served() as (client, session, _, _):
         plain = await client.responses.create(
