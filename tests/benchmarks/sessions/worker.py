@@ -121,7 +121,7 @@ class Worker:
         shares = {"first": [of[0] for of in calls], "later": [call for of in calls for call in of[1:]]}
         return {
             name: sum(call.completion.cached_tokens for call in some)
-            / max(1, sum(call.length - len(call.completion.tokens) for call in some))
+            / max(1, sum(len(call.tokens()) - len(call.completion.tokens) for call in some))
             for name, some in shares.items()
         }
 
