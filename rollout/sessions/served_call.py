@@ -8,8 +8,8 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from rollout.sessions import anthropic_api, bodies
-from rollout.sessions.apis import generate, response_bodies, responses
+from rollout.sessions import bodies
+from rollout.sessions.apis import anthropic, generate, response_bodies, responses
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import Asked, read_chat, read_text
 from rollout.sessions.session import Begun, CallAnswer, Session
@@ -53,8 +53,8 @@ APIS = (
     ),
     Api("/v1/completions", "cmpl-", read_text, bodies.text_body, bodies.text_events, last=DONE),
     Api(
-        "/v1/messages", "msg_", anthropic_api.read_messages, anthropic_api.message_body,
-        anthropic_api.message_events, error=anthropic_api.error_body,
+        "/v1/messages", "msg_", anthropic.read_messages, anthropic.message_body,
+        anthropic.message_events, error=anthropic.error_body,
     ),
     Api(
         "/v1/responses", "resp_", responses.read_responses, response_bodies.response_body,

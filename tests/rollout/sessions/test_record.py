@@ -202,6 +202,35 @@ async def test_a_call_cancelled_while_it_is_stored_is_given_to_who_asks_again(st
     assert (record.replayed, record.left, again.generated) == (3, 0, [])
 
 
+class Cancelling:
+    """A journal that stores a call and cancels who asked for it, so that both end at once."""
+
+    def __init__(self, journal: CallJournal) -> None:
+        self.recall, self._journal = journal.recall, journal
+        self.caller: asyncio.Task[Any] | None = None
+
+    async def store(self, call: Call) -> None:
+        await self._journal.store(call)
+        if self.caller is not None:
+            self.caller.cancel()
+            self.caller = None
+
+
+async def test_a_call_cancelled_as_it_is_answered_is_given_to_who_asks_again(store: CallStore) -> None:
+    worker = Worker(store, "first")
+    record = worker.record()
+    journal = Cancelling(record.recording.journal)
+    record.recording = replace(record.recording, journal=journal)
+    await record.begin(replayable=True)
+    session = worker.session(record)
+    async with asyncio.TaskGroup() as tasks:
+        call = journal.caller = tasks.create_task(session.answer(session.begin(BEGIN)))
+    assert call.cancelled()
+    assert session.tree.calls == []
+    assert await play(session, 2) == worker.generated
+    assert check_group(rollout_of(session, "first"), journalled(store)) == (6, [])
+
+
 class HangingReader(AnswerReader):
     """Never finishes the first answer."""
 
