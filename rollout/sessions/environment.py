@@ -18,6 +18,7 @@ from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
+from rollout.sessions.calls import context_tokens
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.record import SampleRecord
 from rollout.sessions.session import Session, SessionLimits
@@ -193,7 +194,8 @@ def sample_of(session: Session, reward: float | None) -> Sample:
     if not calls:
         raise ValueError("the harness ended without a call of the model")
     first, *others = branches_of(session.tree)
-    prompt, start = calls[0].inserted, len(calls[0].inserted)
+    prompt = context_tokens(calls[0].parent, calls[0].inserted)  # the parent may have been withdrawn
+    start = len(prompt)
     cut = session.truncated or calls[-1].completion.finish_reason == "length"
     return Sample(
         tokens=first.tokens[start:],

@@ -286,6 +286,20 @@ def test_a_withdrawn_call_leaves_nothing() -> None:
     assert not session.tree.withdraw(again.call)  # continued: what was built on it stays
 
 
+def test_a_call_that_continues_a_withdrawn_one_has_its_tokens_as_context() -> None:
+    session, engine = opened("tool use")
+    engine.says = renderer("tool use").encode("x")
+    messages: list[Any] = [{"role": "user", "content": "q"}]
+    seen = ask(session, messages)
+    more = [*messages, seen.message, {"role": "user", "content": "r"}]
+    begun = session.begin(read_chat({"messages": more}, override=False))
+    assert session.tree.withdraw(seen.call)
+    answer = asyncio.run(session.answer(begun))
+    sample = sample_of(session, None)
+    assert sample.prompt == begun.context == engine.seen[1][0]
+    assert (sample.tokens, sum(sample.loss_mask)) == (answer.call.completion.tokens, len(engine.says))
+
+
 def test_completions_continue_their_text_and_their_tokens() -> None:
     session, engine = opened("none")
     text = renderer("none")
