@@ -26,8 +26,8 @@ from rollout.sessions.template import added, whole
 class SessionLimits:
     """What one session may do."""
 
-    max_calls: Annotated[int, Meta(ge=1, le=10**6)] = 256
-    """Calls that are answered."""
+    max_calls: Annotated[int, Meta(ge=1, le=10**4)] = 256
+    """Calls that are answered; no more than a sample may record."""
     max_running: Annotated[int, Meta(ge=1, le=10**5)] = 64
     """Calls that run at once."""
 

@@ -59,6 +59,7 @@ async def test_an_agent_that_never_asks_has_failed(tmp_path: Path) -> None:
         (config("plays", sampling="ignore"), r"use one of refuse, run"),
         (config("plays", tool_syntax="hermess"), "did you mean 'hermes'"),
         (config("plays", max_call=1), "did you mean 'max_calls'"),
+        (config("plays", max_calls=10_001), "max_calls"),
     ],
 )
 def test_wrong_options_of_an_agent_are_named(made: EnvironmentConfig, why: str) -> None:
