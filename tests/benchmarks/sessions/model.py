@@ -7,10 +7,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tests.benchmarks.versions import ROOT
-from tests.rollout.sessions.chats import SPECIAL, TOOL_USE
+from tests.rollout.sessions.chats import TOOL_USE
 
 WORDS = 4096
 """Tokens of the vocabulary."""
+SPECIAL = ["<pad>", "<bos>", "<|im_start|>", "<|im_end|>"]
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
