@@ -63,6 +63,8 @@ class SampleRecord:
     """Index of the sample in the group."""
     replayed: int = 0
     """Calls of the attempt that were answered from the record."""
+    _resumes: bool = True
+    """Whether the next attempt goes by the record."""
     _attempt: int = -1
     _first: int = 0
     """Number of the attempt's first call."""
@@ -73,26 +75,33 @@ class SampleRecord:
     """Answers that nobody has seen, by number; those that may not be on disk with their message."""
 
     async def begin(self, *, replayable: bool) -> None:
-        """Begin an attempt: the first one goes by the record, others begin anew.
+        """Begin an attempt: the first one, and one after `resume`, goes by the record; others begin anew.
 
         Raises:
             EpisodeError: there is a record, and the harness must not be run again.
         """
-        self.replayed = 0
+        self.replayed, self._left = 0, {}
         self._unseen.clear()
-        if self._attempt >= 0:
-            self._attempt, self._first, self._left = self._attempt + 1, self._next, {}
+        if not self._resumes:
+            self._attempt, self._first = self._attempt + 1, self._next
             return
         found = await self.recording.journal.recall(self.index)
-        if found.calls and not replayable:
+        calls = found.calls if found.attempt >= self._attempt else ()  # else of one that failed
+        if calls and not replayable:
             raise EpisodeError(
                 "replay",
-                f"{len(found.calls)} calls were made before, and environment.options.replayable is off",
+                f"{len(calls)} calls were made before, and environment.options.replayable is off",
             )
-        self._attempt, self._next = found.attempt, found.number
-        self._first = found.calls[0].number if found.calls else found.number
-        for call in found.calls:
+        self._resumes = False
+        self._next = max(self._next, found.number)  # a call of this lease may still be on its way to the disk
+        if found.attempt > self._attempt:
+            self._attempt, self._first = found.attempt, calls[0].number if calls else found.number
+        for call in calls:
             self._left.setdefault((call.request, call.context), []).append(call)
+
+    def resume(self) -> None:
+        """Let the next attempt continue this one: a signal ended its harness."""
+        self._resumes = True
 
     @property
     def left(self) -> int:
