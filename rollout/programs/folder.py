@@ -39,7 +39,7 @@ class ProgramFolder:
 
 
 def clear_left_folders() -> int:
-    """Remove directories whose workers are gone, and kill what still works in them; return how many.
+    """Remove directories whose workers have died, and kill what still works in them; return how many.
 
     That is what a killed worker's program started: the program itself has died with its worker.
     """

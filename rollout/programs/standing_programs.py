@@ -93,7 +93,7 @@ async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
             async with asyncio.timeout(END_S):
                 await program.ended()
                 raise RuntimeError(f"the program ended without an outcome: {program.said()}")
-        raise RuntimeError(f"the program closed its output, and went on: {program.said()}")
+        raise RuntimeError(f"the program closed its output before it ended: {program.said()}")
     try:
         found = json.loads(line)
         key = found["key"]

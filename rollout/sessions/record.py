@@ -1,4 +1,5 @@
-"""Records the calls of one sample, each before it is answered, and answers those of an earlier lease again.
+"""Records the calls of one sample, each before it is answered, and answers those of an earlier lease or of a
+killed program again.
 
 A call is found by the hash of its request and that of its context, so a replayed session has the same tree as
 the one that was recorded.

@@ -1,4 +1,4 @@
-"""Directories of programs: one that is in use is left alone, one that is not is removed."""
+"""Directories of programs: only one that nobody works in is removed."""
 
 import tempfile
 from pathlib import Path
