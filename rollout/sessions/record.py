@@ -1,8 +1,7 @@
-"""Records the calls of one sample, each before it is answered, and answers those of an earlier lease or of a
-killed program again.
+"""Records the calls of one sample, each before it is answered, and answers recorded ones again.
 
-A call is found by the hash of its request and that of its context, so a replayed session has the same tree as
-the one that was recorded.
+These are of an earlier lease, or of a program that was killed. A call is found by the hash of its request and
+that of its context, so a replayed session has the same tree as the one that was recorded.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ class CallJournal(Protocol):
     """Where the calls of a leased group are kept."""
 
     async def recall(self, sample: int) -> Recalled:
-        """Return what earlier leases recorded of a sample; their holders cannot record any more."""
+        """Return what is recorded of a sample; holders of earlier leases cannot record any more."""
 
     async def store(self, call: Call) -> None:
         """Return when a call is on disk.
@@ -106,11 +105,11 @@ class SampleRecord:
 
     @property
     def left(self) -> int:
-        """Recorded calls of an earlier lease that were not asked for again."""
+        """Recorded calls that were not asked for again."""
         return sum(map(len, self._left.values()))
 
     def take(self, key: Key) -> tuple[int, Completion] | None:
-        """Return number and answer of an earlier lease's call; each is taken once, equal ones by number."""
+        """Return number and answer of a recorded call; each is taken once, equal ones by number."""
         if not (found := self._left.get(key)):
             return None
         call = found.pop(0)
