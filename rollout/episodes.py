@@ -61,7 +61,7 @@ class EpisodeReport:
     later_prompts: PromptTokens = PromptTokens()
     """Those of all other calls, each with the whole history."""
     replayed: int = 0
-    """Calls that were answered from the record of an earlier lease."""
+    """Calls that were answered from the record."""
     diverged: int = 0
     """Recorded calls that the harness did not ask for again."""
 

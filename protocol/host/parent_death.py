@@ -19,12 +19,12 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
         _prctl(PR_SET_PDEATHSIG, signum)
 
 
-def tied_to_this_process() -> Callable[[], None]:
-    """Return a `preexec_fn` by which a child of this process gets SIGTERM when this process ends."""
+def tied_to_this_process(signum: int = signal.SIGTERM) -> Callable[[], None]:
+    """Return a `preexec_fn` by which a child of this process gets a signal when this process ends."""
     parent = os.getpid()
 
     def before_exec() -> None:
-        die_with_parent()
+        die_with_parent(signum)
         if os.getppid() != parent:  # the parent died before the signal was set up
             os._exit(1)
 

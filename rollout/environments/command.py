@@ -3,12 +3,13 @@
 The program finds OPENAI_BASE_URL and OPENAI_API_KEY, the same for ANTHROPIC, and two files in its working
 directory, which is removed after it: what TETHER_TASK names has the task (text, messages, metadata), and into
 the one that TETHER_OUTCOME names it may write {"reward": NUMBER}. Without an outcome verifiers score the last
-answer. A program that ends with another status than 0 has failed, which is no reward. Its process group ends
-with it.
+answer. A program that ends with another status than 0 has failed, which is no reward; one that a signal ended
+is run again on the record. Its process group ends with it.
 
 With the option `processes` a program stays: `rollout/programs/standing_programs.py`.
 """
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from protocol.errors import SettingsError
+from rollout.programs.folder import clear_left_folders
 from rollout.programs.outcome import reward_of
 from rollout.programs.program import MAX_LINE, Launch, Program
 from rollout.programs.standing_programs import StandingPrograms
@@ -51,8 +53,12 @@ class Command(SessionEnvironment):
             )
         self._launch = Launch(options.command, options.directory, options.variables)
         self._standing = StandingPrograms(self._launch, options.processes) if options.processes else None
+        self._cleared = False
 
     async def act(self, task: Task) -> float | None:
+        if not self._cleared:
+            self._cleared = True
+            await asyncio.to_thread(clear_left_folders)
         if self._standing is not None:
             return await self._standing.outcome({"url": task.url, "key": task.key, **task.as_json()})
         program = Program(self._launch)

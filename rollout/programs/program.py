@@ -1,7 +1,8 @@
 """Starts a program in a process group and a directory of its own, and ends everything that it started.
 
 It gets no variables of the worker but a few, since the others may have credentials. If the worker is killed,
-which then ends nothing itself, the program gets SIGTERM.
+which then ends nothing itself, the kernel kills the program; what that started and left in its directory the
+next worker kills (`clear_left_folders`).
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from protocol.errors import SettingsError
 from protocol.host.parent_death import tied_to_this_process
+from rollout.programs.folder import ProgramFolder
 
 PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the rollout worker that a program gets as they are; PATH begins with the worker's Python."""
@@ -23,6 +25,10 @@ MAX_OUTPUT = 300
 """Bytes that are reported of what a failed program wrote, the last ones."""
 MAX_LINE = 2**20
 """Bytes of a line that a program writes to the worker."""
+
+
+class ProgramKilled(RuntimeError):
+    """A signal ended a program, which has not failed by itself: it may be run again on the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +59,14 @@ class Program:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._folder = tempfile.TemporaryDirectory(prefix="tether-command-", ignore_cleanup_errors=True)
+        self._folder = ProgramFolder()
         self._output = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def folder(self) -> Path:
         """The working directory."""
-        return Path(self._folder.name)
+        return self._folder.path
 
     @property
     def process(self) -> asyncio.subprocess.Process:
@@ -90,7 +96,7 @@ class Program:
                 cwd=self.folder,
                 env=self._launch.environ(variables),
                 start_new_session=True,
-                preexec_fn=tied_to_this_process(),
+                preexec_fn=tied_to_this_process(signal.SIGKILL),
                 limit=MAX_LINE,
             )
         except OSError as error:
@@ -103,11 +109,13 @@ class Program:
         """Wait for its end.
 
         Raises:
+            ProgramKilled: a signal ended it.
             RuntimeError: its exit status is not 0; says the end of its output.
         """
         status = await self.process.wait()
         if status:
-            raise RuntimeError(f"{self._launch.command[0]} ended with status {status}: {self.said()}")
+            error = ProgramKilled if status < 0 else RuntimeError
+            raise error(f"{self._launch.command[0]} ended with status {status}: {self.said()}")
 
     def said(self) -> str:
         """Return the end of what it wrote since the start or the last `forget`."""
@@ -130,7 +138,7 @@ class Program:
             self.kill()
             await self._process.wait()
         self._output.close()
-        self._folder.cleanup()
+        self._folder.close()
 
 
 def _is_user_path(entry: str) -> bool:

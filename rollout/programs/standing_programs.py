@@ -7,12 +7,16 @@ A line to the program is a task as JSON, with the session's `url` and `key`. The
 import asyncio
 import json
 import logging
+from contextlib import suppress
 from typing import Any
 
 from rollout.programs.outcome import reward_of
 from rollout.programs.program import MAX_LINE, Launch, Program
 
 log = logging.getLogger("tether.programs")
+
+END_S = 1.0
+"""Seconds that a program has to end after it has closed its output."""
 
 
 class StandingPrograms:
@@ -31,6 +35,7 @@ class StandingPrograms:
 
         Raises:
             SettingsError: the program cannot be started.
+            ProgramKilled: a signal ended it.
             RuntimeError: it ended, or said that it failed.
             ValueError: what it answered is no outcome of this task.
         """
@@ -84,9 +89,11 @@ async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
     except ValueError:
         raise ValueError(f"a line of the program is over {MAX_LINE} bytes") from None
     if not line.endswith(b"\n"):
-        program.kill()  # it may have closed its output alone
-        await program.ended()
-        raise RuntimeError(f"the program ended without an outcome: {program.said()}")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await program.ended()
+                raise RuntimeError(f"the program ended without an outcome: {program.said()}")
+        raise RuntimeError(f"the program closed its output before it ended: {program.said()}")
     try:
         found = json.loads(line)
         key = found["key"]

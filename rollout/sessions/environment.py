@@ -14,6 +14,7 @@ from protocol.choices import checked_name
 from rollout.engines.base import EngineConfig
 from rollout.environments.base import Environment, EpisodeOver, Generate, Sample
 from rollout.episodes import ModelCalls
+from rollout.programs.program import ProgramKilled
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader
@@ -47,8 +48,8 @@ class SessionOptions(SessionLimits):
     """How the model writes thoughts, which clients get as `reasoning_content`. `think`: between <think> tags;
     `none`: as text; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
     replayable: bool = True
-    """Whether the harness may be run again on the calls that a lost worker recorded. Otherwise such a sample
-    fails."""
+    """Whether the harness may be run again on the calls that were recorded before its worker was lost, or a
+    signal ended it. Otherwise such a sample fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class SessionEnvironment(Environment):
     """
 
     files_per_sample = 3
-    """The connection, its other end or the output of a program, and one to spare."""
+    """The connection, its other end or the output of a program, and the lock of its directory."""
     has_calls = True
 
     def __init__(self, options: SessionOptions) -> None:
@@ -93,6 +94,7 @@ class SessionEnvironment(Environment):
         """Let the harness work on a task, and return its reward, None if verifiers score it.
 
         Raises:
+            ProgramKilled: a signal ended it; the next attempt goes by the record.
             Exception: the attempt failed.
         """
 
@@ -108,7 +110,9 @@ class SessionEnvironment(Environment):
         task = Task(endpoint.url(key), key, prompt)
         try:
             reward = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
-        except Exception:
+        except Exception as error:
+            if record is not None and isinstance(error, ProgramKilled):
+                record.resume()
             if session.truncated:
                 raise EpisodeOver("the harness did not handle that no turn or no room was left") from None
             raise

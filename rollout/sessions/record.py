@@ -1,7 +1,7 @@
-"""Records the calls of one sample, each before it is answered, and answers those of an earlier lease again.
+"""Records the calls of one sample, each before it is answered, and answers recorded ones again.
 
-A call is found by the hash of its request and that of its context, so a replayed session has the same tree as
-the one that was recorded.
+These are of an earlier lease, or of a program that was killed. A call is found by the hash of its request and
+that of its context, so a replayed session has the same tree as the one that was recorded.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class CallJournal(Protocol):
     """Where the calls of a leased group are kept."""
 
     async def recall(self, sample: int) -> Recalled:
-        """Return what earlier leases recorded of a sample; their holders cannot record any more."""
+        """Return what is recorded of a sample; holders of earlier leases cannot record any more."""
 
     async def store(self, call: Call) -> None:
         """Return when a call is on disk.
@@ -63,6 +63,8 @@ class SampleRecord:
     """Index of the sample in the group."""
     replayed: int = 0
     """Calls of the attempt that were answered from the record."""
+    _resumes: bool = True
+    """Whether the next attempt goes by the record."""
     _attempt: int = -1
     _first: int = 0
     """Number of the attempt's first call."""
@@ -73,34 +75,41 @@ class SampleRecord:
     """Answers that nobody has seen, by number; those that may not be on disk with their message."""
 
     async def begin(self, *, replayable: bool) -> None:
-        """Begin an attempt: the first one goes by the record, others begin anew.
+        """Begin an attempt: the first one, and one after `resume`, goes by the record; others begin anew.
 
         Raises:
             EpisodeError: there is a record, and the harness must not be run again.
         """
-        self.replayed = 0
+        self.replayed, self._left = 0, {}
         self._unseen.clear()
-        if self._attempt >= 0:
-            self._attempt, self._first, self._left = self._attempt + 1, self._next, {}
+        if not self._resumes:
+            self._attempt, self._first = self._attempt + 1, self._next
             return
         found = await self.recording.journal.recall(self.index)
-        if found.calls and not replayable:
+        calls = found.calls if found.attempt >= self._attempt else ()  # else of one that failed
+        if calls and not replayable:
             raise EpisodeError(
                 "replay",
-                f"{len(found.calls)} calls were made before, and environment.options.replayable is off",
+                f"{len(calls)} calls were made before, and environment.options.replayable is off",
             )
-        self._attempt, self._next = found.attempt, found.number
-        self._first = found.calls[0].number if found.calls else found.number
-        for call in found.calls:
+        self._resumes = False
+        self._next = max(self._next, found.number)  # a call of this lease may still be on its way to the disk
+        if found.attempt > self._attempt:
+            self._attempt, self._first = found.attempt, calls[0].number if calls else found.number
+        for call in calls:
             self._left.setdefault((call.request, call.context), []).append(call)
+
+    def resume(self) -> None:
+        """Let the next attempt continue this one: a signal ended its harness."""
+        self._resumes = True
 
     @property
     def left(self) -> int:
-        """Recorded calls of an earlier lease that were not asked for again."""
+        """Recorded calls that were not asked for again."""
         return sum(map(len, self._left.values()))
 
     def take(self, key: Key) -> tuple[int, Completion] | None:
-        """Return number and answer of an earlier lease's call; each is taken once, equal ones by number."""
+        """Return number and answer of a recorded call; each is taken once, equal ones by number."""
         if not (found := self._left.get(key)):
             return None
         call = found.pop(0)

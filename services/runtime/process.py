@@ -178,6 +178,6 @@ async def open_process(role: Role, settings: Settings, name: str) -> AsyncIterat
             yield process
         finally:
             await server.close()
-            with contextlib.suppress(TetherError):
+            with contextlib.suppress(TetherError, TimeoutError):
                 async with asyncio.timeout(2):
                     await ledger.unregister(process.incarnation)

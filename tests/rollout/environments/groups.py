@@ -11,6 +11,7 @@ from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
+from rollout.sessions.record import Recording
 from tests.rollout.sessions.chats import renderer
 
 PROMPT = Prompt("2+2=", metadata={"answer": "4"}, index=7)
@@ -24,7 +25,14 @@ class Serving(ScriptedEngine):
         self._served = replace(self._served, epoch="e", version=5)
 
 
-async def generated(folder: Path, config: EnvironmentConfig, prompt: Prompt = PROMPT, n: int = 2) -> Rollout:
+async def generated(
+    folder: Path,
+    config: EnvironmentConfig,
+    prompt: Prompt = PROMPT,
+    n: int = 2,
+    recording: Recording | None = None,
+) -> Rollout:
+    """Generate group 7 under the lease `t`."""
     (folder / "config.json").write_text(json.dumps({"vocab_size": 280}))
     engine = Serving(EngineConfig(name="scripted", max_model_len=512), folder, "engine.0")
     environment = make_environment(config)
@@ -34,7 +42,7 @@ async def generated(folder: Path, config: EnvironmentConfig, prompt: Prompt = PR
         return await generate_group(
             engine, text, environment, prompt, group=7, token="t", n=n, engine_name="engine.0",
             sampling=Sampling(max_tokens=8, stop_token_ids=text.stop_token_ids), config=config,
-            max_model_len=512,
+            max_model_len=512, recording=recording,
         )  # fmt: skip
     finally:
         await environment.close()

@@ -3,17 +3,26 @@
 import asyncio
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from protocol.codec import decode_payload
 from protocol.errors import EpisodeError, SettingsError
+from protocol.messages import Call
 from protocol.rollout_view import decode_rollout
 from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
+from services.run_files.call_audit import check_group
 from tests.rollout.environments.agents import ASKS, SERVES
 from tests.rollout.environments.groups import generated
 from tests.rollout.sessions.chats import renderer
+from tests.rollout.sessions.durable import Worker
+from trainer.storage.calls import CallStore
+from trainer.storage.spool import Spool
+
+TURNS = 4
 
 REWARDS = (
     ASKS
@@ -71,6 +80,28 @@ async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
 async def test_a_program_that_hangs_ends_with_its_time(tmp_path: Path) -> None:
     with pytest.raises(EpisodeError, match="episode_s"):
         await generated(tmp_path, config("import time; time.sleep(10**6)", episode_s=0.2), n=1)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+async def test_a_program_killed_at_every_call_goes_on_after_it(tmp_path: Path, processes: int) -> None:
+    kills = tmp_path / "kills"
+    kills.mkdir()
+    for turn in range(TURNS):
+        (kills / f"harness-{turn}").touch()
+    options = {
+        "command": ["python", "-m", "tests.integration.long_program"],
+        "variables": {"LONG_EPISODE_KILLS": str(kills), "LONG_EPISODE_TURNS": str(TURNS)},
+        "processes": processes,
+    }
+    with closing(Spool(tmp_path / "spool.sqlite")) as spool:
+        store = CallStore(spool)
+        recording = Worker(store, "t", version=5).recording(group=7)
+        killed = EnvironmentConfig("command", options, attempts=TURNS + 1)
+        rollout = await generated(tmp_path, killed, n=1, recording=recording)
+        calls = [call for data in store.of_groups([7]) if isinstance(call := decode_payload(data), Call)]
+    assert list(kills.iterdir()) == []
+    assert [(call.number, call.attempt) for call in calls] == [(turn, 0) for turn in range(TURNS)]
+    assert check_group(rollout, calls) == (sum(len(call.tokens.numpy()) for call in calls), [])
 
 
 def test_a_command_must_be_given() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.programs.program import Launch, Program
+from rollout.programs.program import Launch, Program, ProgramKilled
 from tests.integration.loop import ROOT
 
 
@@ -48,6 +48,11 @@ async def test_the_end_of_what_a_program_said_is_kept() -> None:
         await ended(program)
 
 
+async def test_a_program_that_a_signal_ended_is_told_from_one_that_failed() -> None:
+    with pytest.raises(ProgramKilled, match="ended with status -11"):
+        await ended(Program(python("import os; os.kill(os.getpid(), 11)")))
+
+
 async def test_a_program_that_did_not_start_has_no_process() -> None:
     program = Program(python(""))
     with pytest.raises(RuntimeError, match="python has not been started"):
@@ -56,24 +61,34 @@ async def test_a_program_that_did_not_start_has_no_process() -> None:
     await program.close()
 
 
-def test_a_program_ends_when_its_worker_is_killed(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
+@pytest.mark.parametrize("standing", [False, True])
+def test_a_program_ends_when_its_worker_is_killed(tmp_path: Path, *, standing: bool) -> None:
+    pipe, child_pipe = tmp_path / "pipe", tmp_path / "child"
     os.mkfifo(pipe)
-    program = f"import os, time; os.open({str(pipe)!r}, os.O_WRONLY); time.sleep(10**6)"
+    os.mkfifo(child_pipe)
+    holds = "import os, time; os.open({!r}, os.O_WRONLY); time.sleep(10**6)"
+    program = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    program += f"subprocess.Popen([sys.executable, '-c', {holds.format(str(child_pipe))!r}])\n"
+    program += holds.format(str(pipe))
     worker = f"""
 import asyncio
 from rollout.programs.program import Launch, Program
-from tests.integration.loop import ROOT
 
 async def work():
     program = Program(Launch(("python", "-c", {program!r})))
-    await program.start({{}})
+    await program.start({{}}, lines={standing})
     await program.ended()
 
 asyncio.run(work())
 """
     variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    clear = "from rollout.programs.folder import clear_left_folders as clear; assert clear() == {}"
     with subprocess.Popen([sys.executable, "-c", worker], cwd=ROOT, env=variables) as process:
-        with pipe.open("rb") as opened:  # once the program has opened it
+        with pipe.open("rb") as opened, child_pipe.open("rb") as child:  # once both have opened theirs
+            subprocess.run([sys.executable, "-c", clear.format(0)], cwd=ROOT, env=variables, check=True)
             process.kill()
             assert opened.read() == b""
+            process.wait()
+            subprocess.run([sys.executable, "-c", clear.format(1)], cwd=ROOT, env=variables, check=True)
+            assert child.read() == b""
+    assert not list(tmp_path.glob("tether-program-*"))

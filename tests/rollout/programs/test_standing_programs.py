@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from rollout.programs.program import Launch
+from rollout.programs.program import Launch, ProgramKilled
 from rollout.programs.standing_programs import StandingPrograms
 
 LOOP = """
@@ -48,7 +48,8 @@ async def test_tasks_share_the_processes_that_there_are() -> None:
         ("say(error='no idea')", RuntimeError, "the program says: no idea", True),
         ("print('no idea', file=sys.stderr); sys.exit(3)", RuntimeError, "status 3: no idea", False),
         ("sys.exit()", RuntimeError, "ended without an outcome", False),
-        ("os.close(1); import time; time.sleep(10**6)", RuntimeError, "ended with status -9", False),
+        ("os.close(1); import time; time.sleep(10**6)", RuntimeError, "closed its output", False),
+        ("os.kill(os.getpid(), 9)", ProgramKilled, "ended with status -9", False),
         ("print('no idea', flush=True)", ValueError, "a line of the program is no outcome: b'no idea", False),
         ("print('[1]', flush=True)", ValueError, "a line of the program is no outcome", False),
         ("say(reward='many')", ValueError, "the outcome is not", False),

@@ -25,17 +25,18 @@ class Killed(Exception):
 
 @dataclass
 class Journal:
-    """Calls of group 1 in a spool, as the ingest keeps them."""
+    """Calls of a group in a spool, as the ingest keeps them."""
 
     store: CallStore
     token: str
     epoch: str = "e"
     kill_at: int = -1
     """Number of the call that is on disk when the worker dies, without having been answered."""
+    group: int = 1
 
     async def recall(self, sample: int) -> Recalled:
-        self.store.hold(1, self.token)
-        calls = [decode_payload(data) for data in self.store.of_sample(1, sample)]
+        self.store.hold(self.group, self.token)
+        calls = [decode_payload(data) for data in self.store.of_sample(self.group, sample)]
         return recalled([call for call in calls if isinstance(call, Call)], self.epoch)
 
     async def store_call(self, call: Call) -> None:
@@ -57,9 +58,12 @@ class Worker:
     generated: list[tuple[int, ...]] = field(default_factory=list)
     replayed: list[Completion] = field(default_factory=list)
 
+    def recording(self, group: int = 1) -> Recording:
+        journal = _Adapter(Journal(self.store, self.token, self.epoch, self.kill_at, group))
+        return Recording(journal, group, self.token, self.epoch, f"engine-{self.token}", self.version)
+
     def record(self) -> SampleRecord:
-        journal = _Adapter(Journal(self.store, self.token, self.epoch, self.kill_at))
-        return Recording(journal, 1, self.token, self.epoch, f"engine-{self.token}", self.version).sample(0)
+        return self.recording().sample(0)
 
     def session(self, record: SampleRecord, reader: AnswerReader | None = None) -> Session:
         return Session(self, renderer("tool use"), SessionLimits(), reader, record)

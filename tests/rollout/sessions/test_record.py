@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.codec import decode_payload
+from protocol.codec import decode_payload, encode_payload
 from protocol.errors import EpisodeError
 from protocol.messages import Call, Rollout
 from protocol.tensors import Array
@@ -145,6 +145,62 @@ async def test_a_second_attempt_begins_anew(store: CallStore) -> None:
         await play(session, TURNS)
         assert record.replayed == (0 if attempt else 5)
     assert check_group(rollout_of(session, "second"), journalled(store)) == (3 * TURNS, [])
+
+
+@pytest.mark.parametrize("at", range(TURNS))
+async def test_a_harness_killed_at_any_call_goes_on_after_it(store: CallStore, at: int) -> None:
+    worker = Worker(store, "first", kill_at=at)
+    record = worker.record()
+    for _ in range(2):
+        await record.begin(replayable=True)
+        session = worker.session(record)
+        with suppress(Killed):  # here of the harness: the lease and its record remain
+            await play(session, TURNS)
+        record.resume()
+    assert (len(worker.generated), record.replayed, record.left) == (TURNS, at + 1, 0)
+    assert check_group(rollout_of(session, "first"), journalled(store)) == (3 * TURNS, [])
+    assert {call.attempt for call in journalled(store)} == {0}
+
+
+async def test_a_killed_harness_does_not_continue_an_attempt_that_failed(store: CallStore) -> None:
+    worker = Worker(store, "first")
+    record = worker.record()
+    await record.begin(replayable=True)
+    await play(worker.session(record), 3)  # and fails
+    for turns in (0, 2, 5):  # killed before its first call, and after the second
+        await record.begin(replayable=True)
+        session = worker.session(record)
+        await play(session, turns)
+        record.resume()
+    assert (len(worker.generated), record.replayed) == (3 + 5, 2)
+    assert check_group(rollout_of(session, "first"), journalled(store)) == (3 * 5, [])
+    assert [call.attempt for call in journalled(store)] == [0] * 3 + [1] * 5
+
+
+async def test_a_call_under_way_when_the_harness_was_killed_keeps_its_number(store: CallStore) -> None:
+    worker = Worker(store, "first")
+    record = worker.record()
+    await record.begin(replayable=True)
+    await play(worker.session(record), 2)
+    record._next += 1  # as after a call that was cancelled on its way to the disk
+    record.resume()
+    await record.begin(replayable=True)
+    session = worker.session(record)
+    await play(session, 3)
+    late = msgspec.structs.replace(journalled(store)[1], number=2, request="late")
+    assert store.put_many([(late, encode_payload(late))]) == [""]
+    assert [call.number for call in session.tree.calls] == [0, 1, 3]
+    assert check_group(rollout_of(session, "first"), journalled(store)) == (3 * 3, [])
+
+
+async def test_a_killed_harness_that_must_not_run_twice_is_not_run(store: CallStore) -> None:
+    worker = Worker(store, "first")
+    record = worker.record()
+    await record.begin(replayable=False)
+    await play(worker.session(record), 2)
+    record.resume()
+    with pytest.raises(EpisodeError, match="2 calls were made before"):
+        await record.begin(replayable=False)
 
 
 async def test_who_hung_up_gets_the_same_answer(store: CallStore) -> None:
