@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,13 +13,12 @@ from protocol.codec import decode_payload, encode_payload
 from protocol.errors import EpisodeError
 from protocol.messages import Call, Rollout
 from protocol.tensors import Array
-from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
-from rollout.sessions.record import CallJournal
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat
 from rollout.sessions.session import Begun, Session
 from services.run_files.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, play, rollout_of
+from tests.rollout.sessions.hanging import Cancelling, HangingReader, Hung
 from trainer.storage.calls import CallStore
 from trainer.storage.spool import Spool
 
@@ -217,19 +215,6 @@ async def test_who_hung_up_gets_the_same_answer(store: CallStore) -> None:
     assert len(worker.generated) == len(journalled(store)) == 1
 
 
-class Hung:
-    """A journal whose calls reach the disk, and whose acknowledgement of the first one never comes."""
-
-    def __init__(self, journal: CallJournal) -> None:
-        self.recall, self._journal, self.reached = journal.recall, journal, asyncio.Event()
-
-    async def store(self, call: Call) -> None:
-        await self._journal.store(call)
-        if not self.reached.is_set():
-            self.reached.set()
-            await asyncio.Event().wait()
-
-
 async def hang_up(session: Session, begun: Begun, reached: asyncio.Event) -> None:
     """Make a call, and cancel it as soon as it is on disk."""
     async with asyncio.TaskGroup() as tasks:
@@ -258,20 +243,6 @@ async def test_a_call_cancelled_while_it_is_stored_is_given_to_who_asks_again(st
     assert (record.replayed, record.left, again.generated) == (3, 0, [])
 
 
-class Cancelling:
-    """A journal that stores a call and cancels who asked for it, so that both end at once."""
-
-    def __init__(self, journal: CallJournal) -> None:
-        self.recall, self._journal = journal.recall, journal
-        self.caller: asyncio.Task[Any] | None = None
-
-    async def store(self, call: Call) -> None:
-        await self._journal.store(call)
-        if self.caller is not None:
-            self.caller.cancel()
-            self.caller = None
-
-
 async def test_a_call_cancelled_as_it_is_answered_is_given_to_who_asks_again(store: CallStore) -> None:
     worker = Worker(store, "first")
     record = worker.record()
@@ -285,20 +256,6 @@ async def test_a_call_cancelled_as_it_is_answered_is_given_to_who_asks_again(sto
     assert session.tree.calls == []
     assert await play(session, 2) == worker.generated
     assert check_group(rollout_of(session, "first"), journalled(store)) == (6, [])
-
-
-class HangingReader(AnswerReader):
-    """Never finishes the first answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached = asyncio.Event()
-
-    async def read(self, *args: Any) -> ReadAnswer:
-        if not self.reached.is_set():
-            self.reached.set()
-            await asyncio.Event().wait()
-        return await super().read(*args)
 
 
 async def test_a_call_cancelled_while_it_is_read_is_given_to_who_asks_again(store: CallStore) -> None:
