@@ -164,6 +164,25 @@ class Order:
         return order if self._ease is None else order[np.argsort(-self._ease[order], kind="stable")]
 
 
+class GeneratedOrder:
+    """Maps each position of a stream that is generated to a number of an item; endless if `count` is 0."""
+
+    def __init__(self, config: PromptConfig, most: int) -> None:
+        """Args: config: says how many items, in which order; most: positions are below it."""
+        self._most = most
+        self._order = (
+            Order(config.count, seed=config.seed, shuffle=config.shuffle, passes=config.passes)
+            if config.count
+            else None
+        )
+        self.size = self._order.size if self._order else None
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self._most:
+            raise IndexError(f"prompt {index} is outside the stream of {self.size or self._most}")
+        return self._order[index] if self._order else index
+
+
 def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
     """Return the settings of a named source: its own, and for what it does not give those of `[prompts]`.
 

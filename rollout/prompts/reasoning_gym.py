@@ -14,7 +14,7 @@ from typing import Any
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
-from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of, unseen
+from rollout.prompts.base import GeneratedOrder, Prompt, PromptConfig, fingerprint_of, unseen
 
 CHUNK = 500
 """Items per data set that is opened."""
@@ -34,11 +34,7 @@ class ReasoningGymSource:
         check_ranges(config, "prompts")
         self._config = config
         self._families = _checked_families(config)
-        self._order = (
-            Order(config.count, seed=config.seed, shuffle=config.shuffle, passes=config.passes)
-            if config.count
-            else None
-        )
+        self._order = GeneratedOrder(config, HELD_OUT_SEED)
         self._chunk = lru_cache(maxsize=4 * len(self._families))(self._opened)
         for family in self._families:
             self._chunk(family, config.seed)
@@ -46,12 +42,10 @@ class ReasoningGymSource:
 
     @property
     def size(self) -> int | None:
-        return self._order.size if self._order else None
+        return self._order.size
 
     def at(self, index: int) -> Prompt:
-        if not 0 <= index < HELD_OUT_SEED:
-            raise IndexError(f"prompt {index} is outside the stream of {self.size or HELD_OUT_SEED}")
-        return self._item(self._order[index] if self._order else index, self._config.seed, index)
+        return self._item(self._order[index], self._config.seed, index)
 
     def held_out(self) -> Sequence[Prompt]:
         """Return prompts of other seeds than those of training.

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
-from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of
+from rollout.prompts.base import GeneratedOrder, Prompt, PromptConfig, fingerprint_of
 from rollout.text_games import TextGame, checked_games
 
 HELD_OUT_SEED = 2**31
@@ -29,11 +29,7 @@ class TextArenaSource:
             checked_name(name, self._games, "setting prompts.params: game")
             if "seed" in params:
                 raise SettingsError(f"setting prompts.params.{name}.seed: set prompts.seed instead")
-        self._order = (
-            Order(config.count, seed=config.seed, shuffle=config.shuffle, passes=config.passes)
-            if config.count
-            else None
-        )
+        self._order = GeneratedOrder(config, HELD_OUT_SEED)
         self._opening = lru_cache(maxsize=1024)(self._opened)
         for name in self._games:
             self._opening(name, config.seed)
@@ -41,12 +37,10 @@ class TextArenaSource:
 
     @property
     def size(self) -> int | None:
-        return self._order.size if self._order else None
+        return self._order.size
 
     def at(self, index: int) -> Prompt:
-        if not 0 <= index < HELD_OUT_SEED:
-            raise IndexError(f"prompt {index} is outside the stream of {self.size or HELD_OUT_SEED}")
-        return self._item(self._order[index] if self._order else index, self._config.seed, index)
+        return self._item(self._order[index], self._config.seed, index)
 
     def held_out(self) -> Sequence[Prompt]:
         """Return games of other seeds than those of training."""

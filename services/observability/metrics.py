@@ -3,43 +3,29 @@
 Names start with `tether_`. Each process has a registry of its own, so that tests can have several.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
-class StatsCollector(Collector):
-    """Exports a dictionary of counters (`bus.stats`) as one metric with a label."""
-
-    def __init__(self, name: str, help: str, read: Callable[[], Mapping[str, int]]) -> None:
-        self._name, self._help, self._read = name, help, read
-
-    def collect(self) -> Iterable[Metric]:
-        """Yield the metric with the present values."""
-        family = CounterMetricFamily(self._name, self._help, labels=["what"])
-        for what, value in self._read().items():
-            family.add_metric([what], value)
-        yield family
-
-
-class LabelledCounters(Collector):
-    """Exports a dictionary of counters by two labels as one metric."""
+class CounterCollector(Collector):
+    """Exports a dictionary of counters, by the values of their labels, as one metric."""
 
     def __init__(
         self,
         name: str,
         help: str,
-        labels: tuple[str, str],
-        read: Callable[[], Mapping[tuple[str, str], float]],
+        labels: Sequence[str],
+        read: Callable[[], Iterable[tuple[Sequence[str], float]]],
     ) -> None:
         self._name, self._help, self._labels, self._read = name, help, labels, read
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metric with the present values."""
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)
-        for values, amount in list(self._read().items()):
+        for values, amount in list(self._read()):
             family.add_metric(values, amount)
         yield family
 
@@ -72,7 +58,9 @@ class Metrics:
 
     def watch(self, name: str, help: str, read: Callable[[], Mapping[str, int]]) -> None:
         """Export a dictionary of counters as the metric `name`; `read` is called at each scrape."""
-        self.registry.register(StatsCollector(name, help, read))
+        self.registry.register(
+            CounterCollector(name, help, ("what",), lambda: (((what,), n) for what, n in read().items()))
+        )
 
     def watch_labelled(
         self,
@@ -82,4 +70,4 @@ class Metrics:
         read: Callable[[], Mapping[tuple[str, str], float]],
     ) -> None:
         """Export counters by the values of two labels; `read` is called at each scrape."""
-        self.registry.register(LabelledCounters(name, help, labels, read))
+        self.registry.register(CounterCollector(name, help, labels, lambda: read().items()))

@@ -1,10 +1,11 @@
 """A session that is abandoned at any call continues where it was, from what is on disk."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from protocol.codec import decode_payload, encode_payload
 from protocol.errors import EpisodeError
 from protocol.messages import Call, Rollout
 from protocol.tensors import Array
+from rollout.sessions.record import CallJournal
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat
 from rollout.sessions.session import Begun, Session
@@ -22,6 +24,7 @@ from tests.rollout.sessions.hanging import Cancelling, HangingReader, Hung
 from trainer.storage.calls import CallStore
 from trainer.storage.spool import Spool
 
+J = TypeVar("J", bound=CallJournal)
 TURNS = 20
 BEGIN = read_chat({"messages": [{"role": "user", "content": "begin"}]}, override=False)
 
@@ -215,6 +218,15 @@ async def test_who_hung_up_gets_the_same_answer(store: CallStore) -> None:
     assert len(worker.generated) == len(journalled(store)) == 1
 
 
+async def begun_over(worker: Worker, kind: Callable[[CallJournal], J]) -> tuple[Session, J]:
+    """Return a new session of a worker over a journal that misbehaves, and that journal."""
+    record = worker.record()
+    journal = kind(record.recording.journal)
+    record.recording = replace(record.recording, journal=journal)
+    await record.begin(replayable=True)
+    return worker.session(record), journal
+
+
 async def hang_up(session: Session, begun: Begun, reached: asyncio.Event) -> None:
     """Make a call, and cancel it as soon as it is on disk."""
     async with asyncio.TaskGroup() as tasks:
@@ -227,11 +239,7 @@ async def hang_up(session: Session, begun: Begun, reached: asyncio.Event) -> Non
 
 async def test_a_call_cancelled_while_it_is_stored_is_given_to_who_asks_again(store: CallStore) -> None:
     worker = Worker(store, "first")
-    record = worker.record()
-    journal = Hung(record.recording.journal)
-    record.recording = replace(record.recording, journal=journal)
-    await record.begin(replayable=True)
-    session = worker.session(record)
+    session, journal = await begun_over(worker, Hung)
     await hang_up(session, session.begin(BEGIN), journal.reached)
     answers = await play(session, 3)
     assert answers == worker.generated
@@ -245,11 +253,7 @@ async def test_a_call_cancelled_while_it_is_stored_is_given_to_who_asks_again(st
 
 async def test_a_call_cancelled_as_it_is_answered_is_given_to_who_asks_again(store: CallStore) -> None:
     worker = Worker(store, "first")
-    record = worker.record()
-    journal = Cancelling(record.recording.journal)
-    record.recording = replace(record.recording, journal=journal)
-    await record.begin(replayable=True)
-    session = worker.session(record)
+    session, journal = await begun_over(worker, Cancelling)
     async with asyncio.TaskGroup() as tasks:
         call = journal.caller = tasks.create_task(session.answer(session.begin(BEGIN)))
     assert call.cancelled()
