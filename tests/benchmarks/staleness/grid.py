@@ -112,18 +112,16 @@ TASKS: dict[str, Task] = {
         threshold=0.4,
         corrections=("clip", "truncated", "masked-geometric"),
         settings=(
-            "engine.name=hf",
-            "engine.dtype=float32",
-            "trainer.backend=reference",
-            "trainer.dtype=float32",
-            "trainer.micro_batch_size=16",
+            "engine.memory_fraction=0.08",
+            "weights.transport=ipc",
             "rollout.groups_in_flight=64",
             "trainer.checkpoint_every=1000",
             "eval.at_end=false",
         ),
     ),
 }
-"""Task -> its runs. smollm2 needs a GPU, and its prompts and model: deploy/examples/smollm2/prepare.py."""
+"""Task -> its runs. smollm2 needs a GPU, which trainer and engine share (several runs fit on one), and its
+prompts and model: deploy/examples/smollm2/prepare.py."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
