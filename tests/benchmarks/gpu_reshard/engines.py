@@ -3,8 +3,7 @@
 import struct
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from rollout.engines.base import EngineConfig, KvPolicy, Request
 from rollout.engines.sglang import launch
@@ -12,6 +11,7 @@ from rollout.engines.sglang.engine import SglangEngine
 from tests.benchmarks.gpu.engine import START_S, MeasuredEngine
 from tests.benchmarks.gpu.gaps import Step
 from tests.benchmarks.gpu.shapes import SIZES
+from tests.contracts.sglang_environment import sglang_settings
 
 STEPS = "BENCH_STEPS"
 """Environment variable that names the file of an SGLang scheduler's steps."""
@@ -48,22 +48,18 @@ class MeasuredSglang(SglangEngine):
         await self.generate(request)
 
 
-def config_of(
-    name: str, ranks: int, model: str, steps: Path, *, graphs: bool, memory: float, python: str
-) -> EngineConfig:
+def config_of(name: str, ranks: int, model: str, steps: Path, *, graphs: bool, memory: float) -> EngineConfig:
     """As a user would write it for this model.
 
     Args:
         steps: file for SGLang's steps.
         memory: `memory_fraction`; 0: what fits beside the trainer.
-        python: interpreter with SGLang; empty: this one.
     """
     size = SIZES[model]
-    on_sglang = {
-        "environment": {STEPS: str(steps), **(UNBALANCED if ranks > 1 else {})},
-        "attention_backend": "triton" if torch.cuda.is_available() else "",
-        "python": python,
-    }
+    options: dict[str, Any] = {"start_timeout_s": START_S}
+    if name == "sglang":
+        options = sglang_settings(ranks)
+        options["environment"] = {STEPS: str(steps), **UNBALANCED, **options.get("environment", {})}
     return EngineConfig(
         name=name,
         dtype=size.dtype,
@@ -73,8 +69,7 @@ def config_of(
         max_running=size.requests,
         enforce_eager=not graphs,
         kv=KvPolicy.KEEP,
-        start_timeout_s=START_S,
-        **(on_sglang if name == "sglang" else {}),  # type: ignore[arg-type]
+        **options,
     )
 
 

@@ -117,7 +117,6 @@ async def run(arguments: argparse.Namespace, directory: Path) -> None:
         directory / "steps",
         graphs=arguments.graphs,
         memory=arguments.memory_fraction,
-        python=arguments.python,
     )
     try:
         engine = await start_engine(config, arguments.model_dir)
@@ -169,7 +168,6 @@ def main() -> None:
     parser.add_argument("--quiet-s", type=float, default=0.6)
     parser.add_argument("--part-s", type=float, default=25.0)
     parser.add_argument("--memory-fraction", type=float, default=0.0)
-    parser.add_argument("--python", default="")
     parser.add_argument("--graphs", action="store_true")
     arguments = parser.parse_args()
     faulthandler.register(signal.SIGUSR1)

@@ -38,7 +38,7 @@ def render(facts: Mapping[str, Any]) -> str:
     training = _gigabytes(trainer.get("training_bytes", 0))
     blocks = [
         f"Weight updates by a Megatron trainer, model {facts['model']}, {size}, by {facts['transport']}; "
-        f"rank 0 had {training} GB to train, the ranks {' / '.join(ranks)} GB when two versions were published"
+        f"rank 0 had {training} GB to train, the ranks {' / '.join(ranks)} GB with two versions published"
     ]
     if parts:
         blocks.append(grid([list(HEAD), *([name, *_cells(part)] for name, part in parts.items())]))
