@@ -170,7 +170,7 @@ class Orders:
         for name, tensor in in_dtype(self._leader.export(), self._dtype):
             whole.append(_entry(name, tensor))
             for rank in range(ranks):
-                parts[rank].append(_entry(name, _held(name, tensor, rank, ranks)))
+                parts[rank].append(_entry(name, held_by(name, tensor, rank, ranks)))
         found = manifest_digest(whole)
         if ranks == 1:
             return found, found
@@ -243,7 +243,7 @@ def _command(step: int) -> TrainCommand:
     )
 
 
-def _held(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+def held_by(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
     """Return the tensor with zeros where an engine's rank does not hold it."""
     module = name.split(".")[-2]
     if module not in ROWS + COLUMNS:

@@ -70,12 +70,15 @@ def main() -> None:
     parser.add_argument("--model-dir", type=Path, required=True)
     parser.add_argument("--sockets", type=Path, required=True)
     parser.add_argument("--transport", required=True)
+    parser.add_argument("--backend", default=group_backend())
     arguments = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     began, dtype = time.monotonic(), SIZES[arguments.model].dtype
     backend = make_backend(arguments.model_dir, dtype, ranks)
     models, memory = RankModels(backend), Memory(device())
-    config = WeightConfig(transport=arguments.transport, backend=group_backend(), keep=1, timeout_s=TIMEOUT_S)
+    config = WeightConfig(
+        transport=arguments.transport, backend=arguments.backend, keep=1, timeout_s=TIMEOUT_S
+    )
     part = make_part_sender(config, rank, backend, dtype)
     if rank:
         Follower(rank, memory, arguments.sockets).follow(models, part)

@@ -68,6 +68,7 @@ class Trainer:
             f"--model-dir={self._directory / 'model'}",
             f"--sockets={sockets}",
             f"--transport={self._arguments.transport}",
+            *([f"--backend={self._arguments.backend}"] if self._arguments.backend else []),
         )
         progress("starting the trainer ...")
         self._lines = Lines(command, self._environment)
@@ -164,12 +165,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engines", type=_words, default=["vllm:1", "vllm:2", "sglang:2", "sglang:1"])
     parser.add_argument("--trainer-gpus", type=_words, default=["0", "1"], help="one for each rank")
     parser.add_argument("--transport", default="ipc" if torch.cuda.is_available() else "shm")
+    parser.add_argument("--backend", default="", help="weights.backend, if not that of the device")
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=6.0, help="for everything")
     parser.add_argument("--quiet-s", type=float, default=0.6, help="undisturbed before each update")
     parser.add_argument("--part-s", type=float, default=20.0, help="for the measured updates of a part")
     parser.add_argument(
-        "--waits", type=_words, default=["gpu", "host"], help="where the trainer's idle ranks wait: gpu,host"
+        "--waits", type=_words, default=["host", "gpu"], help="where the trainer's idle ranks wait"
     )
     parser.add_argument("--graphs", type=_words, default=[], help="engines that capture CUDA graphs")
     parser.add_argument("--engine-path", type=_pair, action="append", default=[], metavar="NAME=PATH")
