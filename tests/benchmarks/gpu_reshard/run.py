@@ -3,8 +3,10 @@ and committed while the engine decodes on the same GPUs.
 
     python -m tests.benchmarks.gpu_reshard.run --out runs/bench-reshard.json --engines vllm:1,vllm:2,sglang:2
 
-ENGINE:N is an engine of N tensor-parallel ranks, on the last N of the trainer's GPUs. The trainer starts once
-and continues; each engine has processes of its own. What fails or hangs is reported, and the others continue.
+ENGINE:N is an engine of N tensor-parallel ranks, on the last N of the trainer's GPUs. It is measured while
+the trainer's other ranks wait for commands on the host, and while they wait as they do today, in a kernel on
+their GPUs; ENGINE:N:host and ENGINE:N:gpu are one of both. The trainer starts once and continues; each engine
+has processes of its own. What fails or hangs is reported, and the others continue.
 Results are written after every part; the table comes last. Exit code 1 if something failed.
 
 An engine whose packages lie elsewhere has a PYTHONPATH of its own: --engine-path sglang=DIR:DIR.
@@ -30,7 +32,9 @@ from tests.benchmarks.gpu.shapes import SIZES, write_model
 from tests.benchmarks.gpu_reshard.table import line, render
 from trainer.backends.launch import torchrun
 
-TRAINER_S = 180.0
+ON_ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Environment of everything that is started here: the ranks meet also where the host's name is not known."""
+TRAINER_S = 180.0 if torch.cuda.is_available() else 400.0
 START_S = 200.0 if torch.cuda.is_available() else 600.0
 SLACK_S = 45.0
 """For a part's first update and its verification, over the time in which it measures."""
@@ -117,14 +121,15 @@ def run_engine(
     end: float,
 ) -> bool:
     """Measure one engine. Returns whether all went well."""
-    engine, _, ranks = name.partition(":")
+    engine, ranks, *named = name.split(":")
+    waits = named or arguments.waits
     gpus = arguments.trainer_gpus[-int(ranks) :]
     others = [gpu for gpu in arguments.trainer_gpus if gpu not in gpus]
     command = [sys.executable, "-m", "tests.benchmarks.gpu_reshard.session"]
     command += [f"--engine={engine}", f"--ranks={ranks}", f"--model={arguments.model}"]
     command += [f"--model-dir={arguments.model_dir}", f"--trainer={trainer}"]
     command += [f"--updates={arguments.updates}", f"--quiet-s={arguments.quiet_s}"]
-    command += [f"--part-s={arguments.part_s}", f"--waits={','.join(arguments.waits)}"]
+    command += [f"--part-s={arguments.part_s}", f"--waits={','.join(waits)}"]
     command += ["--graphs"] if engine in arguments.graphs else []
     path = arguments.engine_path.get(engine)
     environment = environment | {"CUDA_VISIBLE_DEVICES": ",".join(gpus + others)}
@@ -136,8 +141,8 @@ def run_engine(
             report.fail(name, event.get("error") or f"not ready: {event['event']}")
             return False
         report.facts["engine"][name] = {key: value for key, value in event.items() if key != "event"}
-        for where in arguments.waits:
-            part = f"{name} {where}"
+        for where in waits:
+            part = f"{engine}:{ranks} {where}"
             event = lines.next(END_S)
             if event["event"] == "begin":
                 progress(f"{part} ...")
@@ -198,7 +203,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     out: Path = arguments.out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    environment: dict[str, str] = DEFAULTS | dict(os.environ)
+    environment: dict[str, str] = DEFAULTS | ON_ONE_HOST | dict(os.environ)
     facts: dict[str, Any] = {"transport": arguments.transport, "trainer": {}}
     report = Report(out, facts_of(arguments) | facts)
     with tempfile.TemporaryDirectory(prefix="tr-", ignore_cleanup_errors=True) as name:

@@ -1,5 +1,5 @@
-"""The benchmark with a real trainer, without a GPU: two ranks on gloo, a tiny model, the real engine. No timing
-is asserted."""
+"""The benchmark with a real trainer, without a GPU: two ranks on gloo, a tiny model, the real engine. No
+timing is asserted."""
 
 import json
 import subprocess
