@@ -1,12 +1,10 @@
-"""Rank 0 of the trainer: makes steps and publishes versions by the trainer's `ModelRunner`, on orders."""
+"""Rank 0 of the trainer: makes steps on all ranks and publishes versions, on orders."""
 
-import asyncio
 import json
 import socket
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +17,6 @@ from protocol.device.digests import digests_of
 from protocol.messages import TensorEntry
 from protocol.weights.buckets import manifest_digest
 from rollout.staging.staging import dtype_name
-from services.trainer.model_runner import ModelRunner
 from tests.benchmarks.gpu.shapes import settle
 from tests.benchmarks.gpu_reshard.follower import Memory
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
@@ -27,14 +24,14 @@ from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
 from trainer.roles.models import RankModels
-from trainer.weights.base import WeightSender
+from trainer.weights.base import StreamingSender, WeightSender
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.parts.sender import PartSender
 
 EPOCH = "bench"
 CONNECT_S = 60.0
 SAMPLES, TOKENS = 16, 64
-"""Of the batch of each step, and of each sample."""
+"""Samples of the batch of each step, and tokens of each."""
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 """Modules whose tensors an engine divides by rows between its tensor-parallel ranks."""
 COLUMNS = ("o_proj", "down_proj")
@@ -42,7 +39,7 @@ COLUMNS = ("o_proj", "down_proj")
 
 
 class Orders:
-    """Each public coroutine is an order."""
+    """Carries out orders: each public method but `warm_up`, `serve` and `close` is one."""
 
     def __init__(
         self,
@@ -56,27 +53,23 @@ class Orders:
         self._leader = LeaderRank(models, make_algorithm(AlgorithmConfig()))
         self._dtype = dtype
         self._memory = memory
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._runner = ModelRunner(self._leader, sender, self._thread, engine_dtype=dtype)
+        self._sender = sender
         self._others = [_Line(path) for path in others]
         self._steps, self._began, self._version = 0, 0.0, 0
         self._exits, self._where = False, "gpu"
-        self._device = models.policy.device
-        self._loop = asyncio.new_event_loop()
         publication = models.policy.publication
         assert publication is not None
         self._shapes = list(zip(publication.names, publication.shapes, strict=True))
         self._model = 0
         """Bytes that are allocated for training alone."""
-        self._thread.submit(self._use_device).result()
 
     def warm_up(self) -> None:
         """Make two steps and two versions, so that everything that is kept is there."""
-        self._run(self.step())
+        self.step()
         self._model = self._memory.found()["after"]
         for version in (1, 2):
-            self._run(self.publish(version))
-            self._run(self.step())
+            self.publish(version)
+            self.step()
 
     def describe(self) -> dict[str, Any]:
         """Return what there is before an engine starts."""
@@ -85,9 +78,9 @@ class Orders:
         return {
             "bytes": count * size,
             "tensors": len(self._shapes),
-            "by_rank": isinstance(self._runner.sender, PartSender),
+            "by_rank": isinstance(self._sender, PartSender),
             "training_bytes": self._model,
-            "memory": self._run(self.memory())["ranks"],
+            "memory": self.memory()["ranks"],
         }
 
     def serve(self, path: Path) -> None:
@@ -101,67 +94,76 @@ class Orders:
                     self._answer(lines)
 
     def close(self) -> None:
-        """Close model and sender."""
-        self._run(self._runner.close())
-        self._loop.close()
+        """Close sender and model."""
+        self._sender.close()
+        self._leader.close()
 
-    async def last(self) -> dict[str, Any]:
+    def last(self) -> dict[str, Any]:
         """Return the number of the version published last."""
         return {"version": self._version}
 
-    async def step(self) -> dict[str, Any]:
+    def step(self) -> dict[str, Any]:
         """Make an optimizer step on all ranks; return when it had ended."""
         self._go()
-        await self._runner.train(_command(self._steps))
+        self._leader.train(_command(self._steps))
         self._steps += 1
-        await self._runner.run(settle)
+        settle()
         self._tell("mark")
         self._memory.mark()
         self._began = time.monotonic()
         return {"began": self._began}
 
-    async def draft(self, version: int) -> dict[str, Any]:
+    def draft(self, version: int) -> dict[str, Any]:
         """Let engines receive a version while it is published, if the transport can do that."""
-        if isinstance(self._runner.sender, PartSender):
+        if isinstance(self._sender, PartSender):
             self._go()
-        return {"drafted": await self._runner.provisional(EPOCH, version) is not None}
+            return {"drafted": self._leader.draft_parts(self._sender, EPOCH, version) is not None}
+        if isinstance(self._sender, StreamingSender):
+            return {"drafted": self._sender.provisional(EPOCH, version) is not None}
+        return {"drafted": False}
 
-    async def publish(self, version: int) -> dict[str, Any]:
+    def publish(self, version: int) -> dict[str, Any]:
         """Publish a version; return its manifest, in hex, when the step had ended and when this has."""
         self._go()
-        manifest = await self._runner.publish(EPOCH, version)
+        if isinstance(self._sender, PartSender):
+            manifest = self._leader.publish_parts(self._sender, EPOCH, version)
+        else:
+            tensors = in_dtype(self._leader.export(), self._dtype)
+            manifest = self._sender.publish(
+                EPOCH, version, tensors, base_model=self._leader.backend.architecture
+            )
         ended, self._version = time.monotonic(), version
         data = msgspec.msgpack.encode(manifest).hex()
         return {"began": self._began, "ended": ended, "manifest": data}
 
-    async def retire(self, version: int) -> dict[str, Any]:
+    def retire(self, version: int) -> dict[str, Any]:
         """Forget versions before this one."""
-        self._runner.sender.retire(frozenset({version}))
+        self._sender.retire(frozenset({version}))
         return {}
 
-    async def wait(self, where: str) -> dict[str, Any]:
+    def wait(self, where: str) -> dict[str, Any]:
         """Let the other ranks wait for commands on the "gpu", as they do, or on the "host"."""
         if where != self._where:
             self._where = where
             self._tell("wait", where=where)
-            await self._runner.run(self._leader.idle)
+            self._leader.idle()
         return {}
 
-    async def memory(self) -> dict[str, Any]:
+    def memory(self) -> dict[str, Any]:
         """Return what each rank had allocated before and after the last publication, and the most."""
         return {"ranks": [self._memory.found(), *self._tell("memory")]}
 
-    async def digest(self, ranks: int) -> dict[str, Any]:
+    def digest(self, ranks: int) -> dict[str, Any]:
         """Return the digest of the weights, and what an engine of so many ranks that has them has to say."""
         self._go()
-        whole, live = await self._runner.run(self._digests, ranks)
+        whole, live = self._digests(ranks)
         return {"version": whole, "live": live}
 
-    async def exit(self) -> dict[str, Any]:
+    def exit(self) -> dict[str, Any]:
         """End the other ranks, and then this one."""
         self._exits = True
         self._go()
-        await self._runner.run(self._leader.exit)
+        self._leader.exit()
         return {}
 
     def _digests(self, ranks: int) -> tuple[int, int]:
@@ -181,8 +183,8 @@ class Orders:
         for line in lines:
             order = json.loads(line)
             try:
-                method: Callable[..., Coroutine[Any, Any, dict[str, Any]]] = getattr(self, order.pop("do"))
-                answer = self._run(method(**order))
+                method: Callable[..., dict[str, Any]] = getattr(self, order.pop("do"))
+                answer = method(**order)
             except Exception as error:
                 traceback.print_exc()
                 answer = {"error": f"{type(error).__name__}: {error}"}
@@ -190,13 +192,6 @@ class Orders:
             lines.flush()
             if self._exits:
                 return
-
-    def _run(self, order: Coroutine[Any, Any, Any]) -> Any:
-        return self._loop.run_until_complete(order)
-
-    def _use_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
 
     def _go(self) -> None:
         self._tell("go")

@@ -76,7 +76,7 @@ class Resharded(Ours):
         super().__init__(engine, trainer, "")
         self._ranks = ranks
         self.peaks: list[list[dict[str, int]]] = []
-        """Of each update the memory of each rank of the trainer."""
+        """Memory of each rank of the trainer, by update."""
 
     async def prepare(self) -> None:
         """Do nothing."""
