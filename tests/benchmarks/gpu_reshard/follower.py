@@ -9,6 +9,7 @@ its socket first.
 import json
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ class Memory:
 class Follower:
     """Follows rank 0, and answers lines of JSON on a socket of its own."""
 
-    def __init__(self, rank: int, memory: Memory, sockets: Path) -> None:
-        self._memory = memory
+    def __init__(self, rank: int, memory: Memory, sockets: Path, perturb: Callable[[float], None]) -> None:
+        self._memory, self._perturb = memory, perturb
         self._host = False
         self._permits = threading.Semaphore(0)
         self._waiting = threading.Event()
@@ -93,6 +94,8 @@ class Follower:
                 if not self._waiting.wait(WAIT_S):  # the step is over here, too
                     raise TimeoutError("the step does not end")
                 self._memory.mark()
+            case "perturb":
+                self._perturb(order["factor"])
             case "memory":
                 return self._memory.found()
         return {}

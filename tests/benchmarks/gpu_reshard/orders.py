@@ -30,6 +30,7 @@ from trainer.weights.parts.sender import PartSender
 
 EPOCH = "bench"
 CONNECT_S = 60.0
+FACTOR = 1.015625
 SAMPLES, TOKENS = 16, 64
 """Samples of the batch of each step, and tokens of each."""
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
@@ -48,8 +49,19 @@ class Orders:
         memory: Memory,
         dtype: str,
         others: Sequence[Path],
+        perturb: Callable[[float], None] | None = None,
     ) -> None:
-        """Connect to the sockets of the other ranks."""
+        """Connect to the sockets of the other ranks.
+
+        Args:
+            models: rank 0's.
+            sender: of the weights.
+            memory: of this process.
+            dtype: in which versions are published.
+            others: sockets of the other ranks.
+            perturb: multiplies this rank's weights, where that is to stand for a step.
+        """
+        self._perturb = perturb
         self._leader = LeaderRank(models, make_algorithm(AlgorithmConfig()))
         self._dtype = dtype
         self._memory = memory
@@ -103,9 +115,14 @@ class Orders:
         return {"version": self._version}
 
     def step(self) -> dict[str, Any]:
-        """Make an optimizer step on all ranks; return when it had ended."""
-        self._go()
-        self._leader.train(_command(self._steps))
+        """Make an optimizer step on all ranks, or what stands for it; return when it had ended."""
+        if self._perturb is not None:
+            factor = FACTOR if self._steps % 2 else 1 / FACTOR
+            self._tell("perturb", factor=factor)
+            self._perturb(factor)
+        else:
+            self._go()
+            self._leader.train(_command(self._steps))
         self._steps += 1
         settle()
         self._tell("mark")

@@ -49,6 +49,16 @@ class RandomMegatron(MegatronBackend):
                 else:  # some of these are equal on all ranks
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
+    def perturb(self, factor: float) -> None:
+        """Multiply all weights, in place of a step; in any thread."""
+        device = self._position.device
+        # the default stream of a rank that waits for a command in a kernel stands still
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.no_grad(), torch.cuda.stream(stream):
+            torch._foreach_mul_(list(self._parameters.values()), factor)
+        if stream is not None:
+            stream.synchronize()
+
 
 def make_backend(model_dir: Path, dtype: str, ranks: int) -> RandomMegatron:
     """Return this rank's part, with Adam's moments still to be made by the first step."""
@@ -71,6 +81,7 @@ def main() -> None:
     parser.add_argument("--sockets", type=Path, required=True)
     parser.add_argument("--transport", required=True)
     parser.add_argument("--backend", default=group_backend())
+    parser.add_argument("--perturb", action="store_true")
     arguments = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     began, dtype = time.monotonic(), SIZES[arguments.model].dtype
@@ -81,15 +92,15 @@ def main() -> None:
     )
     part = make_part_sender(config, rank, backend, dtype)
     if rank:
-        Follower(rank, memory, arguments.sockets).follow(models, part)
+        Follower(rank, memory, arguments.sockets, backend.perturb).follow(models, part)
         if part is not None:
             part.close()
         models.close()
         return
     sender = part or make_sender(config, run=f"reshard-{os.getpid()}", run_dir=arguments.sockets)
-    orders = Orders(
-        models, sender, memory, dtype, [arguments.sockets / str(other) for other in range(1, ranks)]
-    )
+    others = [arguments.sockets / str(other) for other in range(1, ranks)]
+    perturb = backend.perturb if arguments.perturb else None
+    orders = Orders(models, sender, memory, dtype, others, perturb)
     try:
         orders.warm_up()
         say("ready", start_s=time.monotonic() - began, **json.loads(json.dumps(orders.describe())))

@@ -73,6 +73,7 @@ class Trainer:
             f"--sockets={sockets}",
             f"--transport={self._arguments.transport}",
             *([f"--backend={self._arguments.backend}"] if self._arguments.backend else []),
+            *(["--perturb"] if self._arguments.perturb else []),
         )
         progress("starting the trainer ...")
         self._lines = Lines(command, self._environment)
@@ -171,6 +172,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trainer-gpus", type=_words, default=["0", "1"], help="one for each rank")
     parser.add_argument("--transport", default="ipc" if torch.cuda.is_available() else "shm")
     parser.add_argument("--backend", default="", help="weights.backend, if not that of the device")
+    parser.add_argument(
+        "--perturb", action="store_true", help="multiply the weights in place of the optimizer's steps"
+    )
     parser.add_argument("--updates", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=6.0, help="for everything")
     parser.add_argument("--quiet-s", type=float, default=0.6, help="undisturbed before each update")
