@@ -1,14 +1,14 @@
-"""The project's vLLM engine with a clock in its worker, and requests that keep it busy."""
+"""The project's vLLM engine with a clock in its worker, and requests that keep an engine busy."""
 
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
+from rollout.engines.base import Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.vllm.engine import VllmEngine
 from rollout.engines.vllm.launch import sampling_parameters
 from tests.benchmarks.gpu.gaps import Step
@@ -20,6 +20,26 @@ FULL_S = 60.0
 """For all requests to be decoded at a time."""
 LOOK_S = 0.1
 WORKER = "tests.benchmarks.gpu.worker.MeasuredWorker"
+
+
+class Measured(Protocol):
+    """An engine whose steps are timed."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a commit of the project's own drops the KV cache of running requests."""
+
+    async def steps(self) -> list[Step]:
+        """The steps since the last call."""
+
+    async def generate(self, request: Request) -> Completion:
+        """As the engine does."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """As the engine does."""
+
+    async def stream(self, request: Request, times: list[float], stopped: Callable[[], bool]) -> None:
+        """Generate until `stopped`; write down when each token comes, where the engine streams them."""
 
 
 class MeasuredEngine(VllmEngine):
@@ -56,6 +76,19 @@ class MeasuredEngine(VllmEngine):
         """The steps since the last call."""
         return [Step(*row) for row in await self.worker("steps")]
 
+    async def stream(self, request: Request, times: list[float], stopped: Callable[[], bool]) -> None:
+        """Generate until `stopped`; write down when each token comes."""
+        from vllm.sampling_params import RequestOutputKind
+
+        parameters = sampling_parameters(request.sampling)
+        parameters.output_kind = RequestOutputKind.DELTA
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        async with aclosing(self.llm.generate(prompt, parameters, f"stream:{request.id}")) as tokens:
+            async for _ in tokens:
+                times.append(time.monotonic())
+                if stopped():
+                    break
+
 
 def engine_config(model: str, memory_fraction: float, kv: str, eager: bool) -> EngineConfig:
     """As a user would write it for this model."""
@@ -84,7 +117,7 @@ class Load:
     """Requests as long as the model allows, each followed by another. One of them is streamed, and its tokens
     are timed as they come."""
 
-    def __init__(self, engine: MeasuredEngine, model: str) -> None:
+    def __init__(self, engine: Measured, model: str) -> None:
         self._engine = engine
         self._size = SIZES[model]
         self._random = random.Random(0)
@@ -127,15 +160,7 @@ class Load:
         await self._engine.generate(request)
 
     async def _streamed(self, slot: int, request: Request) -> None:
-        from vllm.sampling_params import RequestOutputKind
-
-        parameters = sampling_parameters(request.sampling)
-        parameters.output_kind = RequestOutputKind.DELTA
+        self._ids[slot] = request.id
         times: list[float] = []
         self.streams.append(times)
-        prompt = {"prompt_token_ids": list(request.prompt)}
-        async with aclosing(self._engine.llm.generate(prompt, parameters, f"stream:{request.id}")) as tokens:
-            async for _ in tokens:
-                times.append(time.monotonic())
-                if self._stopped:
-                    break
+        await self._engine.stream(request, times, lambda: self._stopped)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from tests.benchmarks.gpu.engine import Load, MeasuredEngine
+from tests.benchmarks.gpu.engine import Load, Measured
 from tests.benchmarks.gpu.gaps import UNDISTURBED, Phase, Step, gaps_by_phase, rate, spread
 from tests.benchmarks.gpu.updates import Way
 
@@ -34,7 +34,7 @@ class Update:
 
 
 async def measure(
-    engine: MeasuredEngine, model: str, way: Way, *, updates: int, quiet_s: float, seconds: float, first: int
+    engine: Measured, model: str, way: Way, *, updates: int, quiet_s: float, seconds: float, first: int
 ) -> dict[str, Any]:
     """Run one update that is not counted and then up to `updates`, for about `seconds` at most.
 

@@ -26,11 +26,11 @@ def render(facts: Mapping[str, Any]) -> str:
     ]
     blocks.append(f"{machine} {facts['versions']}")
     if limits:
-        blocks.append(_grid([["limit", "ms"]] + [[name, _number(ms)] for name, ms in limits.items()]))
+        blocks.append(grid([["limit", "ms"]] + [[name, number(ms)] for name, ms in limits.items()]))
     parts: Mapping[str, Mapping[str, Any]] = facts["parts"]
     if parts:
         blocks.append(
-            _grid([list(_HEAD), *([name, *_summary(name, part, limits)] for name, part in parts.items())])
+            grid([list(_HEAD), *([name, *_summary(name, part, limits)] for name, part in parts.items())])
         )
         blocks += [f"{name}: {phases(part)}" for name, part in parts.items()]
     blocks += [f"failed: {name}: {why}" for name, why in facts["failed"].items()]
@@ -75,13 +75,13 @@ def _summary(way: str, part: Mapping[str, Any], limits: Mapping[str, float]) -> 
     quiet = part["gaps"].get("undisturbed", {})
     return [
         str(part["updates"]),
-        _number(ms["total"]),
-        _number(before),
-        _number(limit),
+        number(ms["total"]),
+        number(before),
+        number(limit),
         "" if limit is None else _aimed(before / limit, before / limit <= TRANSFER, aims),
-        _number(ms.get("pause_ms")),
-        f"{_number(stall['p50'])} / {_aimed(stall['max'], stall['max'] <= STALL_MS, aims)}",
-        f"{_number(quiet.get('p50'))} / {_number(quiet.get('p99'))}",
+        number(ms.get("pause_ms")),
+        f"{number(stall['p50'])} / {_aimed(stall['max'], stall['max'] <= STALL_MS, aims)}",
+        f"{number(quiet.get('p50'))} / {number(quiet.get('p99'))}",
         _aimed(100 * decode["share"], decode["share"] >= DECODE, aims) + " %",
         {True: "yes", False: "NO", None: ""}.get(part.get("verified"), "?"),
     ]
@@ -93,38 +93,40 @@ def phases(part: Mapping[str, Any]) -> str:
     for name, ms in part["ms"].items():
         gaps = part["gaps"].get(name, {"n": 0})
         seen = (
-            f" (gaps p50 {_number(gaps['p50'])}, p99 {_number(gaps['p99'])}, max {_number(gaps['max'])})"
+            f" (gaps p50 {number(gaps['p50'])}, p99 {number(gaps['p99'])}, max {number(gaps['max'])})"
             if gaps["n"]
             else ""
         )
-        found.append(f"{name} {_number(ms)}{seen}")
+        found.append(f"{name} {number(ms)}{seen}")
     tokens = part["token_gaps"]
     stream = "; ".join(
-        f"{name} {_number(gap['p50'])}/{_number(gap['p99'])}/{_number(gap['max'])}"
+        f"{name} {number(gap['p50'])}/{number(gap['p99'])}/{number(gap['max'])}"
         for name, gap in tokens.items()
         if gap["n"]
     )
     decode = part["decode"]
-    speeds = f"{_number(decode['undisturbed'])} undisturbed, {_number(decode['during'])} during updates"
+    speeds = f"{number(decode['undisturbed'])} undisturbed, {number(decode['during'])} during updates"
     return "\n  ".join(
         (
             ", ".join(found),
             f"gaps of a streamed request, ms p50/p99/max: {stream}",
-            f"decode tokens/s: {speeds}, {_number(decode['before_commit'])} before their last phase",
+            f"decode tokens/s: {speeds}, {number(decode['before_commit'])} before their last phase",
             f"memory: {part.get('memory')}; verified: {part.get('verified')}",
         )
     )
 
 
 def _aimed(value: float, reached: bool, aims: bool) -> str:
-    return _number(value) + ("" if not aims else " reached" if reached else " MISSED")
+    return number(value) + ("" if not aims else " reached" if reached else " MISSED")
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Three digits, or a whole number from a thousand on."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _grid(rows: Sequence[Sequence[str]]) -> str:
+def grid(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the head first, as a table."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"

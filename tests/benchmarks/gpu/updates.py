@@ -10,6 +10,7 @@ import msgspec
 
 from protocol.messages import WeightManifest
 from protocol.weights.provisional import provisional_manifest
+from rollout.engines.multi_process.engine import MultiProcessEngine
 from tests.benchmarks.gpu.engine import MeasuredEngine
 from tests.benchmarks.gpu.flip import Flip
 from tests.benchmarks.gpu.gaps import Phase
@@ -31,6 +32,13 @@ class Way(Protocol):
         """Whether the live weights are those that were sent last."""
 
 
+class Trainer(Protocol):
+    """A trainer's process, as a way sees it."""
+
+    async def ask(self, do: str, limit_s: float = 120.0, **order: Any) -> dict[str, Any]:
+        """What it answers to an order."""
+
+
 class Ours:
     """The project's own: publish, stage while decoding continues, commit between two steps.
 
@@ -38,7 +46,9 @@ class Ours:
     published.
     """
 
-    def __init__(self, engine: MeasuredEngine, partner: Partner, transport: str, bucket_mb: int) -> None:
+    def __init__(
+        self, engine: MultiProcessEngine, partner: Trainer, transport: str, bucket_mb: int = 0
+    ) -> None:
         self._engine = engine
         self._partner = partner
         self._transport = transport
