@@ -94,7 +94,7 @@ LAYOUTS = (
         (
             (Target(Part.TRAINER), Moment.DRAFT),
             (Target(Part.CORE), Moment.DRAFT),
-            (Target(Part.WORKER), Moment.MANIFEST),
+            (Target(Part.WORKER), Moment.DRAFT),
         ),
     ),
 )  # fmt: skip

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -58,8 +59,9 @@ SHARE = 0.3
 """Share of the usual time of a transfer that passes before the kill."""
 END_S = 60.0
 """Limit of the last steps and the end of the run, seconds."""
-ALIKE = ("psm_", "vllm_", "nccl-", "torch_", "torchelastic_")
-"""How names of files begin that libraries leave in /dev/shm and TMPDIR: counted, and no violation."""
+ALIKE = re.compile(r"(psm|sem\.mp|vllm|torch|torchelastic)_|nccl-|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
+"""Names of files that libraries leave in /dev/shm and TMPDIR when they are killed: noted, and no violation. The
+last ones are vLLM's sockets."""
 
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
@@ -180,9 +182,8 @@ class Scenario:
             raise Stuck("the process that was to be killed ended by itself")
         kill = await self._kill_at(victim, target, moment)
         after_ms = kill.at_ms - kill.heard.at_ms
-        self.say(
-            f"killed {target.label} {after_ms:.1f} ms after the {moment} of version {kill.heard.version}"
-        )
+        version = kill.heard.version
+        self.say(f"killed {target.label} {after_ms:.1f} ms after the {moment} of version {version}")
         row: dict[str, Any] = {
             "version": version, "killed_after_ms": round(after_ms, 2),
             "groups_in_flight": (await self._ledger.status()).active,
@@ -231,11 +232,11 @@ class Scenario:
     def _check(self, status: LedgerStatus | None) -> None:
         """Check what the run left."""
         new = sorted(shared_memory() - self._shared)
-        left = [path for path in (self.place.root / "tmp").iterdir() if path.name.startswith(ALIKE)]
-        for path in left:
-            shutil.rmtree(path, ignore_errors=True)
-        names = [name for name in new if name.startswith(ALIKE)]
-        self.found["left_by_libraries"] = names + sorted(path.name for path in left)
+        tmp = self.place.root / "tmp"
+        in_tmp = [path.name for path in tmp.iterdir() if ALIKE.match(path.name)]
+        for name in in_tmp:
+            shutil.rmtree(tmp / name) if (tmp / name).is_dir() else (tmp / name).unlink()
+        self.found["left_by_libraries"] = [name for name in new if ALIKE.match(name)] + in_tmp
         ours = [Path("/dev/shm") / name for name in new if self._run in name]
         self.found["violations"] += check_leftovers(self.place.root, self.place.run_dir, ours)
         if status is None:

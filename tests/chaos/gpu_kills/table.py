@@ -7,6 +7,7 @@ COLUMNS = {
     "killed": lambda row: row["target"],
     "at": lambda row: row["moment"],
     "version was": lambda row: row.get("in_flight", ""),
+    "groups in flight": lambda row: str(row.get("groups_in_flight", "")),
     "process s": lambda row: _number(row.get("process_s")),
     "serving s": lambda row: _number(row.get("served_s")),
     "next step s": lambda row: _number(row.get("step_s")),
