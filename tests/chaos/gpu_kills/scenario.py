@@ -60,8 +60,8 @@ SHARE = 0.3
 END_S = 60.0
 """Limit of the last steps and the end of the run, seconds."""
 ALIKE = re.compile(r"(psm|sem\.mp|vllm|torch|torchelastic)_|nccl-|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
-"""Names of files that libraries leave in /dev/shm and TMPDIR when they are killed: noted, and no violation. The
-last ones are vLLM's sockets."""
+"""Names of files that libraries leave in /dev/shm and TMPDIR when they are killed: noted, and no violation.
+The last ones are vLLM's sockets."""
 
 Say = Callable[[str], None]
 Save = Callable[[dict[str, Any]], None]
