@@ -30,7 +30,7 @@ class Target:
 
     part: Part
     rank: int = 0
-    """Of the trainer or of the engine; 0 for what has no ranks."""
+    """Number of the rank, of the trainer or of the engine; 0 for what has no ranks."""
 
     @property
     def label(self) -> str:

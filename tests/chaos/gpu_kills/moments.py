@@ -18,7 +18,7 @@ Event = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What the trainer told engines of a version."""
+    """What the trainer announced to engines about a version."""
 
     at_ms: float
     moment: Moment
