@@ -83,7 +83,6 @@ LAYOUTS = (
             (Target(Part.RANK, 1), Moment.MANIFEST),
             (Target(Part.TRAINER, 0), Moment.MANIFEST),
             (Target(Part.CORE), Moment.MANIFEST),
-            (Target(Part.WORKER), Moment.MANIFEST),
         ),
     ),
     Layout(
