@@ -55,8 +55,8 @@ DEFAULTS = {
 """Environment of a run, where the caller's says nothing."""
 FIRST_VERSIONS = 4
 """Versions that are served before the first kill, to know how long a transfer takes."""
-SHARE = 0.3
-"""Share of the usual time of a transfer that passes before the kill."""
+SHARE = 0.4
+"""Share of the quickest transfer's time that passes before the kill."""
 END_S = 60.0
 """Limit of the last steps and the end of the run, seconds."""
 ALIKE = re.compile(r"(psm|sem\.mp|vllm|torch|torchelastic)_|nccl-|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")
@@ -139,7 +139,7 @@ class Scenario:
             try:
                 await self._until(self._has_served, self.limits.start_s, "the first versions")
                 self.found["start_s"] = round(time.monotonic() - began, 1)
-                usual = {str(moment): self._usual_ms(moment) for moment in Moment}
+                usual = {str(moment): median_ms(self._transfers_ms(moment)) for moment in Moment}
                 self.found["usual_ms"] = usual
                 self.say(
                     f"{FIRST_VERSIONS} versions after {self.found['start_s']} s; on the way for {usual} ms"
@@ -203,8 +203,8 @@ class Scenario:
         }  # fmt: skip
 
     async def _kill_at(self, victim: psutil.Process, target: Target, moment: Moment) -> Kill:
-        """Kill a process when a part of a transfer's usual time has passed."""
-        usual = self._usual_ms(moment) or 0.0
+        """Kill a process when a part of the time has passed that the quickest transfer took."""
+        quickest = min((ms for ms in self._transfers_ms(moment) if ms > 0), default=0.0)
         newest = max((told.version for told in self._witness.announced), default=0)
         limit_s = self.limits.kill_s
         try:
@@ -214,7 +214,7 @@ class Scenario:
                 )
         except TimeoutError:
             raise Stuck(f"no {moment} of a version was heard within {limit_s:.0f} s") from None
-        await asyncio.sleep(max(0.0, SHARE * usual - (now_ms() - told.at_ms)) / 1e3)
+        await asyncio.sleep(max(0.0, SHARE * quickest - (now_ms() - told.at_ms)) / 1e3)
         at_ms = now_ms()
         send(victim.pid, signal.SIGKILL)
         return Kill(target, at_ms, told)
@@ -279,10 +279,10 @@ class Scenario:
     def _has_served(self) -> bool:
         return sum(event["event"] == "applied" for event in self._read()) >= FIRST_VERSIONS
 
-    def _usual_ms(self, moment: Moment) -> float | None:
-        """Return how long versions are on their way after this moment."""
+    def _transfers_ms(self, moment: Moment) -> list[float]:
+        """Return how long versions were on their way after this moment."""
         heard = self._witness
-        return median_ms(transfers_ms(moment, heard.announced, heard.staged, self._read()))
+        return transfers_ms(moment, heard.announced, heard.staged, self._read())
 
     def _last_line(self) -> str:
         lines = (self.place.root / "up.log").read_text(errors="replace").strip().splitlines()
