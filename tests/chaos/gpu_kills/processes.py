@@ -22,10 +22,10 @@ def find_process(up: int, target: Target, trainer_ranks: int) -> psutil.Process 
         return None
     if target.part is Part.WORKER or (target.part is Part.TRAINER and trainer_ranks == 1):
         return service
-    with contextlib.suppress(psutil.Error):
-        for child in service.children(recursive=True):
+    for matches in (_is_target, _is_untitled_core):
+        for child in _children(service.pid, recursive=True):
             with contextlib.suppress(psutil.Error):  # it ends
-                if _is_target(child, target):
+                if matches(child, target):
                     return child
     return None
 
@@ -44,6 +44,16 @@ def _is_target(process: psutil.Process, target: Target) -> bool:
     return bool(words) and is_engine_process(words[0], target)
 
 
+def _is_untitled_core(process: psutil.Process, target: Target) -> bool:
+    """Return whether a process is an engine core without a title: it starts, or was forked from a server."""
+    line, above = " ".join(process.cmdline()), process.parent()
+    if target.part is not Part.CORE or above is None:
+        return False
+    if "multiprocessing.forkserver" in line:
+        return "multiprocessing.forkserver" in " ".join(above.cmdline())
+    return "spawn_main" in line and "services.rollout" in above.cmdline()
+
+
 def _service(up: int, role: str) -> psutil.Process | None:
     for child in _children(up):
         with contextlib.suppress(psutil.Error):
@@ -52,8 +62,9 @@ def _service(up: int, role: str) -> psutil.Process | None:
     return None
 
 
-def _children(up: int) -> Iterator[psutil.Process]:
+def _children(pid: int, *, recursive: bool = False) -> Iterator[psutil.Process]:
+    """Yield the living processes below one."""
     with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(up).children():
+        for child in psutil.Process(pid).children(recursive):
             if child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
                 yield child
