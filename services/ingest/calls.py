@@ -33,6 +33,8 @@ calls: it may be playing still, or wait for a reward worker. The trainer forgets
 dropped or that are archived."""
 SWEEP_S = 60.0
 MAX_SAMPLES = 10**5
+MAX_NUMBER = 10**9
+"""Calls and attempts of a sample have lower numbers."""
 LOST = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND})
 
 
@@ -146,7 +148,9 @@ def check_call(call: Call) -> None:
     group = call.group
     require(0 <= group < MAX_GROUPS, group, "group", "is out of range")
     require(0 <= call.sample < MAX_SAMPLES, group, "sample", f"is {call.sample}")
-    require(0 <= call.attempt <= call.number, group, "attempt", f"is {call.attempt} of call {call.number}")
+    require(0 <= call.number < MAX_NUMBER, group, "number", f"is {call.number}")
+    # attempts that ended before their first call have no number, so it may be below the attempt
+    require(0 <= call.attempt < MAX_NUMBER, group, "attempt", f"is {call.attempt} of call {call.number}")
     require(-1 <= call.parent < call.number, group, "parent", f"is {call.parent} of call {call.number}")
     tokens = checked_array(group, "tokens", call.tokens, "int32", (None,))
     inserted = checked_array(group, "inserted", call.inserted, "int32", (None,))
