@@ -26,6 +26,7 @@ from aiohttp.typedefs import Handler
 
 from protocol.errors import SettingsError
 from rollout.sessions.listener import LimitedListener
+from rollout.sessions.messages import parsed_json
 from rollout.sessions.refusal import RequestRefused, invalid
 from rollout.sessions.served_call import APIS, Api, ServedCall
 from rollout.sessions.session import Session
@@ -193,19 +194,18 @@ async def _json(request: web.Request, limit: int) -> Any:
     """Return the body of a request.
 
     Raises:
-        RequestRefused: it is too large or not JSON.
+        RequestRefused: it is too large, broken, or not JSON.
     """
     try:
         if (request.content_length or 0) > limit:
             raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
         body = await request.read()
-        found = json.loads(body)
-        if b"\\ud" in body.lower():
-            json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-        return found
+        return parsed_json(body.decode(json.detect_encoding(body)))
     except web.HTTPRequestEntityTooLarge:
         raise RequestRefused(413, "body_too_large", f"the body is over {limit} bytes") from None
-    except UnicodeEncodeError:
+    except web.RequestPayloadError as error:
+        raise invalid(f"the body cannot be read: {str(error)[:200]}", code="invalid_body") from None
+    except UnicodeError:
         raise invalid("the body has a code point that is not text") from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None

@@ -121,11 +121,19 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     return {**found, "id": call["id"]} if isinstance(call.get("id"), str) else found
 
 
+def parsed_json(text: str) -> Any:
+    """Parse JSON. Raises ValueError, also if a string in it has half of a surrogate pair: that is no text."""
+    found = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
+
+
 def parsed_arguments(arguments: Any) -> Any:
     """Return the arguments of a tool call as templates take them: an object, or text that is none."""
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
+            parsed = parsed_json(arguments)
         except (ValueError, RecursionError):
             return arguments
         return parsed if isinstance(parsed, dict) else arguments

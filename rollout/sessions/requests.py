@@ -93,11 +93,16 @@ def read_text(body: Any, *, override: bool) -> Asked:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
-    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+    if isinstance(prompt, list) and prompt and all(map(is_token, prompt)):
         prompt = tuple(prompt)
     if not prompt or not isinstance(prompt, (str, tuple)):
         raise invalid("prompt must be one text, or the ids of one text's tokens; not empty", "prompt")
     return Asked(prompt=prompt, **common)
+
+
+def is_token(value: Any) -> bool:
+    """Return whether a value can be the id of a token, which is an int32 everywhere."""
+    return type(value) is int and 0 <= value < 2**31
 
 
 def _common(body: Any, fields: tuple[str, ...], override: bool) -> dict[str, Any]:

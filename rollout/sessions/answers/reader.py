@@ -4,7 +4,6 @@ A syntax is one of ours, or ENGINE:NAME, which is a parser of vLLM or SGLang. Th
 own, in the interpreter that has the engine (`parser_process.py`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from protocol.errors import SettingsError
 from rollout.render import Renderer
 from rollout.sessions.answers.parser_process import MODULES, ParserProcess
 from rollout.sessions.answers.tool_calls import PARSERS, Found
+from rollout.sessions.messages import parsed_json
 
 REASONING = ("none", "think")
 """Our own syntaxes of thoughts."""
@@ -141,7 +141,7 @@ def _read(parsed: dict[str, Any] | None, text: str) -> ReadAnswer:
     calls: Found = []
     try:
         for name, arguments in parsed["calls"]:
-            found = json.loads(arguments or "{}")
+            found = parsed_json(arguments or "{}")
             if not isinstance(found, dict) or not isinstance(name, str):
                 return ReadAnswer(text)
             calls.append((name, found))

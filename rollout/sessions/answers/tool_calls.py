@@ -1,9 +1,10 @@
 """Finds tool calls in the text of an answer, by the syntax that the model was taught."""
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
+
+from rollout.sessions.messages import parsed_json
 
 Found = list[tuple[str, dict[str, Any]]]
 """(name, arguments) of each call."""
@@ -36,7 +37,7 @@ PARSERS: dict[str, Callable[[str], tuple[str, Found]]] = {"hermes": hermes, "jso
 
 def _call(text: str) -> tuple[str, dict[str, Any]] | None:
     try:
-        found = json.loads(text)
+        found = parsed_json(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):

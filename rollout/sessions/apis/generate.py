@@ -8,7 +8,7 @@ from typing import Any
 from rollout.render import Renderer
 from rollout.sessions.bodies import chat_logprobs, usage
 from rollout.sessions.refusal import RequestRefused, invalid
-from rollout.sessions.requests import Asked, read_text
+from rollout.sessions.requests import Asked, is_token, read_text
 from rollout.sessions.session import CallAnswer
 
 WITHOUT_EFFECT = ("token_offsets", "cache_salt", "reasoning_ended", "reasoning_parser_kwargs")
@@ -36,7 +36,7 @@ def read_generate(body: Any, *, override: bool) -> Asked:
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
     tokens, sampling = body.get("token_ids"), body.get("sampling_params")
-    if not isinstance(tokens, list) or not tokens or not all(type(i) is int and i >= 0 for i in tokens):
+    if not isinstance(tokens, list) or not tokens or not all(map(is_token, tokens)):
         raise invalid("token_ids must be a list of at least one token's id", "token_ids")
     if not isinstance(sampling, dict):
         raise invalid("sampling_params must be an object", "sampling_params")

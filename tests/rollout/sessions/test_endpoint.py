@@ -174,6 +174,9 @@ GARBAGE = (
     b'{"messages": [{"role": ["user"]}]}',
     b'{"messages": [{"role": "user", "content": "x"}], "tools": [3]}',
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
+    '{"messages": [{"role": "user", "content": "\\ud800"}]}'.encode("utf-16"),
+    b'{"prompt": [99999999999999]}',
 )
 
 
@@ -181,12 +184,28 @@ async def test_garbage_is_refused_and_service_continues() -> None:
     async with served() as (client, session, endpoint, key), aiohttp.ClientSession() as http:
         url = endpoint.url(key) + "/chat/completions"
         for body in GARBAGE:
-            async with http.post(url, data=body) as response:
+            path = url.replace("/chat", "") if b"prompt" in body else url
+            async with http.post(path, data=body) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["message"]
         await client.chat.completions.create(model="m", messages=[USER])
         assert len(session.tree.calls) == 1
         assert [model.id async for model in client.models.list()] == ["policy"]
+
+
+async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
+    async with served() as (_, _, endpoint, key), aiohttp.ClientSession() as http:
+        packed = {"data": b"no gzip", "headers": {"Content-Encoding": "gzip"}}
+        async with http.post(endpoint.url(key) + "/chat/completions", **packed) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (400, "invalid_body")
+
+
+async def test_arguments_that_are_no_text_are_given_to_the_template_as_written() -> None:
+    called = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}
+    said: Any = [USER, {"role": "assistant", "tool_calls": [called]}, {"role": "tool", "content": "2"}]
+    async with served() as (client, session, _, _):
+        await client.chat.completions.create(model="m", messages=said, tools=[TOOL])
+        assert "\\ud800" in session.renderer.text(session.tree.calls[0].inserted)
 
 
 async def test_sampling_parameters_may_be_left_to_the_run() -> None:

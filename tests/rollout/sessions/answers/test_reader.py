@@ -8,6 +8,8 @@ from tests.rollout.sessions.chats import renderer
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+NO_TEXT = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'
+"""Half of a surrogate pair, which no tokenizer takes when it comes back."""
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         ("<think>hm", "", ReadAnswer("", "hm")),
         ("no thoughts", "", ReadAnswer("no thoughts")),
         (f"<think>{CALL}</think>no", "", ReadAnswer("no", CALL)),
+        (NO_TEXT, "", ReadAnswer(NO_TEXT)),
         ("<think></think><tool_call>{broken</tool_call>", "", ReadAnswer("<tool_call>{broken</tool_call>")),
     ],
 )
