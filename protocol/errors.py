@@ -10,7 +10,8 @@
     ├── Unavailable              a required service does not answer within its deadline
     ├── SpoolError               the spool cannot be read or written (disk full ...); nothing is acknowledged
     ├── EngineError              the engine failed a request or died
-    │   └── Unsupported          the engine does not support the operation
+    │   ├── Unsupported          the engine does not support the operation
+    │   └── InvalidRequest       no engine could run the request, such as one with an unknown token
     ├── EpisodeError             an episode ended without a sample (never to be read as reward 0)
     ├── WeightError              an update was not staged; the live weights are untouched
     │   └── PoisonedError        a commit failed half-way, or the process cannot receive again; it must exit
@@ -96,6 +97,10 @@ class EngineError(TetherError):
 
 class Unsupported(EngineError):
     """The engine does not support the operation."""
+
+
+class InvalidRequest(EngineError):
+    """A request that no engine could run; a harness that made it gets the reason."""
 
 
 class EpisodeError(TetherError):

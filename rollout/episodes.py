@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
-from protocol.errors import EngineError, EpisodeError, SettingsError
+from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
 from protocol.user_code import located
 from rollout.engines.base import Completion, Engine, Request, Sampling
 from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Sample
@@ -115,6 +115,8 @@ class ModelCalls:
                 raise
             text = f"request {request.id}: no answer within environment.call_s {self._config.call_s:g} s"
             raise self._failed(EpisodeError("call_s", text)) from None
+        except InvalidRequest:
+            raise  # fails the group, unless a session answers its harness that the request is wrong
         except EngineError as error:
             raise self._failed(error) from None
         if completion.finish_reason == "abort":

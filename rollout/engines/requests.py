@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.choices import did_you_mean
-from protocol.errors import EngineError
+from protocol.errors import EngineError, InvalidRequest
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
@@ -74,28 +74,28 @@ def check_request(
         running: ids of the running requests.
 
     Raises:
-        EngineError: naming the request and what is wrong with it.
+        InvalidRequest: naming the request and what is wrong with it.
     """
     name, prompt, sampling = request.id, request.prompt, request.sampling
     if name in running:
-        raise EngineError(f"request {name}: one of that id is running")
+        raise InvalidRequest(f"request {name}: one of that id is running")
     if not prompt:
-        raise EngineError(f"request {name}: the prompt is empty")
+        raise InvalidRequest(f"request {name}: the prompt is empty")
     if sampling.max_tokens < 1:
-        raise EngineError(f"request {name}: max_tokens is {sampling.max_tokens}, must be at least 1")
+        raise InvalidRequest(f"request {name}: max_tokens is {sampling.max_tokens}, must be at least 1")
     if len(prompt) + sampling.max_tokens > max_model_len:
-        raise EngineError(
+        raise InvalidRequest(
             f"request {name}: prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} "
             f"exceed max_model_len {max_model_len}"
         )
     for kind, ids in (("token", prompt), ("stop token", sampling.stop_token_ids)):
         if min(ids, default=0) < 0 or max(ids, default=0) >= vocab_size:
             wrong = next(i for i in ids if not 0 <= i < vocab_size)
-            raise EngineError(
+            raise InvalidRequest(
                 f"request {name}: {kind} id {wrong} is out of range, the vocabulary has {vocab_size}"
             )
     if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        raise EngineError(
+        raise InvalidRequest(
             f"request {name}: temperature {sampling.temperature}, top_p {sampling.top_p}, "
             f"top_k {sampling.top_k} are not all in range"
         )

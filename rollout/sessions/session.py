@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from msgspec import Meta
 
-from protocol.errors import EngineError, EpisodeError, SettingsError
+from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
 from rollout.engines.base import Completion
 from rollout.environments.base import EpisodeOver, Generate
 from rollout.render import Renderer
@@ -195,6 +195,8 @@ class Session:
             if isinstance(first, EpisodeOver):
                 self.truncated = True
                 raise invalid(str(first), code="episode_over") from None
+            if isinstance(first, InvalidRequest):
+                raise invalid(str(first)) from None
             if isinstance(first, EngineError | EpisodeError | SettingsError):
                 raise RequestRefused(500, "engine_error", str(first)) from None
             raise first from None

@@ -193,6 +193,19 @@ async def test_garbage_is_refused_and_service_continues() -> None:
         assert [model.id async for model in client.models.list()] == ["policy"]
 
 
+async def test_an_unknown_token_fails_its_request_and_not_the_group(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 280}')
+    engine = make_engine(EngineConfig(name="scripted", max_model_len=512), tmp_path, "engine.0")
+    await engine.start()
+    generate = ModelCalls(engine, Sampling(max_tokens=4), EnvironmentConfig(), 512, "7/0.{turn}.t")
+    async with served(generate) as (client, _, _, _):
+        with pytest.raises(openai.BadRequestError, match="token id 280 is out of range"):
+            await client.completions.create(model="m", prompt=[280])
+        assert generate.error is None
+        await client.completions.create(model="m", prompt=[279])
+    await engine.close()
+
+
 async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
     async with served() as (_, _, endpoint, key), aiohttp.ClientSession() as http:
         packed = {"data": b"no gzip", "headers": {"Content-Encoding": "gzip"}}

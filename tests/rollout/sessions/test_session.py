@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from protocol.errors import EngineError, EpisodeError
+from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from protocol.rollout_view import decode_rollout
 from rollout.engines.base import Completion
 from rollout.environments.base import Branch, EpisodeOver, Sample
@@ -372,6 +372,7 @@ async def _refusal(session: Session, body: dict[str, Any]) -> RequestRefused:
     ("error", "status", "truncated"),
     [
         (EngineError("request 1: aborted"), 500, False),
+        (InvalidRequest("request 1: aborted"), 400, False),
         (EpisodeError("call_s", "request 1: aborted"), 500, False),
         (EpisodeOver("request 1: aborted"), 400, True),
     ],
