@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from rollout.render import Renderer
@@ -86,7 +87,7 @@ def _text_choice(asked: Asked, answer: CallAnswer, renderer: Renderer) -> dict[s
     logprobs = None
     if asked.logprobs:
         pieces = [renderer.piece(token) for token in completion.tokens]
-        offsets = [sum(map(len, pieces[:i])) for i in range(len(pieces))]
+        offsets = list(accumulate(map(len, pieces[:-1]), initial=0))
         logprobs = {
             "tokens": pieces,
             "token_logprobs": list(completion.logprobs),

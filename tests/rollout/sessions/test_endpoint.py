@@ -81,7 +81,9 @@ async def test_a_completion_continues_text_and_tokens() -> None:
         first = await client.completions.create(model="m", prompt="the", logprobs=0)
         assert first.choices[0].text == HELLO
         assert first.choices[0].logprobs is not None
-        assert "".join(first.choices[0].logprobs.tokens or []) == HELLO
+        pieces = first.choices[0].logprobs.tokens or []
+        assert "".join(pieces) == HELLO
+        assert first.choices[0].logprobs.text_offset == [len("".join(pieces[:i])) for i in range(len(pieces))]
         await client.completions.create(model="m", prompt=f"the{HELLO}, and", max_tokens=2)
         await client.completions.create(model="m", prompt=[20, 21, 22])
         stream = await client.completions.create(model="m", prompt="x", stream=True)
