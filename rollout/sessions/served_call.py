@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from rollout.sessions.apis import anthropic, generate, response_bodies, response
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import Asked, read_chat, read_text
 from rollout.sessions.session import Begun, CallAnswer, Session
+
+_log = logging.getLogger("tether.sessions")
 
 Body = dict[str, Any]
 
@@ -99,8 +102,11 @@ class ServedCall:
             await response.write(_event(self._api.start(self._begun.asked, self._name)))
         try:
             answer = await self._session.answer(self._begun)
-        except RequestRefused as refusal:
-            await response.write(_event(self._api.error(refusal)))
+        except Exception as failed:  # its head is sent, so no other answer can follow
+            if not isinstance(failed, RequestRefused):
+                _log.exception("session.error path=%s", self._api.path)
+                failed = RequestRefused(500, "internal_error", "the call failed, see the worker's log")
+            await response.write(_event(self._api.error(failed)))
             await response.write_eof()
             return response
 

@@ -76,6 +76,16 @@ async def test_a_stream_has_the_answer_of_a_plain_call() -> None:
         assert chunks[-1].usage.completion_tokens == len(session.tree.calls[0].completion.tokens)
 
 
+async def test_a_stream_whose_call_fails_ends_with_the_error() -> None:
+    async def fails(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+        raise RuntimeError("the episode has ended")
+
+    async with served(fails) as (client, _, _, _):
+        stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)
+        with pytest.raises(openai.APIError, match="the call failed"):
+            [chunk async for chunk in stream]
+
+
 async def test_a_completion_continues_text_and_tokens() -> None:
     async with served() as (client, session, _, _):
         first = await client.completions.create(model="m", prompt="the", logprobs=0)
