@@ -40,6 +40,10 @@ def read_messages(body: Any, *, override: bool) -> Asked:
     if body.get("tools"):
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_blocks(body["tools"], "tools"))]
     choice = body.get("tool_choice") or {}
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        raise invalid(
+            "tool_choice.disable_parallel_tool_use is not supported", "tool_choice", "unsupported_value"
+        )
     chat["tool_choice"] = choice.get("type") if isinstance(choice, dict) else choice
     chat["stop"] = body.get("stop_sequences") or []
     return read_chat(chat, override=override)
