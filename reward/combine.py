@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 
 from protocol.errors import RewardError
 
+MOST = 1e30
+"""Largest absolute score, weighted or not."""
+
 
 class VerifierError(RewardError):
     """A verifier raised, hung, crashed or returned no finite number."""
@@ -18,14 +21,15 @@ class VerifierError(RewardError):
 def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
     """Return the rewards: reward_i = sum over verifiers v of weight_v * score_v,i.
 
+    Neither a score nor its product with the weight may be over `MOST`: they are sent as float32.
+
     Args:
         components: verifier -> [n] scores.
         weights: verifier -> weight.
 
     Raises:
-        VerifierError: there is no verifier, a score is NaN or infinite, or a verifier has no weight or
-            another
-            number of scores; names the verifier.
+        VerifierError: there is no verifier, a score is NaN, infinite or too large, or a verifier has no
+            weight or another number of scores; names the verifier.
     """
     if not components:
         raise VerifierError("reward", "no verifier and no reward of the environment; set reward.verifiers")
@@ -36,6 +40,6 @@ def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, flo
         if len(scores) != count:
             raise VerifierError(name, f"{len(scores)} scores for {count} samples")
         for i, score in enumerate(scores):
-            if not math.isfinite(score):
+            if not max(abs(score), abs(weights[name] * score)) <= MOST:
                 raise VerifierError(name, f"scored sample {i} as {score}")
     return [math.fsum(weights[name] * scores[i] for name, scores in components.items()) for i in range(count)]

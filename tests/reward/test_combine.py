@@ -34,6 +34,13 @@ def test_a_score_that_is_no_number_is_an_error_and_not_a_zero(bad: float) -> Non
     assert error.value.verifier == "b"
 
 
+@pytest.mark.parametrize("weight", [0.0, 1.0, 1e6])
+def test_scores_that_float32_or_their_sum_cannot_hold_name_their_verifier(weight: float) -> None:
+    large = 1e308 if weight < 2 else 1e25
+    with pytest.raises(VerifierError, match="a: scored sample 0 as 1e"):
+        combine({"a": [large], "b": [-large]}, {"a": weight, "b": weight})
+
+
 def test_components_must_belong_together() -> None:
     with pytest.raises(VerifierError, match="b: 1 scores for 2 samples"):
         combine({"a": [1.0, 1.0], "b": [0.0]}, {"a": 1.0, "b": 1.0})
