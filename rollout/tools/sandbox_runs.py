@@ -17,6 +17,8 @@ class SandboxRuns:
     def __init__(self, parallel: int) -> None:
         """Run at most `parallel` programs at once; others wait."""
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="tool-sandbox")
+        self._free = asyncio.Semaphore(parallel)
+        """Whoever waits for it has no descriptors open: a worker may have thousands of episodes."""
 
     async def run(self, program: str, given: str, limits: Limits) -> Verdict:
         """Run a program with an input. Cancelling kills it, and waits until it has ended.
@@ -24,12 +26,13 @@ class SandboxRuns:
         Raises:
             RewardError: the sandbox cannot be set up.
         """
-        read, write = os.pipe()
-        try:
-            verdict = await self._run(program, given, limits, read, write)
-        finally:
-            os.close(read)
-            os.close(write)
+        async with self._free:
+            read, write = os.pipe()
+            try:
+                verdict = await self._run(program, given, limits, read, write)
+            finally:
+                os.close(read)
+                os.close(write)
         _warn(verdict.isolation)
         return verdict
 

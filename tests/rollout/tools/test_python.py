@@ -56,6 +56,16 @@ async def test_a_cancelled_call_leaves_no_process_and_no_descriptor() -> None:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
+async def test_calls_that_wait_for_a_sandbox_have_nothing_open() -> None:
+    runs, before = SandboxRuns(1), len(os.listdir("/proc/self/fd"))
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(runs.run("while True: pass", "", Limits(wall_s=60))) for _ in range(50)]
+        await asyncio.sleep(0)  # each has begun, and waits
+        assert len(os.listdir("/proc/self/fd")) < before + 20
+        for task in running:
+            task.cancel()
+
+
 def _children() -> set[str]:
     """Return the processes that any thread of this one has started and that run, those of other tests too."""
     found: set[str] = set()
