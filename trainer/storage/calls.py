@@ -15,6 +15,10 @@ MAX_CALLS = 10_000
 """Recorded calls of a sample."""
 MAX_BYTES = 64 << 20
 """Bytes of a sample's recorded calls."""
+OLD = (
+    "SELECT grp FROM calls WHERE grp NOT IN (SELECT grp FROM records) GROUP BY grp HAVING MAX(stored_ms) < ?"
+)
+"""The groups without a record whose calls are all older than a time."""
 NOT_HELD = "not_held"
 FULL = f"full: a sample has at most {MAX_CALLS} recorded calls and {MAX_BYTES >> 20} MiB"
 ANOTHER = "another call with this number is recorded"
@@ -76,11 +80,7 @@ class CallStore:
         """Delete the calls of groups without a record whose last call is older; returns how many calls."""
         before = time.time_ns() // 1_000_000 - int(seconds * 1000)
         with self._spool.transaction("write") as connection:
-            old = connection.execute(
-                "SELECT grp FROM calls WHERE grp NOT IN (SELECT grp FROM records) "
-                "GROUP BY grp HAVING MAX(stored_ms) < ?",
-                (before,),
-            ).fetchall()
+            old = connection.execute(OLD, (before,)).fetchall()
             connection.executemany("DELETE FROM call_leases WHERE grp = ?", old)
             return connection.executemany("DELETE FROM calls WHERE grp = ?", old).rowcount if old else 0
 

@@ -7,7 +7,8 @@ One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the t
     journal(seq, event, epoch, step, groups, ledger_seq, details)
         accepts and commits in the order in which they were seen
     calls(grp, sample, number, token, payload, stored_ms), call_leases(grp, token)
-        encoded `Call`s, and the lease of each group that may add some; `calls.py` reads and writes them
+        encoded `Call`s, and the lease of each group that may add some; `calls.py` reads and writes them. The
+        index on the times has all that a sweep reads, which so passes over no payload
 
 What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory
 between its users.
@@ -41,6 +42,7 @@ CREATE TABLE IF NOT EXISTS calls (
     grp INTEGER NOT NULL, sample INTEGER NOT NULL, number INTEGER NOT NULL, token TEXT NOT NULL,
     payload BLOB NOT NULL, stored_ms INTEGER NOT NULL, PRIMARY KEY (grp, sample, number)
 );
+CREATE INDEX IF NOT EXISTS call_times ON calls (grp, stored_ms);
 CREATE TABLE IF NOT EXISTS call_leases (grp INTEGER PRIMARY KEY, token TEXT NOT NULL);
 """
 _PRUNE = """

@@ -52,6 +52,12 @@ def test_calls_without_a_record_are_forgotten_after_a_while(store: CallStore) ->
     assert store.groups() == []
 
 
+def test_a_sweep_reads_no_calls(tmp_path: Path) -> None:
+    with closing(Spool(tmp_path / "spool.sqlite")) as spool, spool.transaction("read") as connection:
+        plan = " ".join(str(row) for row in connection.execute(f"EXPLAIN QUERY PLAN {calls.OLD}", (0,)))
+    assert "SCAN calls USING COVERING INDEX call_times" in plan
+
+
 def test_the_last_attempt_of_the_same_epoch_is_recalled() -> None:
     first, second = replace(CALL, number=0), replace(CALL, number=1, attempt=1)
     assert recalled([], "e1") == Recalled()
