@@ -132,10 +132,9 @@ class Sender:
             raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
         id = id or new_token()
         frame = encode(message, run=self._run, id=id, epoch=epoch, group=group, token=token)
-        if len(frame) > self._config.max_frame_bytes:
-            raise FrameTooLarge(
-                f"message {id} of {len(frame)} bytes is over the limit of {self._config.max_frame_bytes}"
-            )
+        most = self._config.max_frame_bytes
+        if len(frame) > most:
+            raise FrameTooLarge(f"message {id} of {len(frame)} bytes is over bus.max_frame_bytes {most}")
         while (
             len(self._pending) >= self._config.max_outstanding
             and id not in self._pending

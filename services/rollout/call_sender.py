@@ -1,7 +1,7 @@
 """Sends the calls of leased groups to the ingest, and gets those of earlier leases back."""
 
 from protocol.codec import decode_payload
-from protocol.errors import EpisodeError
+from protocol.errors import EpisodeError, FrameTooLarge
 from protocol.messages import Call, Recall, Recalled
 from rollout.sessions.record import Recording
 from services.bus.sender import Declined, Sender
@@ -38,7 +38,7 @@ class CallSender:
         lease = self._lease
         try:
             return await self._sender.send(message, epoch=lease.epoch, group=lease.group, token=lease.token)
-        except Declined as refusal:
+        except (Declined, FrameTooLarge) as refusal:
             raise EpisodeError("replay", f"the call cannot be recorded: {refusal}") from None
 
 

@@ -12,8 +12,9 @@ import logging
 import time
 from dataclasses import dataclass
 
-from protocol.errors import EngineError, EpisodeError, Reason, Refused, SettingsError
+from protocol.errors import EngineError, EpisodeError, FrameTooLarge, Reason, Refused, SettingsError
 from protocol.ids import new_token
+from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
 from rollout.episodes import EpisodeReport
@@ -294,9 +295,15 @@ class GroupRunner:
         if len(rollout.responses) < n:
             metrics.count("group.smaller")
             log.info("group.smaller group=%d samples=%d of=%d", lease.group, len(rollout.responses), n)
+        await self._send(lease, rollout)
+
+    async def _send(self, lease: Lease, rollout: Rollout) -> None:
+        """Send a group, and return when it is acknowledged or declined, or too large to be sent."""
         try:
             with self._process.waiting(f"acknowledgement of group {lease.group}"):
                 await self._sender.send(rollout, epoch=lease.epoch, group=lease.group, token=lease.token)
+        except FrameTooLarge as error:
+            await self._fail(lease, error)
         except Declined as refusal:
             self._process.metrics.count("group.declined")
             log.info("group.declined group=%d why=%s", lease.group, refusal)
@@ -320,7 +327,7 @@ class GroupRunner:
                 raise LeaseLost from refusal
 
     async def _fail(self, lease: Lease, error: Exception) -> None:
-        """Hand back a group that cannot be generated, or drop it after `prompt_failures` attempts."""
+        """Hand back a group that cannot be generated or sent, or drop it after `prompt_failures` attempts."""
         reason = "episode" if isinstance(error, EpisodeError) else "prompt"
         log.warning("group.failed group=%d attempt=%d error=%s", lease.group, lease.attempt, error)
         self._process.metrics.count("group.failed")

@@ -1,12 +1,16 @@
 """What a rollout worker counts and logs of its episodes."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from rollout.episodes import EpisodeReport, PromptTokens
 from services.observability.metrics import Metrics
 from services.rollout.group_runner import PrefixUse, observe_episode
+from tests.contracts.ledger_rig import MemoryRig
+from tests.services.bus.harness import eventually
+from tests.services.rollout.sessions import SAMPLES, SessionWorld
 
 
 def test_episodes_are_counted_and_failures_logged_with_their_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -45,3 +49,10 @@ def test_hit_rate_is_of_first_and_later_calls_together() -> None:
         ("later", "computed"): 19,
     }
     assert use.hit_rate == 0.75
+
+
+async def test_a_group_too_large_to_send_is_handed_back_and_the_worker_goes_on(tmp_path: Path) -> None:
+    world = SessionWorld(MemoryRig(), tmp_path, 2, ("bus.max_frame_bytes=1000",))
+    async with world.running(E=1, B=1):
+        await world.environment.next_calls()
+        await eventually(lambda: world.environment.in_tool == SAMPLES)  # under the next lease
