@@ -85,11 +85,15 @@ class ParserProcess:
             number = next(self._numbers)
             try:
                 async with asyncio.timeout(PARSE_S):
-                    return await _exchanged(process, number, asked)
+                    found = await _exchanged(process, number, asked)
             except (TimeoutError, OSError, ValueError, EOFError) as error:
                 _log.warning("session.parser_failed engine=%s error=%r", self._engine, error)
                 await self._end()
                 return None
+            if failed := found.get("failed"):  # it serves the next answer as well as before
+                _log.warning("session.parser_failed engine=%s error=%s", self._engine, failed)
+                return None
+            return found
 
     async def close(self) -> None:
         """End the process. Idempotent."""
@@ -144,8 +148,6 @@ async def _exchanged(
     line = await _asked(process, {**asked, "number": number})
     while (found := json.loads(line))["number"] != number:
         line = await _line(process)
-    if found.get("failed"):
-        raise ValueError(found["failed"])
     return dict(found)
 
 

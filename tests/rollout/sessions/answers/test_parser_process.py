@@ -66,6 +66,14 @@ async def test_an_answer_whose_parser_fails_is_text(
         assert await read(stand_in, "abc") == good
 
 
+async def test_a_parser_that_raises_is_not_started_again(stand_in: AnswerReader) -> None:
+    await read(stand_in, "abc")
+    assert stand_in._process is not None
+    process = stand_in._process._process
+    assert await read(stand_in, "raise") == ReadAnswer("raise")
+    assert stand_in._process._process is process is not None
+
+
 async def test_answers_are_not_mixed_up_when_a_call_is_cancelled(stand_in: AnswerReader) -> None:
     await read(stand_in, "abc")
     async with asyncio.TaskGroup() as tasks:
