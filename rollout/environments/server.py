@@ -57,7 +57,9 @@ class Server(SessionEnvironment):
     async def act(self, task: Task) -> float | None:
         if self._client is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            self._client = aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0))
+            # a connection for each sample: the server may close one that is idle just as it is used again
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._client = aiohttp.ClientSession(timeout=limits, connector=connector)
         given = {"url": task.url, "key": task.key, **task.as_json()}
         try:
             async with self._client.post(self._url, json=given, allow_redirects=False) as response:

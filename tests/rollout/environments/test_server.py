@@ -9,7 +9,9 @@ from aiohttp import web
 from protocol.errors import EpisodeError, SettingsError
 from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
-from rollout.environments.server import MAX_ANSWER
+from rollout.environments.server import MAX_ANSWER, Options, Server
+from rollout.prompts.base import Prompt
+from rollout.sessions.environment import Task
 from tests.rollout.environments.groups import generated
 
 
@@ -59,6 +61,27 @@ async def test_a_server_that_is_not_there_or_hangs_fails_the_sample(tmp_path: Pa
         config = EnvironmentConfig("server", {"url": url}, attempts=1, episode_s=0.2)
         with pytest.raises(EpisodeError, match="episode_s"):
             await generated(tmp_path, config, n=1)
+
+
+async def test_no_sample_is_posted_on_a_connection_that_the_server_may_be_closing() -> None:
+    seen = set()
+
+    async def run(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        seen.add(request.transport.get_extra_info("peername"))
+        return web.json_response({"reward": 1.0})
+
+    app = web.Application()
+    app.router.add_post("/", run)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    environment = Server(Options(url=f"http://127.0.0.1:{runner.addresses[0][1]}/"))
+    for _ in range(2):
+        assert await environment.act(Task("http://127.0.0.1/v1", "key", Prompt("q"))) == 1.0
+    assert len(seen) == 2
+    await environment.close()
+    await runner.cleanup()
 
 
 def test_a_url_must_be_given() -> None:
