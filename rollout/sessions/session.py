@@ -218,8 +218,11 @@ class Session:
         return number, completion, read
 
     def _put_back(self, begun: Begun, number: int, completion: Completion) -> None:
-        """Keep a recorded answer that was not given, for who asks the same again."""
-        if self.record is not None:
+        """Keep a recorded answer that was not given, for who asks the same again.
+
+        Not once the session has ended: the record may be of the next attempt by then.
+        """
+        if self.record is not None and not self.ended:
             self.record.put_back(number, begun.key(), completion)
 
     async def _recorded(self, begun: Begun) -> tuple[int, Completion]:

@@ -218,6 +218,22 @@ async def test_who_hung_up_gets_the_same_answer(store: CallStore) -> None:
     assert len(worker.generated) == len(journalled(store)) == 1
 
 
+async def test_an_answer_of_an_ended_session_is_not_of_the_next_attempt(store: CallStore) -> None:
+    worker = Worker(store, "first")
+    record = worker.record()
+    await record.begin(replayable=True)
+    session = worker.session(record)
+    begun = session.begin(BEGIN)
+    answer = await session.answer(begun)
+    session.end("its episode is over")
+    await session.drained()
+    await record.begin(replayable=True)
+    session.withdraw(begun, answer.call)  # its client has not read, and is gone
+    again = worker.session(record)
+    await play(again, 2)
+    assert check_group(rollout_of(again, "first"), journalled(store)) == (6, [])
+
+
 async def begun_over(worker: Worker, kind: Callable[[CallJournal], J]) -> tuple[Session, J]:
     """Return a new session of a worker over a journal that misbehaves, and that journal."""
     record = worker.record()
