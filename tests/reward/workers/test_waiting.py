@@ -11,6 +11,7 @@ import uvloop
 from reward.combine import VerifierError
 from reward.config import RewardConfig, VerifierConfig
 from reward.workers.pool import ScorePool
+from tests.services.bus.harness import eventually
 
 pytestmark = pytest.mark.xdist_group("sandbox")
 
@@ -114,6 +115,15 @@ async def test_a_call_that_does_not_end_when_cancelled_is_late_and_replaced(tmp_
     async with own_pool(tmp_path, timeout_s=0.5) as pool:
         late = "no score for sample 1 within reward.timeout_s 0.5"
         assert await outcomes(pool, [["good", "stay"]]) == [late]
+        assert await outcomes(pool, [["good"]]) == ["[1.0]"]
+
+
+async def test_a_call_that_nobody_waits_for_and_does_not_end_ends_its_process(tmp_path: Path) -> None:
+    async with own_pool(tmp_path) as pool:
+        await outcomes(pool, [["stay", "raise"]])
+        shared = pool._waiting._shared
+        assert shared is not None
+        await eventually(lambda: not shared.healthy)
         assert await outcomes(pool, [["good"]]) == ["[1.0]"]
 
 
