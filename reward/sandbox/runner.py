@@ -195,12 +195,14 @@ def _watch(
         pass  # it failed to start; stderr says why
     deadline, running = time.monotonic() + SETUP_S, False
     report, begun, done = b"", f"{nonce} isolation".encode(), f"{nonce} done\n".encode()
+    watched = select.poll()  # `select.select` takes no descriptor over 1023, and a worker may have thousands
+    for descriptor in (process.stdout.fileno(), *([] if stop is None else [stop])):
+        watched.register(descriptor, select.POLLIN)
     while len(report) < most and not report.endswith(done):
         if not running and begun in report:
             deadline, running = time.monotonic() + wall_s, True
-        watched = [process.stdout.fileno(), *([] if stop is None else [stop])]
-        ready, _, _ = select.select(watched, [], [], max(0.0, deadline - time.monotonic()))
-        if not ready or stop in ready:
+        ready = watched.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not ready or stop in dict(ready):
             return report, True
         data = os.read(process.stdout.fileno(), 1 << 16)
         if not data:

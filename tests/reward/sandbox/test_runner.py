@@ -1,9 +1,11 @@
 """The sandbox against hostile code; skipped where the kernel lacks what a test needs."""
 
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -233,3 +235,19 @@ def test_a_failing_child_says_why_and_does_not_return(capfd: pytest.CaptureFixtu
     works: list[Callable[[], None]] = [fail]
     wait_for(fork(works[0]))
     assert "no such thing" in capfd.readouterr().err
+
+
+def test_a_process_with_thousands_of_open_files_runs_code(many_files: None) -> None:
+    assert run_tests(FINE, [WORKS], LIMITS).passed == frozenset({0})
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Have more files open than `select` takes."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
+    with ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
