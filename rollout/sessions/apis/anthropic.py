@@ -37,6 +37,8 @@ def read_messages(body: Any, *, override: bool) -> Asked:
     chat["messages"] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(body["messages"]):
         chat["messages"] += _messages(message, f"messages[{i}]")
+    if chat["messages"] and chat["messages"][-1]["role"] == "assistant":
+        raise invalid("the last message is the assistant's, and continuing it is not supported", "messages")
     if body.get("tools"):
         chat["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_blocks(body["tools"], "tools"))]
     choice = body.get("tool_choice") or {}
