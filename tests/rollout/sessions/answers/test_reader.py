@@ -8,6 +8,7 @@ from tests.rollout.sessions.chats import renderer
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+NO_NUMBER = '<tool_call>{"name": "add", "arguments": {"a": NaN, "b": 1e999}}</tool_call>'
 NO_TEXT = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'
 """Half of a surrogate pair, which no tokenizer takes when it comes back."""
 
@@ -23,6 +24,7 @@ NO_TEXT = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>
         ("no thoughts", "", ReadAnswer("no thoughts")),
         (f"<think>{CALL}</think>no", "", ReadAnswer("no", CALL)),
         (NO_TEXT, "", ReadAnswer(NO_TEXT)),
+        (NO_NUMBER, "", ReadAnswer(NO_NUMBER)),
         ("<think></think><tool_call>{broken</tool_call>", "", ReadAnswer("<tool_call>{broken</tool_call>")),
     ],
 )
