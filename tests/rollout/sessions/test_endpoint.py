@@ -76,16 +76,6 @@ async def test_a_stream_has_the_answer_of_a_plain_call() -> None:
         assert chunks[-1].usage.completion_tokens == len(session.tree.calls[0].completion.tokens)
 
 
-async def test_a_stream_whose_call_fails_ends_with_the_error() -> None:
-    async def fails(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
-        raise RuntimeError("the episode has ended")
-
-    async with served(fails) as (client, _, _, _):
-        stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)
-        with pytest.raises(openai.APIError, match="the call failed"):
-            [chunk async for chunk in stream]
-
-
 async def test_a_completion_continues_text_and_tokens() -> None:
     async with served() as (client, session, _, _):
         first = await client.completions.create(model="m", prompt="the", logprobs=0)
@@ -205,32 +195,11 @@ async def test_garbage_is_refused_and_service_continues() -> None:
         assert [model.id async for model in client.models.list()] == ["policy"]
 
 
-async def test_an_unknown_token_fails_its_request_and_not_the_group(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 280}')
-    engine = make_engine(EngineConfig(name="scripted", max_model_len=512), tmp_path, "engine.0")
-    await engine.start()
-    generate = ModelCalls(engine, Sampling(max_tokens=4), EnvironmentConfig(), 512, "7/0.{turn}.t")
-    async with served(generate) as (client, _, _, _):
-        with pytest.raises(openai.BadRequestError, match="token id 280 is out of range"):
-            await client.completions.create(model="m", prompt=[280])
-        assert generate.error is None
-        await client.completions.create(model="m", prompt=[279])
-    await engine.close()
-
-
 async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
     async with served() as (_, _, endpoint, key), aiohttp.ClientSession() as http:
         packed = {"data": b"no gzip", "headers": {"Content-Encoding": "gzip"}}
         async with http.post(endpoint.url(key) + "/chat/completions", **packed) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (400, "invalid_body")
-
-
-async def test_arguments_that_are_no_text_are_given_to_the_template_as_written() -> None:
-    called = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}
-    said: Any = [USER, {"role": "assistant", "tool_calls": [called]}, {"role": "tool", "content": "2"}]
-    async with served() as (client, session, _, _):
-        await client.chat.completions.create(model="m", messages=said, tools=[TOOL])
-        assert "\\ud800" in session.renderer.text(session.tree.calls[0].inserted)
 
 
 async def test_sampling_parameters_may_be_left_to_the_run() -> None:

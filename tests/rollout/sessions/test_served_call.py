@@ -1,0 +1,46 @@
+"""Calls that fail or are malformed, as the `openai` package gets them."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from rollout.engines.base import Completion, EngineConfig, Sampling
+from rollout.engines.registry import make_engine
+from rollout.environments.base import EnvironmentConfig
+from rollout.episodes import ModelCalls
+from tests.rollout.sessions.serving import USER, served
+
+TOOL: Any = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+
+
+async def test_a_stream_whose_call_fails_ends_with_the_error() -> None:
+    async def fails(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+        raise RuntimeError("the episode has ended")
+
+    async with served(fails) as (client, _, _, _):
+        stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)
+        with pytest.raises(openai.APIError, match="the call failed"):
+            [chunk async for chunk in stream]
+
+
+async def test_an_unknown_token_fails_its_request_and_not_the_group(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 280}')
+    engine = make_engine(EngineConfig(name="scripted", max_model_len=512), tmp_path, "engine.0")
+    await engine.start()
+    generate = ModelCalls(engine, Sampling(max_tokens=4), EnvironmentConfig(), 512, "7/0.{turn}.t")
+    async with served(generate) as (client, _, _, _):
+        with pytest.raises(openai.BadRequestError, match="token id 280 is out of range"):
+            await client.completions.create(model="m", prompt=[280])
+        assert generate.error is None
+        await client.completions.create(model="m", prompt=[279])
+    await engine.close()
+
+
+async def test_arguments_that_are_no_text_are_given_to_the_template_as_written() -> None:
+    called = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}
+    said: Any = [USER, {"role": "assistant", "tool_calls": [called]}, {"role": "tool", "content": "2"}]
+    async with served() as (client, session, _, _):
+        await client.chat.completions.create(model="m", messages=said, tools=[TOOL])
+        assert "\\ud800" in session.renderer.text(session.tree.calls[0].inserted)
