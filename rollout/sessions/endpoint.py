@@ -21,7 +21,7 @@ import secrets
 from collections import OrderedDict
 from typing import Any
 
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 from protocol.errors import SettingsError
@@ -181,6 +181,8 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
         return await handler(request)
     except RequestRefused as refusal:
         return web.json_response(refusal.body, status=refusal.status, headers={"x-should-retry": "false"})
+    except ClientConnectionResetError:
+        return web.Response()  # the client has hung up, so nobody gets it
     except Exception as failed:
         if not isinstance(failed, web.HTTPException):
             _log.exception("session.error path=%s", request.path.partition("/v1")[2])

@@ -1,7 +1,10 @@
 """Calls that fail or are malformed, as the `openai` package gets them."""
 
+import asyncio
+import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -44,3 +47,19 @@ async def test_arguments_that_are_no_text_are_given_to_the_template_as_written()
     async with served() as (client, session, _, _):
         await client.chat.completions.create(model="m", messages=said, tools=[TOOL])
         assert "\\ud800" in session.renderer.text(session.tree.calls[0].inserted)
+
+
+async def test_a_client_that_hangs_up_at_any_time_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    body = json.dumps({"messages": [USER], "stream": True})
+    async with served() as (client, session, endpoint, key):
+        url = urlsplit(endpoint.url(key))
+        head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        for turns in range(20):
+            _, writer = await asyncio.open_connection(url.hostname, url.port)
+            writer.write((head + body).encode())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            writer.transport.abort()
+        await client.chat.completions.create(model="m", messages=[USER])
+        await session.drained()
+    assert caplog.messages == []
