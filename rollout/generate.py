@@ -14,6 +14,7 @@ from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording
+from rollout.strays import Strays
 from rollout.trajectory import assemble
 
 DEFAULT = EnvironmentConfig()
@@ -53,10 +54,12 @@ async def generate_group(
     report: Callable[[EpisodeReport], None] = lambda report: None,
     ended: Callable[[], str] = lambda: "",
     recording: Recording | None = None,
+    strays: Strays | None = None,
 ) -> Rollout:
     """Generate the n samples of a group.
 
-    If the group fails, all its samples are cancelled. Cancelling the call leaves no request on the engine.
+    If the group fails, all its samples are cancelled. Cancelling the call leaves no request on the engine,
+    and no episode but in `strays`.
 
     Args:
         engine: generates.
@@ -72,6 +75,7 @@ async def generate_group(
         report: called after each attempt at a sample.
         ended: returns why the group is cancelled, for harnesses whose calls are refused from then on.
         recording: records the calls of sessions; None: they are not recorded.
+        strays: has the episodes that do not end when they are cancelled; None: those of this group alone.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
@@ -79,7 +83,7 @@ async def generate_group(
     began, prompt_tokens = time.perf_counter(), renderer.prompt_tokens(prompt)
     episodes = Episodes(
         environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report, ended,
-        recording,
+        recording, Strays() if strays is None else strays,
     )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     return assemble(

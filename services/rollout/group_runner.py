@@ -20,6 +20,7 @@ from rollout.episodes import EpisodeReport
 from rollout.generate import generate_group
 from rollout.prompts.base import PromptSource
 from rollout.render import Renderer
+from rollout.strays import Strays
 from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
@@ -117,6 +118,12 @@ class GroupRunner:
         self._held: dict[int, HeldGroup] = {}
         self._nudged = asyncio.Event()
         self._prefixes = PrefixUse()
+        self._strays = Strays()
+        process.metrics.watch(
+            "tether_stray_episodes",
+            "Episodes that ran on when they were cancelled, and those of them that have ended",
+            self._strays.counts,
+        )
         process.metrics.watch_labelled(
             "tether_prefix_tokens",
             "Tokens of model calls' prompts, by call of an episode and where their KV came from",
@@ -136,6 +143,7 @@ class GroupRunner:
 
         Raises:
             Refused: HALTED, if the run was halted.
+            TetherError: too many episodes do not end.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._nudge_at_stop(), name="lease.stop")
@@ -193,6 +201,7 @@ class GroupRunner:
 
     async def _next_lease(self) -> Lease | None:
         """Wait for room under the bound and return a lease; None if the process is to stop."""
+        self._strays.check()
         delay, request = POLL_S[0], new_token()
         began = time.monotonic()
         with self._process.waiting("a lease") as set_detail:
@@ -284,6 +293,7 @@ class GroupRunner:
                     recording=recording_of(self._calls, lease, self._process.incarnation)
                     if self._calls
                     else None,
+                    strays=self._strays,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
