@@ -20,6 +20,7 @@ from rollout.episodes import EpisodeReport
 from rollout.generate import generate_group
 from rollout.prompts.base import PromptSource
 from rollout.render import Renderer
+from rollout.sessions.record import Recording
 from rollout.strays import Strays
 from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
@@ -88,6 +89,8 @@ class HeldGroup:
     """Works on it; None until it is made."""
     ended: str = ""
     """Why its task is cancelled, which its sessions are answered; empty while it is not."""
+    release: str = "drain"
+    """The reason with which its lease is released if its task is cancelled."""
 
     def cancel(self, reason: str) -> None:
         """Cancel its task; the first reason counts."""
@@ -248,7 +251,7 @@ class GroupRunner:
         try:
             await self._generate_under_lease(held)
         except asyncio.CancelledError:
-            await self._hand_back(held.lease, "drain")
+            await self._hand_back(held.lease, held.release)
             raise
 
     async def _generate_under_lease(self, held: HeldGroup) -> None:
@@ -290,9 +293,7 @@ class GroupRunner:
                     least=min(n, LEAST_SAMPLES),
                     report=functools.partial(self._observe, lease.group),
                     ended=lambda: held.ended,
-                    recording=recording_of(self._calls, lease, self._process.incarnation)
-                    if self._calls
-                    else None,
+                    recording=self._recording(held),
                     strays=self._strays,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
@@ -312,6 +313,21 @@ class GroupRunner:
             log.info("group.declined group=%d why=%s", lease.group, refusal)
         else:
             self._process.metrics.count("group.delivered")
+
+    def _recording(self, held: HeldGroup) -> Recording | None:
+        """Return what records the calls of a group; it is ended once they are refused for a lost lease.
+
+        Otherwise its harnesses would fail by these refusals, and the group would be dropped for it.
+        """
+
+        def lose(why: str) -> None:
+            if not held.ended:
+                self._process.metrics.count("lease.lost")
+                log.info("lease.lost group=%d token=%s why=%s", held.lease.group, held.lease.token, why)
+                held.release = "lease"
+                held.cancel(f"the lease of its group is lost ({why})")
+
+        return recording_of(self._calls, held.lease, self._process.incarnation, lose) if self._calls else None
 
     def _observe(self, group: int, report: EpisodeReport) -> None:
         self._prefixes.add(report)
