@@ -276,8 +276,12 @@ class Settings:
 
     @property
     def critic_dir(self) -> Path:
-        """Absolute path of the model that the critic starts from: `critic.path`, or the policy's."""
-        return Path(self.critic.path).absolute() if self.critic.path else self.model_dir
+        """Absolute path of the model that the critic starts from: `critic.path`, or the policy's.
+
+        For a name on the hub as `model_dir`.
+        """
+        critic = self.critic
+        return _model_dir(critic.path, critic.revision, "critic.path") if critic.path else self.model_dir
 
 
 def _model_dir(path: str, revision: str, setting: str) -> Path:
