@@ -73,7 +73,7 @@ class BoundConfig:
     it. `drop`: it is dropped. `mask`: the step does not wait, and of late groups only tokens within the bound
     are trained."""
     max_attempts: Annotated[int, Meta(ge=1, le=10**6)] = 5
-    """Leases of one group, after which it is dropped."""
+    """Leases of one group, after which it is dropped; one that was lost with its worker counts."""
     drop_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """The run halts when more than this share of the last `drop_window` finished groups was dropped for one
     reason."""
