@@ -187,6 +187,7 @@ class Episodes:
     max_model_len: int
     """Tokens of prompt and sample together; 0: no limit is known."""
     report: Callable[[EpisodeReport], None]
+    """Is called after each attempt at a sample."""
     ended: Callable[[], str] = lambda: ""
     """Returns why the group is ended from outside, to be asked once its episodes are cancelled."""
     recording: Recording | None = None

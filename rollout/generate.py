@@ -58,8 +58,7 @@ async def generate_group(
 ) -> Rollout:
     """Generate the n samples of a group.
 
-    If the group fails, all its samples are cancelled. Cancelling the call leaves no request on the engine,
-    and no episode but in `strays`.
+    If the group fails, all its samples are cancelled. Cancelling the call leaves no request on the engine.
 
     Args:
         engine: generates.
@@ -72,10 +71,8 @@ async def generate_group(
         config: limits of episodes.
         max_model_len: tokens of prompt and sample together; 0: no limit is known.
         least: samples that must remain when others have failed; None: all.
-        report: called after each attempt at a sample.
-        ended: returns why the group is cancelled, for harnesses whose calls are refused from then on.
-        recording: records the calls of sessions; None: they are not recorded.
-        strays: has the episodes that do not end when they are cancelled; None: those of this group alone.
+        report, ended, recording: as in `Episodes`.
+        strays: likewise; None: those of this group alone.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
