@@ -71,6 +71,13 @@ class Reason(StrEnum):
     DUPLICATE = "duplicate"
 
 
+LEASE_LOST = frozenset(
+    {Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND}
+)
+"""Refusals to extend a lease: another worker has it, its group has ended, or it ran out and there is no room
+for it under the bound."""
+
+
 class Refused(TetherError):
     """A refused transition, which changed nothing. Code tests `reason`; the text is for people."""
 

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
 from protocol.user_code import located
@@ -18,11 +18,13 @@ from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOve
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording, SampleRecord
+from rollout.strays import Strays
 
 FAILURES = ("call_s", "episode_s", "length", "replay", "error")
 """Reasons of failed episodes: a time limit of `[environment]`; an environment did not handle that no turn or
 room was left; its harness must not be run again, or nothing of its recorded calls may be trained; any
 exception of the environment."""
+OVER = "the episode has ended; its model cannot be called any more"
 MAX_ERROR = 500
 """Characters of an error that are reported."""
 
@@ -82,15 +84,18 @@ class ModelCalls:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
         self.record = record
         self._engine, self._sampling, self._config = engine, sampling, config
-        self._max_model_len, self._name, self._ended = max_model_len, name, ended
+        self._max_model_len, self.name, self._ended = max_model_len, name, ended
         self._asked = 0
         self._over = False
+        self._running: set[asyncio.Timeout] = set()
         self.turns = self.tokens = 0
         self.first_prompt = self.later_prompts = PromptTokens()
         self.error: EngineError | EpisodeError | None = None
         """The first error of a call: it counts even if the environment catches it."""
         self.late = False
         """Whether the attempt has used up its time."""
+        self.left_behind = False
+        """Whether the environment runs on although it was cancelled."""
 
     @property
     def ended(self) -> str:
@@ -101,24 +106,29 @@ class ModelCalls:
 
     async def __call__(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
         if self._over:
-            raise RuntimeError("the episode has ended; its model cannot be called any more")
+            raise RuntimeError(OVER)
         limit = self._limit(len(tokens), max_tokens)
         request = Request(
-            self._name.replace("{turn}", str(self._asked)), tokens, replace(self._sampling, max_tokens=limit)
+            self.name.replace("{turn}", str(self._asked)), tokens, replace(self._sampling, max_tokens=limit)
         )
         self._asked += 1
         try:
             async with asyncio.timeout(self._config.call_s) as timeout:
+                self._running.add(timeout)
                 completion = await self._engine.generate(request)
         except TimeoutError:
             if not timeout.expired():
                 raise
+            if self._over:
+                raise RuntimeError(OVER) from None
             text = f"request {request.id}: no answer within environment.call_s {self._config.call_s:g} s"
             raise self._failed(EpisodeError("call_s", text)) from None
         except InvalidRequest:
             raise  # fails the group, unless a session answers its harness that the request is wrong
         except EngineError as error:
             raise self._failed(error) from None
+        finally:
+            self._running.discard(timeout)
         if completion.finish_reason == "abort":
             text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
             raise self._failed(EngineError(text))
@@ -137,8 +147,15 @@ class ModelCalls:
         self.tokens += len(completion.tokens)
 
     def close(self) -> None:
-        """Refuse further calls."""
+        """Refuse further calls, and end those that a task of the environment's own has left running."""
         self._over = True
+        for timeout in self._running:
+            if not timeout.expired():
+                timeout.reschedule(0)
+
+    def leave_behind(self) -> None:
+        """Note that the environment runs on."""
+        self.left_behind = True
 
     def _limit(self, context: int, max_tokens: int | None) -> int:
         """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
@@ -172,10 +189,13 @@ class Episodes:
     max_model_len: int
     """Tokens of prompt and sample together; 0: no limit is known."""
     report: Callable[[EpisodeReport], None]
+    """Is called after each attempt at a sample."""
     ended: Callable[[], str] = lambda: ""
     """Returns why the group is ended from outside, to be asked once its episodes are cancelled."""
     recording: Recording | None = None
     """Records the calls of sessions; None: nothing is recorded."""
+    strays: Strays = field(default_factory=Strays)
+    """Has the episodes that do not end when they are cancelled, of all groups of the process."""
 
     async def samples(self, n: int, least: int, name: str) -> list[Sample]:
         """Return the samples of `n` that did not fail, at least `least`.
@@ -261,7 +281,11 @@ class Episodes:
         try:
             async with _limited(calls, left_s) as limit:
                 try:
-                    sample = await self.environment.run(self.prompt, self.prompt_tokens, calls, self.renderer)
+                    sample = await self.strays.run(
+                        lambda: self.environment.run(self.prompt, self.prompt_tokens, calls, self.renderer),
+                        f"episode-{calls.name.replace('.{turn}', '')}",
+                        calls.leave_behind,
+                    )
                 except (SettingsError, EngineError, EpisodeError):
                     raise
                 except asyncio.CancelledError as error:
@@ -277,7 +301,8 @@ class Episodes:
         if calls.error is not None:
             raise calls.error
         if limit.expired():
-            raise EpisodeError("episode_s", calls.ended)
+            on = ", and it runs on although it was cancelled" if calls.left_behind else ""
+            raise EpisodeError("episode_s", calls.ended + on)
         if failure is not None:
             raise failure
         if isinstance(sample, Sample) and not sample.is_trained() and calls.record and calls.record.replayed:

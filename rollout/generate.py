@@ -14,6 +14,7 @@ from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording
+from rollout.strays import Strays
 from rollout.trajectory import assemble
 
 DEFAULT = EnvironmentConfig()
@@ -53,6 +54,7 @@ async def generate_group(
     report: Callable[[EpisodeReport], None] = lambda report: None,
     ended: Callable[[], str] = lambda: "",
     recording: Recording | None = None,
+    strays: Strays | None = None,
 ) -> Rollout:
     """Generate the n samples of a group.
 
@@ -69,9 +71,8 @@ async def generate_group(
         config: limits of episodes.
         max_model_len: tokens of prompt and sample together; 0: no limit is known.
         least: samples that must remain when others have failed; None: all.
-        report: called after each attempt at a sample.
-        ended: returns why the group is cancelled, for harnesses whose calls are refused from then on.
-        recording: records the calls of sessions; None: they are not recorded.
+        report, ended, recording: as in `Episodes`.
+        strays: likewise; None: those of this group alone.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
@@ -79,7 +80,7 @@ async def generate_group(
     began, prompt_tokens = time.perf_counter(), renderer.prompt_tokens(prompt)
     episodes = Episodes(
         environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report, ended,
-        recording,
+        recording, Strays() if strays is None else strays,
     )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     return assemble(

@@ -348,16 +348,15 @@ def evaluate(
 
 
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
-    import asyncio
-
     from services.observability.redirect_output import redirect_output
+    from services.runtime.event_loop import run_loop
 
     log = settings.run_dir / "logs/eval.log"
     try:
         with redirect_output(log):
             from services.tools.evaluate import evaluate_run, render_scores
 
-            scores = asyncio.run(evaluate_run(settings, checkpoints))
+            scores = run_loop(evaluate_run(settings, checkpoints))
     except EngineError:
         print(f"tether: engine output: {log}", file=sys.stderr)
         raise

@@ -10,6 +10,14 @@ from protocol.errors import EngineError, InvalidRequest
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
+LATENT = "it expands kv_b_proj into further parameters, which no update of its weights would reach"
+NOT_UPDATED = {
+    ("vllm", "deepseek_v2"): LATENT,
+    ("vllm", "deepseek_v3"): LATENT,
+    ("vllm", "gpt_oss"): "its loader transposes the experts that it copies, which no update can follow",
+}
+"""Engine and `model_type` whose weights cannot be updated -> why."""
+
 
 def read_config(model_dir: Path) -> dict[str, Any]:
     """Return the model's config.json.
@@ -47,6 +55,12 @@ def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> 
         raise EngineError(
             f"tensor_parallel_size {config.tensor_parallel_size} does not divide "
             f"the {heads} heads of {model_dir}"
+        )
+    kind = str(model.get("model_type"))
+    if (why := NOT_UPDATED.get((config.name, kind))) is not None:
+        raise EngineError(
+            f"engine.name {config.name!r} cannot serve the {kind} in {model_dir} in training: {why}; "
+            "use sglang or hf"
         )
 
 

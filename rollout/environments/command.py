@@ -4,7 +4,7 @@ The program finds OPENAI_BASE_URL and OPENAI_API_KEY, the same for ANTHROPIC, an
 directory, which is removed after it: what TETHER_TASK names has the task (text, messages, metadata), and into
 the one that TETHER_OUTCOME names it may write {"reward": NUMBER}. Without an outcome verifiers score the last
 answer. A program that ends with another status than 0 has failed, which is no reward; one that a signal ended
-is run again on the record. Its process group ends with it.
+is run again on the record. What it started ends with it.
 
 With the option `processes` a program stays: `rollout/programs/standing_programs.py`.
 """

@@ -7,11 +7,13 @@ a directory whose lock is free belongs to nobody.
 import fcntl
 import logging
 import os
+import secrets
 import shutil
-import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+
+from rollout.programs.left_processes import kill_left
 
 log = logging.getLogger("tether.programs")
 
@@ -19,11 +21,11 @@ PREFIX = "tether-program-"
 
 
 class ProgramFolder:
-    """A new empty directory that is removed by `close`."""
+    """A new empty directory, with a name that nobody can guess; `close` removes it."""
 
     def __init__(self) -> None:
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{secrets.token_hex(8)}-"))
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.exists():
@@ -39,9 +41,9 @@ class ProgramFolder:
 
 
 def clear_left_folders() -> int:
-    """Remove directories whose workers have died, and kill what still works in them; return how many.
+    """Remove directories whose workers have died, and kill what their programs left; return how many.
 
-    That is what a killed worker's program started: the program itself has died with its worker.
+    The programs themselves have died with their workers.
     """
     count = 0
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -49,25 +51,10 @@ def clear_left_folders() -> int:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                killed = _kill_those_in(path)
+                killed = kill_left([path])
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
             log.warning("program.left folder=%s killed=%d", path, killed)
             count += 1
-    return count
-
-
-def _kill_those_in(folder: Path) -> int:
-    """Kill the processes whose working directory is in a directory; return how many."""
-    count = 0
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            process = os.pidfd_open(int(entry.name))  # so that the signal cannot reach another process
-            try:
-                if Path(os.readlink(entry / "cwd")).is_relative_to(folder.resolve()):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-                    count += 1
-            finally:
-                os.close(process)
     return count

@@ -1,8 +1,8 @@
 """Starts a program in a process group and a directory of its own, and ends everything that it started.
 
-It gets no variables of the worker but a few, since the others may have credentials. If the worker is killed,
-which then ends nothing itself, the kernel kills the program; what that started and left in its directory the
-next worker kills (`clear_left_folders`).
+It gets no variables of the worker but a few, since the others may have credentials. What left its process
+group is found by a variable that it inherited (`left_processes.py`). If the worker is killed, which then ends
+nothing itself, the kernel kills the program, and the next worker what that started (`clear_left_folders`).
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from protocol.host.parent_death import tied_to_this_process
 from rollout.programs.folder import ProgramFolder
+from rollout.programs.left_processes import MARK, Sweeper
 
 PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the rollout worker that a program gets as they are; PATH begins with the worker's Python."""
@@ -41,6 +42,8 @@ class Launch:
     """First directory that is searched for Python modules. Empty: that of the rollout worker."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """More environment variables."""
+    sweeper: Sweeper = field(default_factory=Sweeper, compare=False)
+    """Kills what the programs leave."""
 
     def environ(self, more: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a program, with `more` last."""
@@ -94,7 +97,7 @@ class Program:
                 stdout=pipe if lines else self._output.fileno(),
                 stderr=self._output.fileno(),
                 cwd=self.folder,
-                env=self._launch.environ(variables),
+                env=self._launch.environ({**variables, MARK: self.folder.name}),
                 start_new_session=True,
                 preexec_fn=tied_to_this_process(signal.SIGKILL),
                 limit=MAX_LINE,
@@ -128,17 +131,20 @@ class Program:
         self._output.truncate(0)
 
     def kill(self) -> None:
-        """Kill it and what it started, as far as that runs."""
+        """Kill it and its process group, as far as they run."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
         """Kill it and what it started, and remove its directory."""
-        if self._process is not None:
-            self.kill()
-            await self._process.wait()
-        self._output.close()
-        self._folder.close()
+        try:
+            if self._process is not None:
+                self.kill()
+                await self._process.wait()
+                await self._launch.sweeper.sweep(self.folder)
+        finally:
+            self._output.close()
+            self._folder.close()
 
 
 def _is_user_path(entry: str) -> bool:

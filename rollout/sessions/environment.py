@@ -21,7 +21,6 @@ from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.calls import context_tokens
 from rollout.sessions.endpoint import SessionEndpoint
-from rollout.sessions.record import SampleRecord
 from rollout.sessions.session import Session, SessionLimits
 
 log = logging.getLogger("tether.sessions")
@@ -102,10 +101,12 @@ class SessionEnvironment(Environment):
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> Sample:
         endpoint = await self._started()
-        record: SampleRecord | None = getattr(generate, "record", None)
+        calls = generate if isinstance(generate, ModelCalls) else None
+        record = calls.record if calls else None
         if record is not None:
             await record.begin(replayable=self._limits.replayable)
-        session = Session(generate, renderer, self._limits, self._reader, record)
+        on_replayed = calls.count_replayed if calls else None
+        session = Session(generate, renderer, self._limits, self._reader, record, on_replayed)
         key = endpoint.open(session)
         task = Task(endpoint.url(key), key, prompt)
         try:

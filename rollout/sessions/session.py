@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -81,8 +82,11 @@ class Session:
         limits: SessionLimits,
         reader: AnswerReader | None = None,
         record: SampleRecord | None = None,
+        on_replayed: Callable[[Completion], None] | None = None,
     ) -> None:
+        """Start without a call; `on_replayed` is called with each answer from the record."""
         self._generate, self._renderer, self._limits = generate, renderer, limits
+        self._on_replayed = on_replayed
         self._reader = reader or AnswerReader()
         self._running: set[asyncio.Task[Answered]] = set()
         self.record = record
@@ -233,7 +237,8 @@ class Session:
         if (unseen := await self.record.unseen(key)) is not None:
             return unseen
         if (known := self.record.take(key)) is not None:
-            getattr(self._generate, "count_replayed", _ignored)(known[1])
+            if self._on_replayed is not None:
+                self._on_replayed(known[1])
             return known
         began_ms = now_ms()
         completion = await self._generate_once(begun)
@@ -269,10 +274,6 @@ class Session:
             return Begun(asked, call, asked.prompt[length:], asked.prompt)
         parent, rest = self.tree.continued_text(asked.prompt)
         return _begun(asked, parent, self._renderer.encode(rest, special=parent is None))
-
-
-def _ignored(completion: Completion) -> None:
-    """Take a replayed call where no turns are counted."""
 
 
 def _begun(asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...]) -> Begun:

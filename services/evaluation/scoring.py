@@ -20,6 +20,7 @@ from rollout.environments.registry import evaluated, make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.strays import Strays
 from rollout.weights.key_directory import fetch_with_keys
 from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
 from services.observability.evaluations import Evaluation
@@ -51,6 +52,7 @@ class Scorer:
         self._renderer = renderer
         self._environment: Environment = make_environment(evaluated(settings.environment))
         self._environment.answered_by(settings.engine)
+        self._strays = Strays()
         self.engine = engine
 
     async def close(self) -> None:
@@ -80,6 +82,7 @@ class Scorer:
 
         Raises:
             EngineError: the engine has ended, or has generated under another version.
+            TetherError: too many episodes do not end.
         """
         config, began = self._settings.eval, time.monotonic()
         greedy = await self._answers(prompts, self._sampling(temperature=0.0), 1)
@@ -114,6 +117,7 @@ class Scorer:
     async def _score_prompt(
         self, index: int, prompt: Prompt, sampling: Sampling, samples: int
     ) -> PromptScore:
+        self._strays.check()
         version = self.engine.served.version
         try:
             rollout = await generate_group(
@@ -128,6 +132,7 @@ class Scorer:
                 sampling=sampling,
                 config=self._settings.environment,
                 max_model_len=eval_engine(self._settings).max_model_len,
+                strays=self._strays,
             )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self.engine.check()  # a dead engine ends the evaluation; a bad prompt only its own score

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from protocol.codec import decode_payload, encode_payload
-from protocol.errors import ProtocolError, Reason, Refused, TetherError
+from protocol.errors import LEASE_LOST, ProtocolError, Refused, TetherError
 from protocol.messages import Call, Recall
 from protocol.rollout_view import MAX_GROUPS, checked_array, require
 from services.bus.receiver import Delivery, Receiver
@@ -35,7 +35,6 @@ SWEEP_S = 60.0
 MAX_SAMPLES = 10**5
 MAX_NUMBER = 10**9
 """Calls and attempts of a sample have lower numbers."""
-LOST = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND})
 
 
 class CallAdmission:
@@ -104,7 +103,7 @@ class CallAdmission:
         try:
             await self._process.ledger.extend(group, token, self._lease_ms)
         except Refused as refusal:
-            if refusal.reason not in LOST:
+            if refusal.reason not in LEASE_LOST:
                 raise
             self._refuse(delivery, str(refusal))
             return False

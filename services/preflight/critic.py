@@ -8,6 +8,7 @@ from typing import Any
 from protocol.errors import SettingsError
 from services.preflight.model import ModelFacts
 from services.preflight.problem import Problem
+from services.settings.hub import fetch_critic
 from services.settings.sections import Settings
 from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.architecture.reading import architecture_of, as_critic
@@ -24,6 +25,7 @@ def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
         return
     if settings.critic.path:
         try:
+            fetch_critic(settings)
             config = critic_config(settings, model)
         except SettingsError as error:
             yield Problem(str(error))

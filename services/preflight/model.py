@@ -150,7 +150,7 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
     if setting == "engine.name" and architecture.not_generated:
         yield Problem(
             f"it has no {architecture.not_generated}, which {architecture.model_type} needs",
-            "use vllm or sglang",
+            "use sglang or hf",
             setting,
             "megatron",
         )

@@ -10,7 +10,7 @@ from rollout.environments.registry import ON_DATA as DATA_ENVIRONMENT
 from rollout.render import vocabulary_of
 from services.preflight.model import ModelFacts, frozen_problems, read_facts
 from services.preflight.problem import Problem
-from services.settings.hub import fetch_frozen
+from services.settings.hub import ROLES, fetch_frozen
 from services.settings.sections import Settings
 from trainer.algorithms.registry import DISTILLATION, ON_DATA
 from trainer.random_model import write_tokenizer
@@ -25,7 +25,19 @@ def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Prob
         model: the policy; None if it cannot be read.
     """
     yield from _unused_roles(settings)
+    yield from _unused_revisions(settings)
     for role in FROZEN_ROLES:
+        try:
+            directory = fetch_frozen(settings, role)
+            if directory is not None and model is not None:
+                yield from _other_vocabulary(settings, role, model, read_facts(directory))
+                yield from frozen_problems(settings, role, read_facts(directory))
+        except SettingsError as error:
+            yield Problem(str(error))
+
+
+def _unused_revisions(settings: Settings) -> Iterator[Problem]:
+    for role in ROLES:
         config = getattr(settings, role)
         if config.revision and not is_hub_name(config.path):
             yield Problem(
@@ -34,13 +46,6 @@ def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Prob
                 f"{role}.revision",
                 config.revision,
             )
-        try:
-            directory = fetch_frozen(settings, role)
-            if directory is not None and model is not None:
-                yield from _other_vocabulary(settings, role, model, read_facts(directory))
-                yield from frozen_problems(settings, role, read_facts(directory))
-        except SettingsError as error:
-            yield Problem(str(error))
 
 
 def _unused_roles(settings: Settings) -> Iterator[Problem]:

@@ -1,7 +1,9 @@
 """Sends the calls of leased groups to the ingest, and gets those of earlier leases back."""
 
+from collections.abc import Callable
+
 from protocol.codec import decode_payload
-from protocol.errors import EpisodeError, FrameTooLarge
+from protocol.errors import LEASE_LOST, EpisodeError, FrameTooLarge
 from protocol.messages import Call, Recall, Recalled
 from rollout.sessions.record import Recording
 from services.bus.sender import Declined, Sender
@@ -11,8 +13,9 @@ from services.ledger.interface import Lease
 class CallSender:
     """The calls of one leased group."""
 
-    def __init__(self, sender: Sender, lease: Lease) -> None:
-        self._sender, self._lease = sender, lease
+    def __init__(self, sender: Sender, lease: Lease, on_lost: Callable[[str], None]) -> None:
+        """`on_lost` is called with the reason when a message is refused because the lease is lost."""
+        self._sender, self._lease, self._on_lost = sender, lease, on_lost
 
     async def recall(self, sample: int) -> Recalled:
         """Return what earlier leases recorded of a sample.
@@ -39,9 +42,12 @@ class CallSender:
         try:
             return await self._sender.send(message, epoch=lease.epoch, group=lease.group, token=lease.token)
         except (Declined, FrameTooLarge) as refusal:
+            if isinstance(refusal, Declined) and refusal.why.partition(":")[0] in LEASE_LOST:
+                self._on_lost(refusal.why)
             raise EpisodeError("replay", f"the call cannot be recorded: {refusal}") from None
 
 
-def recording_of(sender: Sender, lease: Lease, engine: str) -> Recording:
-    """Return what records the calls of a leased group that an engine generates."""
-    return Recording(CallSender(sender, lease), lease.group, lease.token, lease.epoch, engine, lease.version)
+def recording_of(sender: Sender, lease: Lease, engine: str, on_lost: Callable[[str], None]) -> Recording:
+    """Return what records the calls of a leased group that an engine generates; `on_lost` as above."""
+    journal = CallSender(sender, lease, on_lost)
+    return Recording(journal, lease.group, lease.token, lease.epoch, engine, lease.version)

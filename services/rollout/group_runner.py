@@ -21,6 +21,8 @@ from rollout.episodes import EpisodeReport
 from rollout.generate import generate_group
 from rollout.prompts.base import PromptSource
 from rollout.render import Renderer
+from rollout.sessions.record import Recording
+from rollout.strays import Strays
 from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
@@ -88,6 +90,8 @@ class HeldGroup:
     """Works on it; None until it is made."""
     ended: str = ""
     """Why its task is cancelled, which its sessions are answered; empty while it is not."""
+    release: str = "drain"
+    """The reason with which its lease is released if its task is cancelled."""
 
     def cancel(self, reason: str) -> None:
         """Cancel its task; the first reason counts."""
@@ -118,6 +122,12 @@ class GroupRunner:
         self._held: dict[int, HeldGroup] = {}
         self._nudged = asyncio.Event()
         self._prefixes = PrefixUse()
+        self._strays = Strays()
+        process.metrics.watch(
+            "tether_stray_episodes",
+            "Episodes that ran on when they were cancelled, and those of them that have ended",
+            self._strays.counts,
+        )
         process.metrics.watch_labelled(
             "tether_prefix_tokens",
             "Tokens of model calls' prompts, by call of an episode and where their KV came from",
@@ -137,6 +147,7 @@ class GroupRunner:
 
         Raises:
             Refused: HALTED, if the run was halted.
+            TetherError: too many episodes do not end.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._nudge_at_stop(), name="lease.stop")
@@ -194,6 +205,7 @@ class GroupRunner:
 
     async def _next_lease(self) -> Lease | None:
         """Wait for room under the bound and return a lease; None if the process is to stop."""
+        self._strays.check()
         delay, request = POLL_S[0], new_token()
         began = time.monotonic()
         with self._process.waiting("a lease") as set_detail:
@@ -240,7 +252,7 @@ class GroupRunner:
         try:
             await self._generate_under_lease(held)
         except asyncio.CancelledError:
-            await self._hand_back(held.lease, "drain")
+            await self._hand_back(held.lease, held.release)
             raise
 
     async def _generate_under_lease(self, held: HeldGroup) -> None:
@@ -282,9 +294,8 @@ class GroupRunner:
                     least=min(n, LEAST_SAMPLES),
                     report=functools.partial(self._observe, lease.group),
                     ended=lambda: held.ended,
-                    recording=recording_of(self._calls, lease, self._process.incarnation)
-                    if self._calls
-                    else None,
+                    recording=self._recording(held),
+                    strays=self._strays,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
@@ -309,6 +320,21 @@ class GroupRunner:
             log.info("group.declined group=%d why=%s", lease.group, refusal)
         else:
             self._process.metrics.count("group.delivered")
+
+    def _recording(self, held: HeldGroup) -> Recording | None:
+        """Return what records the calls of a group; it is ended once they are refused for a lost lease.
+
+        Otherwise its harnesses would fail by these refusals, and the group would be dropped for it.
+        """
+
+        def lose(why: str) -> None:
+            if not held.ended:
+                self._process.metrics.count("lease.lost")
+                log.info("lease.lost group=%d token=%s why=%s", held.lease.group, held.lease.token, why)
+                held.release = "lease"
+                held.cancel(f"the lease of its group is lost ({why})")
+
+        return recording_of(self._calls, held.lease, self._process.incarnation, lose) if self._calls else None
 
     def _observe(self, group: int, report: EpisodeReport) -> None:
         self._prefixes.add(report)

@@ -16,6 +16,7 @@ import uvloop
 from protocol.errors import TetherError, Unavailable
 from protocol.topics import Role
 from services.runtime.errors import EXIT_FAILED, configure_logging, describe_error, innermost
+from services.runtime.event_loop import run_loop
 from services.runtime.process import Serve, log, open_process
 from services.settings.load import load_settings
 from services.settings.sections import Settings
@@ -87,7 +88,7 @@ def service_main(role: Role, serve: Serve) -> None:
     raise_fd_limit()
     try:
         settings = load_settings()
-        uvloop.run(run_process(role, settings, name, serve))
+        run_loop(run_process(role, settings, name, serve), uvloop.new_event_loop)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(EXIT_FAILED)
     except (Exception, BaseExceptionGroup) as error:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from protocol.device.shared_layout import TRANSPORT
 from services.ledger.interface import Taken
-from services.settings.hub import fetch_frozen, fetch_model
+from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ON_DATA, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
@@ -54,7 +54,7 @@ def _critic(settings: Settings, policy: Backend) -> Critic | None:
         return None
     return make_critic(
         policy,
-        settings.critic_dir,
+        fetch_critic(settings),
         optimizer=settings.optimizer,
         trainer=settings.trainer,
         config=settings.critic,
@@ -72,7 +72,7 @@ def build_backend(settings: Settings) -> Backend:
         adapters=settings.lora,
         shared=settings.weights.transport == TRANSPORT,
         frozen=frozen_specs(settings),
-        critic_dir=settings.critic_dir if settings.needs_critic else None,
+        critic_dir=fetch_critic(settings) if settings.needs_critic else None,
     )
 
 

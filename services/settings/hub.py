@@ -28,6 +28,8 @@ Named = TypeVar("Named", bound=SourceConfig)
 FILE = "hub.json"
 """File of the run directory: "KIND OWNER/NAME REVISION" -> commit."""
 RECORDED = "commits the run uses"
+ROLES = (*FROZEN_ROLES, "critic")
+"""Sections of models beside the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,9 @@ def pin_names(settings: Settings) -> Settings:
     mixture, sets = settings.prompts.mixture, settings.eval.sets
     roles = {
         role: replace(getattr(settings, role), revision=commit or getattr(settings, role).revision)
-        for role, commit in zip(FROZEN_ROLES, others[-len(FROZEN_ROLES) :], strict=True)
+        for role, commit in zip(ROLES, others[-len(ROLES) :], strict=True)
     }
-    of_mixture, of_sets = others[: len(mixture)], others[len(mixture) : -len(FROZEN_ROLES)]
+    of_mixture, of_sets = others[: len(mixture)], others[len(mixture) : -len(ROLES)]
     return replace(
         settings,
         model=replace(settings.model, revision=model or settings.model.revision),
@@ -121,9 +123,25 @@ def fetch_frozen(settings: Settings, role: str) -> Path | None:
     Raises:
         SettingsError: it cannot be fetched, or there is no model.
     """
-    config, directory = getattr(settings, role), settings.frozen_dir(role)
-    if directory is None:
-        return None
+    directory = settings.frozen_dir(role)
+    return None if directory is None else _fetch_role(settings, role, directory)
+
+
+def fetch_critic(settings: Settings) -> Path:
+    """Return the directory of the model that the critic starts from, as `fetch_model`.
+
+    Raises:
+        SettingsError: it cannot be fetched, or there is no model.
+    """
+    return (
+        _fetch_role(settings, "critic", settings.critic_dir)
+        if settings.critic.path
+        else fetch_model(settings)
+    )
+
+
+def _fetch_role(settings: Settings, role: str, directory: Path) -> Path:
+    config = getattr(settings, role)
     _fetch_named(config.path, config.revision, directory, f"{role}.path")
     if not (directory / "config.json").is_file():
         raise SettingsError(
@@ -161,7 +179,7 @@ def hub_names(settings: Settings) -> list[HubName | None]:
         ),
         *(
             HubName(Kind.MODEL, config.path, config.revision) if is_hub_name(config.path) else None
-            for config in (getattr(settings, role) for role in FROZEN_ROLES)
+            for config in (getattr(settings, role) for role in ROLES)
         ),
     ]
 

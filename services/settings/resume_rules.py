@@ -82,6 +82,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "algorithm.max_filtered_batches": (ResumeRule.FREE, "groups that are scored from then on"),
     "critic": (ResumeRule.REPEATED, _STEP),
     "critic.path": (ResumeRule.FIXED, "checkpoints hold the critic that was made of it"),
+    "critic.revision": (ResumeRule.FIXED, "checkpoints hold the critic that was made of it"),
     "lora": (ResumeRule.FIXED, _STATE),
     "reference": (ResumeRule.FIXED, _FROZEN),
     "reference.offload": (ResumeRule.FREE, "the model computes the same"),

@@ -73,7 +73,7 @@ class BoundConfig:
     it. `drop`: it is dropped. `mask`: the step does not wait, and of late groups only tokens within the bound
     are trained."""
     max_attempts: Annotated[int, Meta(ge=1, le=10**6)] = 5
-    """Leases of one group, after which it is dropped."""
+    """Leases of one group, after which it is dropped; one that was lost with its worker counts."""
     drop_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """The run halts when more than this share of the last `drop_window` finished groups was dropped for one
     reason."""
@@ -276,8 +276,12 @@ class Settings:
 
     @property
     def critic_dir(self) -> Path:
-        """Absolute path of the model that the critic starts from: `critic.path`, or the policy's."""
-        return Path(self.critic.path).absolute() if self.critic.path else self.model_dir
+        """Absolute path of the model that the critic starts from: `critic.path`, or the policy's.
+
+        For a name on the hub as `model_dir`.
+        """
+        critic = self.critic
+        return _model_dir(critic.path, critic.revision, "critic.path") if critic.path else self.model_dir
 
 
 def _model_dir(path: str, revision: str, setting: str) -> Path:

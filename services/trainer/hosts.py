@@ -22,7 +22,7 @@ import psutil  # type: ignore[import-untyped]
 
 from protocol.errors import SettingsError, TetherError
 from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS
-from services.settings.hub import fetch_frozen, fetch_model
+from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from services.trainer.ranks import launch
 from trainer.backends.launch import torchrun_on_hosts
@@ -104,7 +104,7 @@ def host_settings(settings: Settings) -> dict[str, Any]:
         if directory := fetch_frozen(settings, role):
             models[f"the files of [{role}]"] = directory
     if settings.critic.path:
-        models["the files of [critic]"] = settings.critic_dir
+        models["the files of [critic]"] = fetch_critic(settings)
     return compared | {name: _fingerprint(directory) for name, directory in models.items()}
 
 

@@ -1,10 +1,10 @@
 """Runs a run under the faults of a seed, and checks what must hold after it.
 
-    python -m tests.chaos.run --seed 1 --minutes 2 [--scripted] [--sessions]
+    python -m tests.chaos.run --seed 1 --minutes 2 [--scripted] [--sessions] [--keep]
 
 Prints each fault as it happens; the last line counts faults, groups and violations. The exit code is 1 if
-there are violations: what the run left is then kept in runs/. The same seed gives the same faults at the same
-moments, so a failing one can be run again.
+there are violations: what the run left is then kept in runs/, as it is with --keep. The same seed gives the
+same faults at the same moments, so a failing one can be run again.
 """
 
 import argparse
@@ -193,6 +193,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--scripted", action="store_true", help="engine and trainer without a model")
     parser.add_argument("--sessions", action="store_true", help="samples are sessions of 20 calls")
+    parser.add_argument("--keep", action="store_true", help="keep what the run left in runs/ in any case")
     options = parser.parse_args(arguments)
     enter_private()
     with tempfile.TemporaryDirectory(prefix="tether-chaos-") as root:
@@ -204,7 +205,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
             report = asyncio.run(chaos.run())
             for violation in report.violations:
                 print(f"violation: {violation}")
-            if report.violations:
+            if report.violations or options.keep:
                 print(f"kept in {keep(place, options.seed)}")
         finally:
             place.close()

@@ -26,8 +26,11 @@ from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
 from rollout.sessions.record import Recording
+from rollout.strays import Strays
 from tests.rollout.test_generate import Watched
+from tests.rollout.test_strays import Stubborn
 from tests.rollout.tokenizers import write_tokenizer
+from tests.services.bus.harness import eventually
 
 PROMPT = Prompt("3+4=", metadata={"answer": "7"}, index=12)
 NEVER = EngineConfig(name="scripted", seconds_per_token=3600.0)
@@ -54,6 +57,7 @@ class Group:
         self.engine, self.renderer = engine, Renderer(model_dir, RenderConfig())
         self.reports: list[EpisodeReport] = []
         self.recording: Recording | None = None
+        self.strays = Strays(grace_s=0.01)
 
     async def generate(
         self, environment: Play | Environment, *, least: int = 2, max_model_len: int = 0, **limits: float
@@ -63,7 +67,7 @@ class Group:
             self.engine, self.renderer, played, PROMPT,
             group=12, token="t0", n=4, sampling=Sampling(max_tokens=6), engine_name="engine.1",
             config=EnvironmentConfig(**limits), max_model_len=max_model_len, least=least,
-            report=self.reports.append, recording=self.recording,
+            report=self.reports.append, recording=self.recording, strays=self.strays,
         )  # fmt: skip
 
     def failures(self) -> list[tuple[int, int, str]]:
@@ -186,8 +190,33 @@ async def test_an_environment_that_ignores_its_time_limit_has_failed(group: Grou
             await asyncio.Event().wait()
         return 1.0
 
-    with pytest.raises(EpisodeError, match="episode_s: 4 of 4"):
+    with pytest.raises(EpisodeError, match=r"episode_s: 4 of 4 .*episode_s 0\.05 s$"):
         await group.generate(stubborn, episode_s=0.05)
+
+
+async def test_an_environment_that_ignores_its_end_is_left_without_a_call_of_the_model(
+    group: Group, model_dir: Path
+) -> None:
+    engine, stubborn, asking = Watched(model_dir, NEVER), Stubborn(), []
+    group.engine = engine
+
+    async def clinging(episode: Episode) -> float:
+        loop = asyncio.get_running_loop()
+        asking.append(loop.create_task(episode.generate()))
+        await stubborn.run()
+        await episode.generate()
+        return 1.0
+
+    with pytest.raises(EpisodeError, match=r"4 of 4 .*, and it runs on although it was cancelled"):
+        await group.generate(clinging, episode_s=0.05)
+    assert group.strays.counts() == {"left": 4, "ended": 0}
+    await eventually(lambda: all(task.done() for task in asking))
+    assert not engine._running
+    assert all("episode has ended" in str(task.exception()) for task in asking)
+    stubborn.released.set()
+    await eventually(lambda: group.strays.counts()["ended"] == 4)
+    assert len(engine.requests) == 4
+    await engine.close()
 
 
 @pytest.mark.parametrize("limits", [{"max_turns": 3}, {"max_model_len": 25}])

@@ -327,7 +327,7 @@ def _generating(model_dir: Path) -> Architecture:
     if missing := architecture.not_generated:
         raise SettingsError(
             f"{model_dir}: the engine megatron has no {missing}, which {architecture.model_type} needs: use "
-            "engine.name 'vllm' or 'sglang'"
+            "engine.name 'sglang' or 'hf'"
         )
     return architecture
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from protocol.paths import FilePath, HubPath
+from protocol.paths import HubPath
 from trainer.config import OptimizerConfig
 
 
@@ -48,10 +48,13 @@ class CriticConfig:
     What AdamW needs beside is as in `[optimizer]`.
     """
 
-    path: FilePath = ""
-    """Directory of the model that it starts from, with the same tokens as the policy's: a causal language
-    model, or a sequence or token classifier of one label, whose head it takes over. Empty: the policy's
-    initial model. A head that is not there begins as zero."""
+    path: HubPath = ""
+    """Directory of the model that it starts from, or its name on the Hugging Face hub, with the same tokens
+    as the policy's: a causal language model, or a sequence or token classifier of one label, whose head it
+    takes over. Empty: the policy's initial model. A head that is not there begins as zero."""
+    revision: str = ""
+    """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
+    kept."""
     lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0

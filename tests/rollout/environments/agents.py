@@ -1,6 +1,8 @@
 """Agents and programs for tests, as a user would write them."""
 
-from openai import AsyncOpenAI, BadRequestError
+import asyncio
+
+from openai import APIStatusError, AsyncOpenAI, BadRequestError
 
 from rollout.sessions.environment import Task
 
@@ -86,6 +88,25 @@ async def unscored(task: Task) -> None:
     """Asks once, and leaves the score to verifiers."""
     async with AsyncOpenAI(base_url=task.url, api_key=task.key) as client:
         await client.completions.create(model="policy", prompt=task.prompt.text, max_tokens=3)
+
+
+released = asyncio.Event()
+refused: list[int] = []
+
+
+async def clings(task: Task) -> float:
+    """Asks, ignores that it is cancelled, and asks again, until it is released."""
+    async with AsyncOpenAI(base_url=task.url, api_key=task.key) as client:
+        await client.completions.create(model="policy", prompt=task.prompt.text, max_tokens=3)
+        while not released.is_set():
+            try:
+                await released.wait()
+            except asyncio.CancelledError:
+                try:
+                    await client.completions.create(model="policy", prompt=task.prompt.text)
+                except APIStatusError as answer:
+                    refused.append(answer.status_code)
+    return 1.0
 
 
 async def silent(task: Task) -> float:

@@ -1,8 +1,11 @@
 """Generates groups with a scripted engine and a real tokenizer."""
 
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from protocol.messages import Rollout
 from rollout.engines.base import EngineConfig, Sampling
@@ -25,6 +28,32 @@ class Serving(ScriptedEngine):
         self._served = replace(self._served, epoch="e", version=5)
 
 
+Generated = Callable[..., Awaitable[Rollout]]
+
+
+@asynccontextmanager
+async def generating(folder: Path, config: EnvironmentConfig) -> AsyncIterator[Generated]:
+    """Start an engine and an environment; yields what generates group 7 under the lease `t`."""
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 280}))
+    engine = Serving(EngineConfig(name="scripted", max_model_len=512), folder, "engine.0")
+    environment = make_environment(config)
+    await engine.start()
+    text = renderer("tool use")
+
+    async def generate(prompt: Prompt = PROMPT, n: int = 2, **more: Any) -> Rollout:
+        return await generate_group(
+            engine, text, environment, prompt, group=7, token="t", n=n, engine_name="engine.0",
+            sampling=Sampling(max_tokens=8, stop_token_ids=text.stop_token_ids), config=config,
+            max_model_len=512, **more,
+        )  # fmt: skip
+
+    try:
+        yield generate
+    finally:
+        await environment.close()
+        await engine.close()
+
+
 async def generated(
     folder: Path,
     config: EnvironmentConfig,
@@ -32,18 +61,6 @@ async def generated(
     n: int = 2,
     recording: Recording | None = None,
 ) -> Rollout:
-    """Generate group 7 under the lease `t`."""
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 280}))
-    engine = Serving(EngineConfig(name="scripted", max_model_len=512), folder, "engine.0")
-    environment = make_environment(config)
-    await engine.start()
-    text = renderer("tool use")
-    try:
-        return await generate_group(
-            engine, text, environment, prompt, group=7, token="t", n=n, engine_name="engine.0",
-            sampling=Sampling(max_tokens=8, stop_token_ids=text.stop_token_ids), config=config,
-            max_model_len=512, recording=recording,
-        )  # fmt: skip
-    finally:
-        await environment.close()
-        await engine.close()
+    """Generate one group."""
+    async with generating(folder, config) as generate:
+        return await generate(prompt, n, recording=recording)

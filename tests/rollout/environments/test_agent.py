@@ -1,5 +1,6 @@
 """Agents in the worker: what they did by HTTP is the sample, branch by branch."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,11 @@ from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
 from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
-from tests.rollout.environments.groups import PROMPT, generated
+from rollout.strays import Strays
+from tests.rollout.environments import agents
+from tests.rollout.environments.groups import PROMPT, generated, generating
 from tests.rollout.sessions.chats import renderer
+from tests.services.bus.harness import eventually
 
 HERE = "tests.rollout.environments.agents"
 
@@ -49,6 +53,18 @@ async def test_without_a_reward_verifiers_score_the_last_answer(tmp_path: Path) 
 async def test_an_agent_that_never_asks_has_failed(tmp_path: Path) -> None:
     with pytest.raises(EpisodeError, match="without a call of the model"):
         await generated(tmp_path, config("silent"))
+
+
+async def test_an_agent_that_ignores_its_end_is_left_with_a_dead_key(tmp_path: Path) -> None:
+    strays = Strays(grace_s=0.01)
+    left = "episode_s: 2 of 2 .*, and it runs on although it was cancelled"
+    async with generating(tmp_path, replace(config("clings"), episode_s=0.5)) as generate:
+        with pytest.raises(EpisodeError, match=left):
+            await generate(strays=strays)
+        await eventually(lambda: agents.refused == [410, 410])
+        assert strays.counts() == {"left": 2, "ended": 0}
+        agents.released.set()
+        await eventually(lambda: strays.counts()["ended"] == 2)
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,15 @@ async def test_a_program_that_did_not_start_has_no_process() -> None:
     await program.close()
 
 
-@pytest.mark.parametrize("standing", [False, True])
-def test_a_program_ends_when_its_worker_is_killed(tmp_path: Path, *, standing: bool) -> None:
+@pytest.mark.parametrize(("standing", "place"), [(False, "env={}"), (True, "cwd='/'")])
+def test_a_program_ends_when_its_worker_is_killed(tmp_path: Path, *, standing: bool, place: str) -> None:
     pipe, child_pipe = tmp_path / "pipe", tmp_path / "child"
     os.mkfifo(pipe)
     os.mkfifo(child_pipe)
     holds = "import os, time; os.open({!r}, os.O_WRONLY); time.sleep(10**6)"
     program = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    program += f"subprocess.Popen([sys.executable, '-c', {holds.format(str(child_pipe))!r}])\n"
+    child = f"[sys.executable, '-c', {holds.format(str(child_pipe))!r}]"
+    program += f"subprocess.Popen({child}, start_new_session=True, {place})\n"
     program += holds.format(str(pipe))
     worker = f"""
 import asyncio

@@ -66,7 +66,7 @@ class Worker:
         return self.recording().sample(0)
 
     def session(self, record: SampleRecord, reader: AnswerReader | None = None) -> Session:
-        return Session(self, renderer("tool use"), SessionLimits(), reader, record)
+        return Session(self, renderer("tool use"), SessionLimits(), reader, record, self.count_replayed)
 
     def count_replayed(self, completion: Completion) -> None:
         self.replayed.append(completion)

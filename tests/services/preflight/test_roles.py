@@ -61,6 +61,7 @@ def test_more_rows_than_tokens_are_padding(tmp_path: Path) -> None:
         (('reference.path="TEACHER"',), "nothing uses a reference model with algorithm.kl_coef = 0"),
         ((DISTILLS, 'teacher.path="nowhere"'), "setting teacher.path: no config.json in"),
         ((DISTILLS, 'teacher.path="TEACHER"', 'teacher.revision="main"'), "setting teacher.revision"),
+        (("algorithm.name=ppo", 'critic.revision="main"'), "setting critic.revision"),
         ((DISTILLS, 'teacher.path="TEACHER"', "algorithm.opd_kl_coef=0"), "algorithm.opd_kl_coef"),
         ((DISTILLS, 'teacher.path="TEACHER"', 'trainer.backend="scripted"'), "has no models"),
         (("algorithm.use_kl_in_reward=true",), "it does nothing with algorithm.kl_coef = 0"),

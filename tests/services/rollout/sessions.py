@@ -4,15 +4,16 @@ first, and the ledger that decides on it."""
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from openai import APIStatusError, AsyncOpenAI
 
-from protocol.messages import Rollout, ScoredRollout
-from protocol.topics import ROLLOUTS, Role
+from protocol.codec import encode_payload
+from protocol.messages import Call, Recall, Recalled, Rollout, ScoredRollout
+from protocol.topics import CALLS, ROLLOUTS, Role, Topic
 from rollout.engines.base import Completion, EngineConfig, Request
 from rollout.engines.scripted import ScriptedEngine
 from rollout.prompts.base import PromptConfig
@@ -106,41 +107,69 @@ class SessionWorld:
         self.engine = Versioned(EngineConfig(name="scripted", max_model_len=512), folder, "engine.0")
         self.environment = Paced(calls)
         self._prompts = make_source(PromptConfig(path=str(folder / "prompts.jsonl"), shuffle=False))
+        self.refusal = ""
+        """What the ingest says to the second calls; empty: calls are not recorded."""
         self.runner: GroupRunner
         self.receiver: Receiver
 
     @asynccontextmanager
     async def running(self, **bound: Any) -> AsyncIterator["SessionWorld"]:
         """Run the worker; it holds group 0 and its first calls are answered under version 0."""
-        bus = self.process.settings.bus
         await self.engine.start()
         await self.driver.begin(engines=("eng",), **bound)
         await self.serve(0)
-        identity: dict[str, Any] = {"run": self.process.run, "config": bus}
-        async with Receiver(ROLLOUTS, incarnation="reward.0", **identity) as self.receiver:
+        async with AsyncExitStack() as stack:
+            self.receiver, sender = await self._edge(stack, ROLLOUTS)
+            ingest, calls = await self._edge(stack, CALLS) if self.refusal else (None, None)
+            self.runner = GroupRunner(
+                self.process,
+                self.engine,
+                renderer("tool use"),
+                self.environment,
+                self._prompts,
+                sender,
+                calls,
+            )
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    recording = tasks.create_task(self._record_loop(ingest)) if ingest else None
+                    running = tasks.create_task(self.runner.run(), name="runner")
+                    await eventually(lambda: self.environment.in_tool == SAMPLES)
+                    yield self
+                    self.process.stop.set()
+                    await running
+                    if recording is not None:
+                        recording.cancel()
+            finally:
+                await self.environment.close()
+                await self.engine.close()
 
-            async def discover() -> dict[str, str]:
-                return {"reward.0": self.receiver.endpoint}
+    async def _edge(self, stack: AsyncExitStack, topic: Topic) -> tuple[Receiver, Sender]:
+        """Open both ends of an edge of the worker."""
+        identity: dict[str, Any] = {"run": self.process.run, "config": self.process.settings.bus}
+        receiver = await stack.enter_async_context(Receiver(topic, incarnation="receiver.0", **identity))
 
-            async with Sender(
-                ROLLOUTS,
-                incarnation=self.process.incarnation,
-                role=Role.ROLLOUT,
-                discover=discover,
-                **identity,
-            ) as sender:
-                self.runner = GroupRunner(
-                    self.process, self.engine, renderer("tool use"), self.environment, self._prompts, sender
-                )
-                try:
-                    async with asyncio.TaskGroup() as tasks:
-                        tasks.create_task(self.runner.run(), name="runner")
-                        await eventually(lambda: self.environment.in_tool == SAMPLES)
-                        yield self
-                        self.process.stop.set()
-                finally:
-                    await self.environment.close()
-                    await self.engine.close()
+        async def discover() -> dict[str, str]:
+            return {"receiver.0": receiver.endpoint}
+
+        sender = Sender(
+            topic, incarnation=self.process.incarnation, role=Role.ROLLOUT, discover=discover, **identity
+        )
+        return receiver, await stack.enter_async_context(sender)
+
+    async def _record_loop(self, ingest: Receiver) -> None:
+        """Take the first call of each sample, and refuse the second ones, once each."""
+        refused: set[int] = set()
+        while True:
+            delivery = await ingest.receive()
+            message = delivery.message
+            if isinstance(message, Recall):
+                ingest.answer(delivery, encode_payload(Recalled()))
+            elif isinstance(message, Call) and message.number == 1 and message.sample not in refused:
+                refused.add(message.sample)
+                ingest.refuse(delivery, self.refusal)
+            else:
+                ingest.ack(delivery)
 
     async def serve(self, version: int) -> None:
         """Let the worker's engine serve a committed version."""

@@ -138,6 +138,22 @@ async def test_a_session_ends_with_the_lease_of_its_group(make: Make, rig: Rig) 
         await world.ledger.extend(0, taken_over.token, 60_000)
 
 
+@pytest.mark.parametrize("why", ["bound: group 0 had expired", "the record is full"])
+async def test_a_group_whose_calls_are_refused_is_dropped_unless_its_lease_is_lost(
+    make: Make, why: str
+) -> None:
+    made = make(2, "environment.attempts=1", "rollout.lease_s=3000")
+    made.refusal, lost = why, why.startswith("bound")
+    async with made.running(E=2, B=1, policy=Policy.MASK) as world:
+        for _ in range(SAMPLES):
+            world.environment.may_call.release()
+        await eventually(lambda: len(world.environment.refused) == SAMPLES)
+        assert all(why in text for _, text in world.environment.refused)
+        await eventually(lambda: world.environment.in_tool == SAMPLES)  # in the next group, or in it again
+        assert list(world.runner._held) == [0 if lost else 1]
+        assert (await world.ledger.status()).dropped_by_reason == ({} if lost else {"episode": 1})
+
+
 async def test_a_session_ends_with_its_worker(make: Make) -> None:
     async with make(3).running(E=1, B=1, policy=Policy.MASK) as world:
         await _one_generates(world)

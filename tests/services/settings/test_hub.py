@@ -10,12 +10,12 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.host.hub import snapshot_dir
 from services.prepare import prepare
-from services.settings.hub import FILE, fetch_frozen, fetch_model, pin_names, record_pins
+from services.settings.hub import FILE, fetch_critic, fetch_frozen, fetch_model, pin_names, record_pins
 from services.settings.load import dump_settings, load_settings, run_settings
 from services.settings.sections import Settings
 from tests.data_sets import write_gsm8k, write_model
 from tests.hub_server import HubServer, files_of
-from trainer.roles.config import ReferenceConfig, TeacherConfig
+from trainer.roles.config import CriticConfig, ReferenceConfig, TeacherConfig
 
 pytestmark = pytest.mark.xdist_group("hub")  # one fixture for the module
 
@@ -99,6 +99,19 @@ def test_models_that_are_not_trained_are_pinned_and_fetched_too(hub: HubServer, 
     with pytest.raises(SettingsError, match=r"reference\.path: no config\.json in /models/here"):
         fetch_frozen(pinned, "reference")
     assert fetch_frozen(asked, "teacher") is None
+
+
+def test_a_critic_of_the_hub_is_pinned_and_fetched_too(hub: HubServer, asked: Settings) -> None:
+    ppo = replace(asked, algorithm=replace(asked.algorithm, name="ppo"))
+    named = replace(ppo, critic=CriticConfig(path=MODEL))
+    with pytest.raises(SettingsError, match=rf"critic\.path {MODEL} has no commit yet"):
+        fetch_critic(named)
+    pinned = started(named)
+    assert pinned.critic.revision == hub.repository("model", MODEL).branches["main"]
+    assert fetch_critic(pinned) == pinned.critic_dir == pinned.model_dir
+    assert fetch_critic(started(ppo)) == pinned.model_dir
+    with pytest.raises(SettingsError, match=r"critic\.path: no config\.json in /models/here"):
+        fetch_critic(replace(ppo, critic=CriticConfig(path="/models/here")))
 
 
 def test_a_start_fetches_and_a_later_one_needs_no_network(

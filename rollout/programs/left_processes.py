@@ -1,0 +1,79 @@
+"""Finds what a program has started, wherever that went, and kills it.
+
+A process can leave its parent, its process group and its directory. What its children inherit unless they
+take care is their environment: each program has a variable `MARK` there whose value nobody can guess.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "TETHER_PROGRAM"
+"""Variable in a program's environment; its value is the name of the program's directory."""
+ROUNDS = 20
+"""How often to search for processes that were started meanwhile."""
+
+
+class Sweeper:
+    """Kills what ended programs have left; one search of all processes serves all that wait for it."""
+
+    def __init__(self) -> None:
+        self._folders: set[Path] = set()
+        self._searching = asyncio.Lock()
+
+    async def sweep(self, folder: Path) -> None:
+        """Return when what was left of the program of a directory is killed."""
+        self._folders.add(folder)
+        async with self._searching:
+            if folder in self._folders:  # else a search that began later has included it
+                folders, self._folders = self._folders, set()
+                await asyncio.to_thread(kill_left, folders)
+
+
+def kill_left(folders: Iterable[Path]) -> int:
+    """Kill what has the mark of one of these directories or works in it, and return how many processes.
+
+    Those of other users, and those that have no mark, another directory and another process group, are not
+    found.
+    """
+    marks = {f"{MARK}={folder.name}".encode() for folder in folders}
+    places = tuple(os.fsencode(folder.resolve()) for folder in folders)
+    killed: set[int] = set()
+    for _ in range(ROUNDS):
+        found = _kill_once(marks, places, killed)
+        if not found:
+            break
+        killed |= found
+    return len(killed)
+
+
+def _kill_once(marks: set[bytes], places: tuple[bytes, ...], known: set[int]) -> set[int]:
+    """Kill what is found by one search, but for processes that were killed before; return their ids."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if not name.isdecimal() or int(name) in known or int(name) == os.getpid():
+            continue
+        with suppress(OSError):  # it has ended, or is another user's
+            if not _is_left(name, marks, places):
+                continue
+            process = os.pidfd_open(int(name))  # so that the signal cannot reach another process
+            try:
+                if _is_left(name, marks, places):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    found.add(int(name))
+            finally:
+                os.close(process)
+    return found
+
+
+def _is_left(name: str, marks: set[bytes], places: tuple[bytes, ...]) -> bool:
+    """Return whether a process has one of the marks, or works in one of the directories."""
+    at = os.readlink(os.fsencode(f"/proc/{name}/cwd"))
+    if any(at == place or at.startswith((place + b"/", place + b" (deleted)")) for place in places):
+        return True
+    with open(f"/proc/{name}/environ", "rb", buffering=0) as file:
+        environ = file.read()
+    return MARK.encode() in environ and not marks.isdisjoint(environ.split(b"\0"))

@@ -1,0 +1,105 @@
+"""Runs what users wrote, and leaves behind what does not end when it is cancelled.
+
+A coroutine that catches its cancellation would otherwise keep its place in the worker for as long as it
+likes. Nothing but the end of its process ends it, so the number of those is limited.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from protocol.errors import TetherError
+
+log = logging.getLogger("tether.strays")
+T = TypeVar("T")
+
+GRACE_S = 5.0
+"""Seconds that a cancelled coroutine has to close what it opened and end."""
+MOST = 64
+"""Coroutines left behind with which a process begins nothing new."""
+
+
+class Strays:
+    """The coroutines that a process has left behind."""
+
+    def __init__(self, grace_s: float = GRACE_S, most: int = MOST) -> None:
+        self._grace_s, self._most = grace_s, most
+        self._left: set[asyncio.Task[Any]] = set()
+        self._total = 0
+
+    def counts(self) -> dict[str, int]:
+        """Return how many were left behind, and how many of them have ended since."""
+        return {"left": self._total, "ended": self._total - len(self._left)}
+
+    def check(self) -> None:
+        """Check that the process may begin something new.
+
+        Raises:
+            TetherError: too many coroutines are left behind; names one.
+        """
+        if len(self._left) >= self._most:
+            name = next(iter(self._left)).get_name()
+            raise TetherError(
+                f"{len(self._left)} episodes run on {self._grace_s:g} s after their cancellation, such as "
+                f"{name}, and only a new process is rid of them: let the environment, or what it calls, end "
+                "when it gets CancelledError"
+            )
+
+    async def run(
+        self, begin: Callable[[], Awaitable[T]], name: str, on_left: Callable[[], None] = lambda: None
+    ) -> T:
+        """Return what a coroutine returns, or raise what it raises.
+
+        Cancelling the call cancels the coroutine and waits for its end, `grace_s` at most. One that runs on
+        is left behind: whatever becomes of it is ignored.
+
+        Args:
+            begin: returns the coroutine, which gets a task of its own.
+            name: of the task, in the log.
+            on_left: called if it is left behind.
+        """
+        # in no group: it may outlive its caller
+        task = asyncio.get_running_loop().create_task(_outcome(begin), name=name)
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            await self._end(task)
+            if not task.done():
+                self._leave(task)
+                on_left()
+            raise
+        outcome = task.result()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    async def _end(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a task and wait for its end; that the caller is cancelled again does not shorten this."""
+        task.cancel()
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._grace_s
+        while not task.done() and (left_s := until - clock()) > 0:
+            with suppress(asyncio.CancelledError):  # the caller raises its own
+                await asyncio.wait([task], timeout=left_s)
+
+    def _leave(self, task: asyncio.Task[Any]) -> None:
+        self._left.add(task)
+        self._total += 1
+        log.warning(
+            "episode.stray task=%s grace_s=%g strays=%d", task.get_name(), self._grace_s, len(self._left)
+        )
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._left.discard(task)
+        log.info("episode.stray_ended task=%s strays=%d", task.get_name(), len(self._left))
+
+
+async def _outcome(begin: Callable[[], Awaitable[T]]) -> T | BaseException:
+    """Return what a coroutine returns or raises: SystemExit in a task would end the event loop."""
+    try:
+        return await begin()
+    except (Exception, BaseExceptionGroup, SystemExit) as error:
+        return error

@@ -1,0 +1,42 @@
+"""Runs a process's event loop, and leaves it although a task in it does not end."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger("tether")
+T = TypeVar("T")
+
+END_S = 5.0
+"""Seconds that tasks which `main` has left have to end when they are cancelled."""
+
+
+def run_loop(
+    main: Coroutine[Any, Any, T],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    *,
+    end_s: float = END_S,
+) -> T:
+    """Run a coroutine in a new event loop, and close that; `asyncio.run` would wait for every task to end.
+
+    If a task does not end within `end_s` the loop is left open: the process ends with it.
+    """
+    runner = asyncio.Runner(loop_factory=loop_factory)
+    try:
+        return runner.run(main)
+    finally:
+        if left := _still_running(runner.get_loop(), end_s):
+            log.warning("process.left_tasks tasks=%s", ",".join(sorted(left)))
+        else:
+            runner.close()
+
+
+def _still_running(loop: asyncio.AbstractEventLoop, end_s: float) -> list[str]:
+    """Cancel all tasks; return the names of those that have not ended after `end_s`."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks, timeout=end_s))
+    return [task.get_name() for task in tasks if not task.done()]

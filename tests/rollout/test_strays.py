@@ -1,0 +1,81 @@
+"""Coroutines that do not end when they are cancelled: their callers end, and their number is limited."""
+
+import asyncio
+import logging
+
+import pytest
+
+from protocol.errors import TetherError
+from rollout.strays import Strays
+from tests.services.bus.harness import eventually
+
+
+class Stubborn:
+    """Ignores cancellations until it is released."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = asyncio.Event(), asyncio.Event()
+        self.ignored = 0
+
+    async def run(self) -> str:
+        self.begun.set()
+        while not self.released.is_set():
+            try:
+                await self.released.wait()
+            except asyncio.CancelledError:
+                self.ignored += 1
+        return "done"
+
+
+async def cancelled(strays: Strays, stubborn: Stubborn, name: str) -> list[str]:
+    """Cancel a call that runs a stubborn coroutine; return the names that were reported as left behind."""
+    left: list[str] = []
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(strays.run(stubborn.run, name, lambda: left.append(name)))
+        await stubborn.begun.wait()
+        calling.cancel()
+    assert calling.cancelled()
+    return left
+
+
+async def test_what_runs_on_is_left_behind_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+    strays, stubborn = Strays(grace_s=0.01, most=1), Stubborn()
+    strays.check()
+    with caplog.at_level(logging.INFO, "tether.strays"):
+        assert await cancelled(strays, stubborn, "episode-3/1") == ["episode-3/1"]
+        assert strays.counts() == {"left": 1, "ended": 0}
+        with pytest.raises(TetherError, match=r"^1 episodes run on 0\.01 s .* such as episode-3/1, and"):
+            strays.check()
+        stubborn.released.set()
+        await eventually(lambda: strays.counts() == {"left": 1, "ended": 1})
+    strays.check()
+    assert stubborn.ignored == 1
+    assert caplog.messages == [
+        "episode.stray task=episode-3/1 grace_s=0.01 strays=1",
+        "episode.stray_ended task=episode-3/1 strays=0",
+    ]
+
+
+async def test_what_ends_in_the_grace_time_is_waited_for_although_the_caller_is_cancelled_again() -> None:
+    strays, stubborn = Strays(grace_s=60), Stubborn()
+    async with asyncio.TaskGroup() as tasks:
+        calling = tasks.create_task(strays.run(stubborn.run, "episode-3/1"))
+        await stubborn.begun.wait()
+        calling.cancel()
+        await eventually(lambda: stubborn.ignored == 1)
+        calling.cancel()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not calling.done()
+        stubborn.released.set()
+    assert calling.cancelled()
+    assert strays.counts() == {"left": 0, "ended": 0}
+
+
+@pytest.mark.parametrize("error", [KeyError("board"), SystemExit(3), asyncio.CancelledError()])
+async def test_what_a_coroutine_raises_its_caller_gets(error: BaseException) -> None:
+    async def raising() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        await Strays().run(raising, "episode-3/1")
