@@ -4,8 +4,8 @@ import asyncio
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -22,6 +22,7 @@ from rollout.sessions.branches import branches_of
 from rollout.sessions.calls import context_tokens
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.record import SampleRecord
+from rollout.sessions.results import Results
 from rollout.sessions.session import Session, SessionLimits
 
 log = logging.getLogger("tether.sessions")
@@ -61,6 +62,19 @@ class Task:
     key: str
     """The key, for clients that want one."""
     prompt: Prompt
+    results: Results = field(default_factory=Results, repr=False, compare=False)
+    """What tools answered, for `once`."""
+
+    async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a tool once, also over kills: return what is recorded by this name, else what `work` returns.
+
+        Its result, a JSON value, is on disk when this returns. What raises is not recorded.
+
+        Raises:
+            RequestRefused: the name or the result does not fit, there are too many, or the session has ended.
+            EpisodeError: the result cannot be recorded.
+        """
+        return await self.results.once(name, work)
 
     def as_json(self) -> dict[str, Any]:
         """Return the task of the prompt, without URL and key."""
@@ -107,7 +121,7 @@ class SessionEnvironment(Environment):
             await record.begin(replayable=self._limits.replayable)
         session = Session(generate, renderer, self._limits, self._reader, record)
         key = endpoint.open(session)
-        task = Task(endpoint.url(key), key, prompt)
+        task = Task(endpoint.url(key), key, prompt, session.results)
         try:
             reward = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
         except Exception as error:
@@ -124,11 +138,8 @@ class SessionEnvironment(Environment):
                 "session.deviations prompt=%d restarts=%d not_applied=%d calls=%d",
                 prompt.index, session.restarts, session.overridden, len(session.tree.calls),
             )  # fmt: skip
-        if record is not None and record.left:
-            log.warning(
-                "session.diverged group=%d sample=%d replayed=%d not_asked=%d",
-                record.recording.group, record.index, record.replayed, record.left,
-            )  # fmt: skip
+        if record is not None:
+            record.warn_of_left()
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
         return sample_of(session, reward)
