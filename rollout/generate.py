@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
-from rollout.environments.base import Environment, EnvironmentConfig, Sample
+from rollout.environments.base import NOTHING_READ, Environment, EnvironmentConfig, Sample
 from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -77,14 +77,23 @@ async def generate_group(
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
     """
     began, prompt_tokens = time.perf_counter(), renderer.prompt_tokens(prompt)
+    read = NOTHING_READ
+
+    def reported(attempt: EpisodeReport) -> None:
+        nonlocal read
+        for prompts in (attempt.first_prompt, attempt.later_prompts):
+            read = read.plus(prompts.total, prompts.cached)
+        report(attempt)
+
     episodes = Episodes(
-        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report, ended,
-        recording,
+        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, reported,
+        ended, recording,
     )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
     return assemble(
         prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
         group=group, token=token, engine=engine_name, generate_s=time.perf_counter() - began,
+        read=read, text=renderer.text,
     )  # fmt: skip
 
 

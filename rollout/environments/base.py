@@ -19,6 +19,22 @@ Generate = Callable[[tuple[int, ...], int | None], Awaitable[Completion]]
 `engine.max_model_len` allow. Raises `EpisodeOver` if the episode has no turn or no room left."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Tokens of the prompts of some calls."""
+
+    total: int = 0
+    cached: int = 0
+    """Those that the engine had in its prefix cache."""
+
+    def plus(self, total: int, cached: int) -> "PromptTokens":
+        """Return the sum with another call."""
+        return PromptTokens(self.total + total, self.cached + cached)
+
+
+NOTHING_READ = PromptTokens()
+
+
 class EpisodeOver(Exception):
     """Raised by a model call for which the episode has no turn or no room left; nothing was generated.
 

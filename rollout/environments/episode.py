@@ -93,7 +93,8 @@ class Episode:
     async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
         """Run a tool once, also over kills: return what is recorded by this name, else what `work` returns.
 
-        Its result, a JSON value, is on disk when this returns, if the episode is recorded. What raises is not.
+        Its result, a JSON value, is on disk when this returns, if the episode is recorded. What raises is not
+        recorded.
 
         Raises:
             RequestRefused: the name or the result does not fit, there are too many, or the episode has ended.

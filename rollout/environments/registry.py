@@ -53,7 +53,9 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     if isinstance(environment, EpisodeEnvironment):
         environment.has_calls = records_calls(config)
     elif config.record != "auto":
-        always = " always records its calls" if environment.has_calls else " has no episodes of text to record"
+        always = (
+            " always records its calls" if environment.has_calls else " has no episodes of text to record"
+        )
         raise SettingsError(
             f"setting environment.record: {config.record!r}, but environment {config.name!r}{always}; "
             "leave it out"

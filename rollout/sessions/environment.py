@@ -11,16 +11,18 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from protocol.choices import checked_name
+from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
-from rollout.environments.base import Environment, EpisodeOver, Generate, Sample
+from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Generate, Sample
 from rollout.episodes import ModelCalls
+from rollout.generate import SamplingConfig
 from rollout.programs.program import ProgramKilled
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.calls import context_tokens
-from rollout.sessions.endpoint import SessionEndpoint
+from rollout.sessions.endpoint import MAX_CONNECTIONS, SessionEndpoint
 from rollout.sessions.record import SampleRecord
 from rollout.sessions.results import Results
 from rollout.sessions.session import Session, SessionLimits
@@ -51,6 +53,34 @@ class SessionOptions(SessionLimits):
     replayable: bool = True
     """Whether the harness may be run again on the calls that were recorded before its worker was lost, or a
     signal ended it. Otherwise such a sample fails."""
+
+
+def check_limits(config: EnvironmentConfig, groups: int, sampling: SamplingConfig) -> None:
+    """Check that a worker's sessions have connections, and the turns of one are calls that it may make.
+
+    Args:
+        config: of an environment whose harness talks to a URL.
+        groups: `rollout.groups_in_flight`.
+        sampling: as configured.
+
+    Raises:
+        SettingsError: names the settings, their values, and what they can be.
+    """
+    count, most = groups * sampling.samples_per_prompt, MAX_CONNECTIONS // sampling.samples_per_prompt
+    if count > MAX_CONNECTIONS:
+        raise SettingsError(
+            f"setting rollout.groups_in_flight: {groups} groups of sampling.samples_per_prompt "
+            f"{sampling.samples_per_prompt} are {count} sessions at once, and the endpoint of a worker takes "
+            f"{MAX_CONNECTIONS} connections; set "
+            + (f"it to {most} or less" if most else f"samples_per_prompt to {MAX_CONNECTIONS} or less")
+        )
+    calls = config.options.get("max_calls", SessionLimits().max_calls)
+    if isinstance(calls, int) and config.max_turns > calls:
+        raise SettingsError(
+            f"setting environment.max_turns: {config.max_turns} is above environment.options.max_calls, "
+            f"{calls}, after which a session is refused in the middle of its episode; make max_turns smaller "
+            "or max_calls larger"
+        )
 
 
 @dataclass(frozen=True, slots=True)

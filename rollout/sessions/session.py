@@ -173,7 +173,7 @@ class Session:
             self._put_back(begun, call.number, call.completion)
 
     def end(self, reason: str) -> None:
-        """Answer no call and record no result any more; those under way are ended. The first reason counts."""
+        """Answer no call and record no result any more, nor those under way. The first reason counts."""
         self.ended = self.ended or reason
         self.results.end(self.ended)
         for task in self._running:

@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from rollout.episodes import EpisodeReport, PromptTokens
+from rollout.environments.base import PromptTokens
+from rollout.episodes import EpisodeReport
 from services.observability.metrics import Metrics
 from services.rollout.group_runner import PrefixUse, observe_episode
 
