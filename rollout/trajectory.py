@@ -1,7 +1,7 @@
 """Assembles the samples of a group into a `Rollout` message; `protocol.rollout_view` is the inverse."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 
@@ -11,7 +11,7 @@ import numpy as np
 from protocol.errors import EngineError, SettingsError
 from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.tensors import Array
-from rollout.environments.base import NOTHING_READ, Branch, PromptTokens, Sample
+from rollout.environments.base import Branch, Sample
 from rollout.prompts.base import Prompt
 
 FINISH_REASONS = ("stop", "length", "environment")
@@ -29,13 +29,10 @@ def assemble(
     token: str,
     engine: str,
     generate_s: float,
-    read: PromptTokens = NOTHING_READ,
-    text: Callable[[tuple[int, ...]], str] | None = None,
 ) -> Rollout:
     """Return the message of a generated group: n `samples`, which `responses` holds as text.
 
-    The arguments after these are fields of `Rollout`, but for `read`, what the engine was given, and `text`,
-    which makes texts of rows.
+    The arguments after these are fields of `Rollout`.
 
     Raises:
         EngineError: a sample contradicts itself; names group and sample.
@@ -70,21 +67,7 @@ def assemble(
         experts=experts,
         branches=Array.of(branches, "int32") if len(rows) > len(samples) else None,
         calls=_calls(samples, rows),
-        read_tokens=read.total,
-        cached_tokens=read.cached,
-        row_texts=_row_texts(samples, rows, text),
     )
-
-
-def _row_texts(
-    samples: Sequence[Sample],
-    rows: Sequence[Sample | Branch],
-    text: Callable[[tuple[int, ...]], str] | None,
-) -> tuple[str, ...]:
-    """Return the texts of all rows if a response is not that of its sample."""
-    if text is None or all(sample.response is None for sample in samples):
-        return ()
-    return tuple(text(row.tokens) for row in rows)
 
 
 def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:

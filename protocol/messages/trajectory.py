@@ -69,8 +69,8 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Those of them whose KV the engine had in its prefix cache."""
     row_texts: tuple[str, ...] = ()
-    """[R]: the rows' own tokens as text, for readers, where `responses` are not the text of whole samples;
-    otherwise empty."""
+    """[R]: the rows' own tokens as text, special ones too, for readers, where `responses` are not the text of
+    whole samples; otherwise empty."""
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ class EnvironmentConfig:
     samples remain."""
     record: str = "auto"
     """Whether an environment that exchanges text with the model records calls of the model and results of
-    tools, so that an episode whose worker was lost goes on where it was. `auto`: `tools` alone does; `on`,
+    tools, so that an episode whose worker was lost continues where it was. `auto`: `tools` alone does; `on`,
     `off`. Those whose harness talks to a URL always do."""
 
 

@@ -1,4 +1,4 @@
-"""Episodes of text that are recorded: one whose worker was killed goes on, and runs no tool again."""
+"""Episodes of text that are recorded: one whose worker was killed continues, and runs no tool again."""
 
 from collections.abc import Iterator
 from contextlib import closing, suppress

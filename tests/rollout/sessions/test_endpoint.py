@@ -280,34 +280,6 @@ async def test_calls_of_one_session_may_run_at_once() -> None:
             await client.chat.completions.create(model="m", messages=[USER])
 
 
-async def test_a_result_of_a_tool_is_recorded_by_its_name() -> None:
-    async with served(body_mb=1) as (_, session, endpoint, key), aiohttp.ClientSession() as http:
-        url = f"{endpoint.url(key)}/results"
-
-        async def tried(method: str, name: str, data: Any = None) -> tuple[int, Any]:
-            async with http.request(method, f"{url}/{name}", data=data) as response:
-                return response.status, await response.json()
-
-        async def code(method: str, name: str, data: Any = None) -> tuple[int, str]:
-            status, body = await tried(method, name, data)
-            return status, body["error"]["code"]
-
-        assert await code("GET", "a%20b%2Fc") == (404, "not_recorded")
-        for _ in range(2):
-            assert await tried("PUT", "a%20b%2Fc", b'{"x": [1, "\\u00e4"]}') == (200, {"x": [1, "ä"]})
-        assert await tried("GET", "a%20b%2Fc") == (200, {"x": [1, "ä"]})
-        assert await session.results.find("a b/c") == b'{"x": [1, "\\u00e4"]}'
-        assert await code("PUT", "a%20b%2Fc", b"null") == (409, "already_recorded")
-        assert await tried("PUT", "none", b"null") == (200, None)
-        assert await tried("GET", "none") == (200, None)
-        assert await code("PUT", "x", b"{") == (400, "invalid_json")
-        assert await code("PUT", "x", b"NaN") == (400, "invalid_value")
-        assert await code("PUT", "x" * 257, b"1") == (400, "invalid_value")
-        assert await code("PUT", "x", b" " * (2**20 + 1)) == (413, "body_too_large")
-        endpoint.end(key, "its episode is over")
-        assert await code("GET", "none") == (410, "session_ended")
-
-
 async def test_a_taken_port_is_named() -> None:
     async with served() as (_, _, endpoint, key):
         port = int(endpoint.url(key).split(":")[2].split("/")[0])

@@ -1,6 +1,7 @@
 """What tools answered is given again to who replays an attempt, and to nobody else."""
 
 import asyncio
+import io
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, suppress
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -21,6 +23,7 @@ from rollout.sessions.session import Session
 from services.run_files.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, rollout_of
 from tests.rollout.sessions.hanging import Hung
+from tests.rollout.sessions.serving import served
 from trainer.storage.calls import CallStore
 from trainer.storage.spool import Spool
 
@@ -209,3 +212,31 @@ async def test_a_lost_or_forged_result_is_named(store: CallStore) -> None:
     assert check_group(rollout, [forged, *calls[1:]])[1][0] == (
         "group 1: call 0 of sample 0 is the result of a tool, and the record has tokens of it"
     )
+
+
+async def test_a_result_of_a_tool_is_recorded_by_its_name() -> None:
+    async with served(body_mb=1) as (_, session, endpoint, key), aiohttp.ClientSession() as http:
+        url = f"{endpoint.url(key)}/results"
+
+        async def tried(method: str, name: str, data: Any = None) -> tuple[int, Any]:
+            async with http.request(method, f"{url}/{name}", data=data) as response:
+                return response.status, await response.json()
+
+        async def code(method: str, name: str, data: Any = None) -> tuple[int, str]:
+            status, body = await tried(method, name, data)
+            return status, body["error"]["code"]
+
+        assert await code("GET", "a%20b%2Fc") == (404, "not_recorded")
+        for _ in range(2):
+            assert await tried("PUT", "a%20b%2Fc", b'{"x": [1, "\\u00e4"]}') == (200, {"x": [1, "ä"]})
+        assert await tried("GET", "a%20b%2Fc") == (200, {"x": [1, "ä"]})
+        assert await session.results.find("a b/c") == b'{"x": [1, "\\u00e4"]}'
+        assert await code("PUT", "a%20b%2Fc", b"null") == (409, "already_recorded")
+        assert await tried("PUT", "none", b"null") == (200, None)
+        assert await tried("GET", "none") == (200, None)
+        assert await code("PUT", "x", b"{") == (400, "invalid_json")
+        assert await code("PUT", "x", b"NaN") == (400, "invalid_value")
+        assert await code("PUT", "x" * 257, b"1") == (400, "invalid_value")
+        assert await code("PUT", "x", io.BytesIO(b" " * (2**20 + 1))) == (413, "body_too_large")
+        endpoint.end(key, "its episode is over")
+        assert await code("GET", "none") == (410, "session_ended")

@@ -18,10 +18,10 @@ def test_no_environment_of_sessions_records_experts(setting: str, name: str) -> 
 
 def test_tools_that_are_recorded_record_no_experts() -> None:
     asked = ["trainer.routing_replay=true", "engine.name=hf", "environment.name=tools"]
-    with pytest.raises(SettingsError, match="'tools' does not record experts yet; set environment.record to"):
+    with pytest.raises(SettingsError, match=r"'tools' does not record experts yet; set environment\.record"):
         load_settings(None, asked, environ={})
     with pytest.raises(SettingsError, match="backend 'reference' cannot replay routing"):
-        load_settings(None, [*asked, "environment.record=off"], environ={})
+        load_settings(None, [*asked, "environment.record=off", "trainer.backend=reference"], environ={})
 
 
 FULL = ["rollout.groups_in_flight=1025", "sampling.samples_per_prompt=8"]
@@ -36,7 +36,7 @@ LONG = ["environment.max_turns=257"]
         (["rollout.groups_in_flight=1", "sampling.samples_per_prompt=9000"],
          "are 9000 sessions at once.*; set samples_per_prompt to 8192 or less"),
         (LONG, "setting environment.max_turns: 257 is above environment.options.max_calls, 256, after"),
-        (["environment.max_turns=9", "environment.options={max_calls=8}"], "max_turns: 9 .* max_calls, 8,"),
+        (["environment.max_turns=9", "environment.options={max_calls=8}"], "max_turns: 9 .*max_calls, 8,"),
     ],
 )  # fmt: skip
 def test_what_a_worker_cannot_serve_is_refused(asked: list[str], why: str) -> None:
