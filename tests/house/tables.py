@@ -43,6 +43,7 @@ MADE_PATHS = frozenset(
         "my_reward.py",
         "my_server.py",
         "my_standing_program.py",
+        "my_tool_agent.py",
     }
 )
 """Paths that documents name and users write."""
