@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
 from protocol.user_code import located
 from rollout.engines.base import Completion, Engine, Request, Sampling
-from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Sample
+from rollout.environments.base import (
+    NOTHING_READ,
+    Environment,
+    EnvironmentConfig,
+    EpisodeOver,
+    PromptTokens,
+    Sample,
+)
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording, SampleRecord
@@ -27,19 +34,6 @@ exception of the environment."""
 OVER = "the episode has ended; its model cannot be called any more"
 MAX_ERROR = 500
 """Characters of an error that are reported."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
-    """Tokens of the prompts of some calls."""
-
-    total: int = 0
-    cached: int = 0
-    """Those that the engine had in its prefix cache."""
-
-    def plus(self, total: int, cached: int) -> "PromptTokens":
-        """Return the sum with another call."""
-        return PromptTokens(self.total + total, self.cached + cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +52,9 @@ class EpisodeReport:
     failure: str = ""
     """One of `FAILURES`; empty: there is a sample."""
     error: str = ""
-    first_prompt: PromptTokens = PromptTokens()
+    first_prompt: PromptTokens = NOTHING_READ
     """Those of the first call."""
-    later_prompts: PromptTokens = PromptTokens()
+    later_prompts: PromptTokens = NOTHING_READ
     """Those of all other calls, each with the whole history."""
     replayed: int = 0
     """Calls that were answered from the record."""
@@ -89,7 +83,7 @@ class ModelCalls:
         self._over = False
         self._running: set[asyncio.Timeout] = set()
         self.turns = self.tokens = 0
-        self.first_prompt = self.later_prompts = PromptTokens()
+        self.first_prompt = self.later_prompts = NOTHING_READ
         self.error: EngineError | EpisodeError | None = None
         """The first error of a call: it counts even if the environment catches it."""
         self.late = False

@@ -1,15 +1,17 @@
 """Generates one prompt group: n samples of one prompt, concurrently on one engine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
+import numpy as np
 from msgspec import Meta
 
 from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
-from rollout.environments.base import Environment, EnvironmentConfig, Sample
+from rollout.environments.base import NOTHING_READ, Environment, EnvironmentConfig, PromptTokens, Sample
 from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -63,30 +65,55 @@ async def generate_group(
     Args:
         engine: generates.
         renderer: renders the prompt, and detokenizes the samples.
-        environment: produces each sample.
-        prompt: the prompt.
+        environment, prompt: what produces each sample, and from what.
         group, token, engine_name: fields of the message, see `Rollout`.
         n: samples to generate.
         sampling: parameters of every generation.
         config: limits of episodes.
         max_model_len: tokens of prompt and sample together; 0: no limit is known.
         least: samples that must remain when others have failed; None: all.
-        report, ended, recording: as in `Episodes`.
-        strays: likewise; None: those of this group alone.
+        report, ended, recording, strays: as in `Episodes`; no strays: those of this group alone.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
     """
-    began, prompt_tokens = time.perf_counter(), renderer.prompt_tokens(prompt)
+    began, prompt_tokens, read = time.perf_counter(), renderer.prompt_tokens(prompt), _ReadTokens(report)
     episodes = Episodes(
-        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, report, ended,
-        recording, Strays() if strays is None else strays,
+        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, read.add,
+        ended, recording, Strays() if strays is None else strays,
     )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
-    return assemble(
+    rollout = assemble(
         prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
         group=group, token=token, engine=engine_name, generate_s=time.perf_counter() - began,
     )  # fmt: skip
+    return _for_readers(rollout, read.tokens, samples, renderer)
+
+
+@dataclass(slots=True)
+class _ReadTokens:
+    """Adds up what the engine was given to continue in all attempts, and reports them."""
+
+    report: Callable[[EpisodeReport], None]
+    tokens: PromptTokens = NOTHING_READ
+
+    def add(self, attempt: EpisodeReport) -> None:
+        for prompts in (attempt.first_prompt, attempt.later_prompts):
+            self.tokens = self.tokens.plus(prompts.total, prompts.cached)
+        self.report(attempt)
+
+
+def _for_readers(
+    rollout: Rollout, read: PromptTokens, samples: Sequence[Sample], renderer: Renderer
+) -> Rollout:
+    """Return a message with what its group read, and with texts if a response is not that of its sample."""
+    texts: tuple[str, ...] = ()
+    if any(sample.response is not None for sample in samples):
+        rows = np.split(rollout.tokens.numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
+        texts = tuple(renderer.marked(tuple(row.tolist())) for row in rows)
+    return msgspec.structs.replace(
+        rollout, read_tokens=read.total, cached_tokens=read.cached, row_texts=texts
+    )
 
 
 def _response(sample: Sample, renderer: Renderer) -> str:

@@ -1,5 +1,7 @@
 """Defines the messages of one call of a session: journalled before it is answered, and recalled.
 
+What a tool answered is a call, too: one with a name and without tokens.
+
 Shapes: C tokens that the harness added, T sampled tokens, S version spans.
 """
 
@@ -43,6 +45,10 @@ class Call(Message, tag="call", frozen=True, kw_only=True):
     """When the engine was asked, Unix time on the worker's clock, ms."""
     ended_ms: int = 0
     """When it had answered, likewise."""
+    name: str = ""
+    """What the harness calls the result of a tool that this is; empty: it is a call of the model."""
+    result: bytes = b""
+    """That result, as JSON. The arrays and hashes of the call are empty then, and `parent` is -1."""
 
 
 class Recall(Message, tag="recall", frozen=True, kw_only=True):

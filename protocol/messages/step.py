@@ -206,3 +206,6 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Share of trained tokens whose value `critic.value_clip` left without a gradient, 0 to 1."""
     masked_share: float | None = None
     """Share of `masked_tokens` in them and the trained ones, 0 to 1; None if there is neither."""
+    prefix_hit_rate: float | None = None
+    """Share of the tokens that engines were given to continue whose KV was in their prefix cache, over all
+    calls for the batch's groups, 0 to 1; None where nobody counted."""

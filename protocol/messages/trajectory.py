@@ -63,6 +63,14 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     """int32 [C, 5], rows (sample, number, row, first, end): the own tokens from `first` up to `end` of a row
     are the answer of a journalled `Call`; row -1: no token of the call is in the message. None: no call was
     journalled."""
+    read_tokens: int = 0
+    """Tokens that the engine was given to continue, of all calls of the model in all attempts at the group's
+    samples; 0: nobody counted. Those answered from a record are not in it."""
+    cached_tokens: int = 0
+    """Those of them whose KV the engine had in its prefix cache."""
+    row_texts: tuple[str, ...] = ()
+    """[R]: the rows' own tokens as text, special ones too, for readers, where `responses` are not the text of
+    whole samples; otherwise empty."""
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True):

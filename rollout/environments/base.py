@@ -19,6 +19,22 @@ Generate = Callable[[tuple[int, ...], int | None], Awaitable[Completion]]
 `engine.max_model_len` allow. Raises `EpisodeOver` if the episode has no turn or no room left."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Tokens of the prompts of some calls."""
+
+    total: int = 0
+    cached: int = 0
+    """Those that the engine had in its prefix cache."""
+
+    def plus(self, total: int, cached: int) -> "PromptTokens":
+        """Return the sum with another call."""
+        return PromptTokens(self.total + total, self.cached + cached)
+
+
+NOTHING_READ = PromptTokens()
+
+
 class EpisodeOver(Exception):
     """Raised by a model call for which the episode has no turn or no room left; nothing was generated.
 
@@ -47,6 +63,10 @@ class EnvironmentConfig:
     attempts: Annotated[int, Meta(ge=1, le=100)] = 2
     """Times that a sample is tried before it has failed. Its group is trained without it if at least two
     samples remain."""
+    record: str = "auto"
+    """Whether an environment that exchanges text with the model records calls of the model and results of
+    tools, so that an episode whose worker was lost continues where it was. `auto`: `tools` alone does; `on`,
+    `off`. Those whose harness talks to a URL always do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +179,12 @@ class SampleBuilder:
         """The tokens so far."""
         return tuple(self._tokens)
 
-    def sampled(self, completion: Completion) -> None:
-        """Append a completion of the model."""
-        start = len(self._tokens)
+    def sampled(self, completion: Completion, *, trained: bool = True) -> None:
+        """Append a completion of the model; one that may not be trained is context."""
+        start, count = len(self._tokens), len(completion.tokens)
         self._tokens += completion.tokens
-        self._logprobs += completion.logprobs
-        self._loss_mask += [1] * len(completion.tokens)
+        self._logprobs += completion.logprobs if trained else [0.0] * count
+        self._loss_mask += [int(trained)] * count
         for end, version in completion.spans:
             self._extend(start + end, version)
         if completion.experts is not None:

@@ -7,14 +7,18 @@ async def play(episode: Episode) -> float | None:
     return 1.0
 """
 
+import functools
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rollout.engines.base import Completion
 from rollout.environments.base import Environment, EpisodeOver, Generate, Sample, SampleBuilder
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sessions.record import SampleRecord, key_of
+from rollout.sessions.results import Results
 
 
 class Episode:
@@ -26,6 +30,7 @@ class Episode:
     def __init__(
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> None:
+        """Begin an episode; calls of a recorded sample whose attempt was begun are those of its record."""
         self.prompt = prompt
         self.reward: float | None = None
         """Reward if the episode ends without another one: by `return` without a value, or truncated."""
@@ -36,6 +41,10 @@ class Episode:
         self._inserted: list[str] = []
         self._last: Completion | None = None
         self._running = False
+        self._record: SampleRecord | None = getattr(generate, "record", None)
+        self._calls: list[tuple[int, int, int]] = []
+        self.results = Results(self._record)
+        """What tools answered, for `once`."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -59,14 +68,10 @@ class Episode:
         self._running = True
         try:
             inserted = self._inserted_tokens()
-            context = self._prompt_tokens + self._sample.tokens + inserted
-            completion = await self._generate(context, max_tokens)
+            completion = await self._answered(inserted, max_tokens)
         finally:
             self._running = False
-        if inserted:
-            self._sample.inserted(inserted)
         self._inserted.clear()
-        self._sample.sampled(completion)
         self._last = completion
         self.turns += 1
         return self._renderer.text(completion.tokens)
@@ -85,6 +90,18 @@ class Episode:
             )
         self._inserted.append(text)
 
+    async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a tool once, also over kills: return what is recorded by this name, else what `work` returns.
+
+        Its result, a JSON value, is on disk when this returns, if the episode is recorded. What raises is not
+        recorded.
+
+        Raises:
+            RequestRefused: the name or the result does not fit, there are too many, or the episode has ended.
+            EpisodeError: the result cannot be recorded.
+        """
+        return await self.results.once(name, work)
+
     def finish(self, reward: float | None, *, truncated: bool = False) -> Sample:
         """Return the sample.
 
@@ -98,7 +115,33 @@ class Episode:
             raise ValueError(f"the episode returned {final!r}; a reward is a finite float, int, bool or None")
         ended = self._last.finish_reason if final is None else "environment"
         value = None if final is None else float(final)
-        return self._sample.finish("length" if truncated else ended, value)
+        sample = self._sample.finish("length" if truncated else ended, value)
+        if self._record is None:
+            return sample
+        others = self._record.without_place([number for number, _, _ in self._calls])
+        return replace(sample, calls=tuple(self._calls), recorded=(self._record.index, tuple(others)))
+
+    async def _answered(self, inserted: tuple[int, ...], max_tokens: int | None) -> Completion:
+        """Add what was inserted, and the model's next turn."""
+        context = self._prompt_tokens + self._sample.tokens + inserted
+        generate = functools.partial(self._generate, context, max_tokens)
+        if self._record is None:
+            completion, trained = await generate(), True
+        else:
+            number, completion = await self._record.answer(
+                key_of(str(max_tokens), context),
+                self._calls[-1][0] if self._calls else -1,
+                inserted if self._calls else context,
+                generate,
+                self._generate.count_replayed,  # type: ignore[attr-defined]
+            )
+            first = len(self._sample.tokens) + len(inserted)
+            self._calls.append((number, first, first + len(completion.tokens)))
+            trained = self._record.is_trained(completion)
+        if inserted:
+            self._sample.inserted(inserted)
+        self._sample.sampled(completion, trained=trained)
+        return completion
 
     def _inserted_tokens(self) -> tuple[int, ...]:
         if not self._inserted or self._last is None:
@@ -112,7 +155,7 @@ scores."""
 
 
 class EpisodeEnvironment(Environment):
-    """Environment whose episodes a coroutine plays."""
+    """Environment whose episodes a coroutine plays; `has_calls` says whether they are recorded."""
 
     def __init__(self, play: Play) -> None:
         self._play = play
@@ -120,9 +163,17 @@ class EpisodeEnvironment(Environment):
     async def run(
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> Sample:
+        record: SampleRecord | None = getattr(generate, "record", None)
+        if record is not None:
+            await record.begin(replayable=True)
         episode = Episode(prompt, prompt_tokens, generate, renderer)
+        reward, truncated = None, False
         try:
             reward = await self._play(episode)
         except EpisodeOver:
-            return episode.finish(None, truncated=True)
-        return episode.finish(reward)
+            truncated = True
+        finally:
+            episode.results.end("its episode is over")
+        if record is not None:
+            record.warn_of_left()
+        return episode.finish(reward, truncated=truncated)

@@ -4,12 +4,14 @@ A call is a fenced block that names a tool, such as ```python; the next message 
 or `render.system`, has to say so.
 """
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import xxhash
 from msgspec import Meta
 
 from protocol.choices import checked_name
@@ -79,14 +81,26 @@ class Tools:
     async def answer(self, episode: Episode) -> str:
         """Play one episode, and return the model's last turn."""
         tools = {name: tool.opened() for name, tool in self._tools.items()}
+        said = xxhash.xxh3_128()
         for _ in range(self._options.max_calls):
             turn = await episode.generate(self._options.turn_tokens or None)
             call = find_call(turn, tools)
             if call is None:
                 return turn
-            result = await tools[call.tool].run(call.text)
+            tool = tools[call.tool]
+            said.update(turn.encode(errors="surrogatepass"))
+            # all that was said names the result: it depends on the calls before, and on nothing else
+            name = f"{call.tool} {said.hexdigest()}"
+            result, kept = await episode.once(name, functools.partial(_run, tool, call.text))
+            tool.restore(kept)
             episode.insert(as_output(result, self._options.output_characters))
         return await episode.generate(self._options.turn_tokens or None)
+
+
+async def _run(tool: Tool, text: str) -> tuple[str, str]:
+    """Return the answer of a tool, and what it keeps."""
+    answer = await tool.run(text)
+    return answer, tool.kept
 
 
 def _runs(options: Options) -> SandboxRuns:

@@ -6,6 +6,7 @@
     POST /s/KEY/v1/messages
     POST /s/KEY/v1/responses
     GET  /s/KEY/v1/responses/NAME (also DELETE)
+    GET  /s/KEY/v1/results/NAME (also PUT)
     POST /s/KEY/inference/v1/generate
 
 A key is 192 random bits, and is not answered any more when its session has ended. Nothing else says who may
@@ -24,10 +25,10 @@ from typing import Any
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
-from protocol.errors import SettingsError
+from protocol.errors import EpisodeError, SettingsError
 from rollout.sessions.listener import LimitedListener
 from rollout.sessions.messages import parsed_json
-from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.refusal import RequestRefused, ended, invalid
 from rollout.sessions.served_call import APIS, Api, ServedCall
 from rollout.sessions.session import Session
 
@@ -77,6 +78,8 @@ class SessionEndpoint:
             app.router.add_post("/s/{key}" + api.path, functools.partial(self._serve, api))
         app.router.add_get("/s/{key}/v1/responses/{name}", self._serve_stored)
         app.router.add_delete("/s/{key}/v1/responses/{name}", self._serve_stored)
+        app.router.add_get("/s/{key}/v1/results/{name}", self._serve_result)
+        app.router.add_put("/s/{key}/v1/results/{name}", self._serve_result)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         self._address = ""
 
@@ -130,7 +133,7 @@ class SessionEndpoint:
         if (session := self._sessions.get(known)) is not None:
             return session
         if (reason := self._ended.get(known)) is not None:
-            raise RequestRefused(410, "session_ended", f"the session has ended: {reason}")
+            raise ended(reason)
         raise RequestRefused(404, "session_not_found", "there is no session with this key")
 
     async def _serve_models(self, request: web.Request) -> web.Response:
@@ -147,6 +150,20 @@ class SessionEndpoint:
             del stored[name]
             return web.json_response({"id": name, "object": "response", "deleted": True})
         return web.json_response(stored[name].body)
+
+    async def _serve_result(self, request: web.Request) -> web.Response:
+        """Return what a tool answered, or record it: it is on disk when the client has an answer."""
+        results, name = self._session(request).results, request.match_info["name"]
+        try:
+            if request.method == "PUT":
+                found: bytes | None = await results.keep(name, await self._body(request))
+            else:
+                found = await results.find(name)
+        except EpisodeError as error:
+            raise RequestRefused(500, "not_recorded", str(error)) from None
+        if found is None:
+            raise RequestRefused(404, "not_recorded", f"the session has no result {name[:80]!r}")
+        return web.Response(body=found, content_type="application/json")
 
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         try:

@@ -4,23 +4,26 @@ import asyncio
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from protocol.choices import checked_name
+from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
-from rollout.environments.base import Environment, EpisodeOver, Generate, Sample
+from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Generate, Sample
 from rollout.episodes import ModelCalls
+from rollout.generate import SamplingConfig
 from rollout.programs.program import ProgramKilled
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.calls import context_tokens
-from rollout.sessions.endpoint import SessionEndpoint
+from rollout.sessions.endpoint import MAX_CONNECTIONS, SessionEndpoint
+from rollout.sessions.results import Results
 from rollout.sessions.session import Session, SessionLimits
 
 log = logging.getLogger("tether.sessions")
@@ -51,6 +54,34 @@ class SessionOptions(SessionLimits):
     signal ended it. Otherwise such a sample fails."""
 
 
+def check_limits(config: EnvironmentConfig, groups: int, sampling: SamplingConfig) -> None:
+    """Check that a worker's sessions have connections, and the turns of one are calls that it may make.
+
+    Args:
+        config: of an environment whose harness talks to a URL.
+        groups: `rollout.groups_in_flight`.
+        sampling: as configured.
+
+    Raises:
+        SettingsError: names the settings, their values, and what they can be.
+    """
+    count, most = groups * sampling.samples_per_prompt, MAX_CONNECTIONS // sampling.samples_per_prompt
+    if count > MAX_CONNECTIONS:
+        raise SettingsError(
+            f"setting rollout.groups_in_flight: {groups} groups of sampling.samples_per_prompt "
+            f"{sampling.samples_per_prompt} are {count} sessions at once, and the endpoint of a worker takes "
+            f"{MAX_CONNECTIONS} connections; set "
+            + (f"it to {most} or less" if most else f"samples_per_prompt to {MAX_CONNECTIONS} or less")
+        )
+    calls = config.options.get("max_calls", SessionLimits().max_calls)
+    if isinstance(calls, int) and config.max_turns > calls:
+        raise SettingsError(
+            f"setting environment.max_turns: {config.max_turns} is above environment.options.max_calls, "
+            f"{calls}, after which a session is refused in the middle of its episode; make max_turns smaller "
+            "or max_calls larger"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """What a harness is given."""
@@ -60,6 +91,19 @@ class Task:
     key: str
     """The key, for clients that want one."""
     prompt: Prompt
+    results: Results = field(default_factory=Results, repr=False, compare=False)
+    """What tools answered, for `once`."""
+
+    async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a tool once, also over kills: return what is recorded by this name, else what `work` returns.
+
+        Its result, a JSON value, is on disk when this returns. What raises is not recorded.
+
+        Raises:
+            RequestRefused: the name or the result does not fit, there are too many, or the session has ended.
+            EpisodeError: the result cannot be recorded.
+        """
+        return await self.results.once(name, work)
 
     def as_json(self) -> dict[str, Any]:
         """Return the task of the prompt, without URL and key."""
@@ -108,7 +152,7 @@ class SessionEnvironment(Environment):
         on_replayed = calls.count_replayed if calls else None
         session = Session(generate, renderer, self._limits, self._reader, record, on_replayed)
         key = endpoint.open(session)
-        task = Task(endpoint.url(key), key, prompt)
+        task = Task(endpoint.url(key), key, prompt, session.results)
         try:
             reward = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
         except Exception as error:
@@ -125,11 +169,8 @@ class SessionEnvironment(Environment):
                 "session.deviations prompt=%d restarts=%d not_applied=%d calls=%d",
                 prompt.index, session.restarts, session.overridden, len(session.tree.calls),
             )  # fmt: skip
-        if record is not None and record.left:
-            log.warning(
-                "session.diverged group=%d sample=%d replayed=%d not_asked=%d",
-                record.recording.group, record.index, record.replayed, record.left,
-            )  # fmt: skip
+        if record is not None:
+            record.warn_of_left()
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
         return sample_of(session, reward)

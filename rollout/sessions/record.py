@@ -1,26 +1,29 @@
-"""Records the calls of one sample, each before it is answered, and answers recorded ones again.
+"""Records the calls of one sample and its tools' results, each before it is seen, and gives them again.
 
 These are of an earlier lease, or of a program that was killed. A call is found by the hash of its request and
 that of its context, so a replayed session has the same tree as the one that was recorded.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
-from protocol.errors import EpisodeError
+from protocol.errors import EngineError, EpisodeError
 from protocol.messages import Call, Recalled
 from protocol.tensors import Array
 from rollout.engines.base import Completion
-from rollout.sessions.calls import ModelCall
+
+log = logging.getLogger("tether.sessions")
 
 Key = tuple[str, str]
 """Hash of a request and of its context."""
+_NO_IDS = Array.of([], "int32")
 
 
 class CallJournal(Protocol):
@@ -63,6 +66,8 @@ class SampleRecord:
     """Index of the sample in the group."""
     replayed: int = 0
     """Calls of the attempt that were answered from the record."""
+    results: dict[str, bytes] = field(default_factory=dict)
+    """Name -> JSON: what tools had answered when the attempt began."""
     _resumes: bool = True
     """Whether the next attempt goes by the record."""
     _attempt: int = -1
@@ -80,7 +85,7 @@ class SampleRecord:
         Raises:
             EpisodeError: there is a record, and the harness must not be run again.
         """
-        self.replayed, self._left = 0, {}
+        self.replayed, self._left, self.results = 0, {}, {}
         self._unseen.clear()
         if not self._resumes:
             self._attempt, self._first = self._attempt + 1, self._next
@@ -97,7 +102,10 @@ class SampleRecord:
         if found.attempt > self._attempt:
             self._attempt, self._first = found.attempt, calls[0].number if calls else found.number
         for call in calls:
-            self._left.setdefault((call.request, call.context), []).append(call)
+            if call.name:
+                self.results[call.name] = call.result  # nobody has seen an earlier one of the same name
+            else:
+                self._left.setdefault((call.request, call.context), []).append(call)
 
     def resume(self) -> None:
         """Let the next attempt continue this one: a signal ended its harness."""
@@ -130,29 +138,41 @@ class SampleRecord:
             await self._store(key, completion, call)
         return number, completion
 
-    async def keep(
+    async def answer(
         self,
         key: Key,
-        parent: ModelCall | None,
+        parent: int,
         inserted: Sequence[int],
-        completion: Completion,
-        began_ms: int,
-    ) -> int:
-        """Record an answer, and return its number once it is on disk.
+        generate: Callable[[], Awaitable[Completion]],
+        on_replayed: Callable[[Completion], None] | None,
+    ) -> tuple[int, Completion]:
+        """Return number and answer of a call: from the record, or generated and recorded.
 
         Cancelled, the call may be on disk or not: nobody has seen its answer.
+
+        Args:
+            key: what the call is found by.
+            parent: number of the call whose tokens it continues; -1: it begins anew.
+            inserted: the tokens between that one's answer and this one.
+            generate: makes the answer.
+            on_replayed: called with one of the record.
+
+        Raises:
+            EngineError: the engine recorded experts, too, which a call has no place for.
+            EpisodeError: the call cannot be recorded.
         """
-        number, self._next = self._next, self._next + 1
-        lease = self.recording
-        call = Call(
-            group=lease.group,
-            token=lease.token,
-            epoch=lease.epoch,
-            engine=lease.engine,
-            sample=self.index,
-            attempt=self._attempt,
-            number=number,
-            parent=-1 if parent is None else parent.number,
+        if (unseen := await self.unseen(key)) is not None:
+            return unseen
+        if (known := self.take(key)) is not None:
+            if on_replayed is not None:
+                on_replayed(known[1])
+            return known
+        began_ms = now_ms()
+        completion = await generate()
+        if completion.experts is not None:
+            raise EngineError("recorded calls have no experts yet: set trainer.routing_replay to false")
+        call = self._call(
+            parent=parent,
             inserted=Array.of(inserted, "int32"),
             tokens=Array.of(completion.tokens, "int32"),
             logprobs=Array.of(completion.logprobs, "float32"),
@@ -161,10 +181,26 @@ class SampleRecord:
             request=key[0],
             context=key[1],
             began_ms=began_ms,
-            ended_ms=now_ms(),
         )
         await self._store(key, completion, call)
-        return number
+        return call.number, completion
+
+    def result(self, name: str, value: bytes, began_ms: int) -> Call:
+        """Return the message of a tool's result, for the journal; its number is taken, stored or not."""
+        none = {"inserted": _NO_IDS, "tokens": _NO_IDS, "logprobs": Array.of([], "float32"), "spans": _NO_IDS}
+        return self._call(
+            name=name, result=value, began_ms=began_ms, parent=-1, finish_reason="", request="", context="",
+            **none,
+        )  # fmt: skip
+
+    def _call(self, **fields: Any) -> Call:
+        """Return a call with the next number."""
+        number, self._next = self._next, self._next + 1
+        lease = self.recording
+        return Call(
+            group=lease.group, token=lease.token, epoch=lease.epoch, engine=lease.engine,
+            sample=self.index, attempt=self._attempt, number=number, ended_ms=now_ms(), **fields,
+        )  # fmt: skip
 
     async def _store(self, key: Key, completion: Completion, call: Call) -> None:
         """Return when a call is on disk; cancelled, it is kept as one that nobody has seen."""
@@ -178,8 +214,16 @@ class SampleRecord:
         """Return whether an answer is of the lease's version or later ones, so that it may be trained."""
         return all(version >= self.recording.version for _, version in completion.spans)
 
+    def warn_of_left(self) -> None:
+        """Log that a harness did not ask for all of its recorded calls again, if it is so."""
+        if self.left:
+            log.warning(
+                "session.diverged group=%d sample=%d replayed=%d not_asked=%d",
+                self.recording.group, self.index, self.replayed, self.left,
+            )  # fmt: skip
+
     def without_place(self, placed: Sequence[int]) -> list[int]:
-        """Return the numbers of the attempt's other calls than those that are in the sample."""
+        """Return the numbers of the attempt's other calls than those in the sample; results are such."""
         return sorted(set(range(self._first, self._next)) - set(placed))
 
 

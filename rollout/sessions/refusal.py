@@ -24,6 +24,11 @@ class RequestRefused(Exception):
         }
 
 
+def ended(reason: str) -> RequestRefused:
+    """Return the refusal of whatever comes after the end of a session."""
+    return RequestRefused(410, "session_ended", f"the session has ended: {reason}")
+
+
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> RequestRefused:
     """Return the refusal of a request that is wrong, whenever it is sent."""
     return RequestRefused(400, code, message, param)

@@ -17,9 +17,10 @@ from rollout.render import Renderer
 from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
 from rollout.sessions.calls import CallTree, ModelCall, TextEnd, context_tokens, text_end
 from rollout.sessions.messages import read_message
-from rollout.sessions.record import SampleRecord, key_of, now_ms
-from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.record import SampleRecord, key_of
+from rollout.sessions.refusal import RequestRefused, ended, invalid
 from rollout.sessions.requests import Asked
+from rollout.sessions.results import Results
 from rollout.sessions.template import added, whole
 
 
@@ -91,6 +92,8 @@ class Session:
         self._running: set[asyncio.Task[Answered]] = set()
         self.record = record
         """Has every call before it is answered; None: nothing is recorded."""
+        self.results = Results(record)
+        """What tools answered."""
         self.tree = CallTree()
         self.stored: dict[str, Any] = {}
         """Name -> `StoredResponse`: what later requests of the responses API may name."""
@@ -116,7 +119,7 @@ class Session:
                 template refuses it.
         """
         if self.ended:
-            raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
+            raise ended(self.ended)
         if len(self.tree.calls) + len(self._running) >= self._limits.max_calls:
             raise RequestRefused(
                 403, "too_many_calls", f"the session has made its {self._limits.max_calls} calls (max_calls)"
@@ -174,8 +177,9 @@ class Session:
             self._put_back(begun, call.number, call.completion)
 
     def end(self, reason: str) -> None:
-        """Answer no call any more; those that run are ended. The first reason counts."""
+        """Answer no call and record no result any more, nor those under way. The first reason counts."""
         self.ended = self.ended or reason
+        self.results.end(self.ended)
         for task in self._running:
             task.cancel()
 
@@ -205,7 +209,7 @@ class Session:
                 raise RequestRefused(500, "engine_error", str(first)) from None
             raise first from None
         if task.cancelled():
-            raise RequestRefused(410, "session_ended", f"the session has ended: {self.ended}")
+            raise ended(self.ended)
         return task.result()
 
     async def _answered_once(self, begun: Begun) -> Answered:
@@ -233,16 +237,13 @@ class Session:
         """Answer from the record, or generate and record."""
         if self.record is None:
             return -1, await self._generate_once(begun)
-        key = begun.key()
-        if (unseen := await self.record.unseen(key)) is not None:
-            return unseen
-        if (known := self.record.take(key)) is not None:
-            if self._on_replayed is not None:
-                self._on_replayed(known[1])
-            return known
-        began_ms = now_ms()
-        completion = await self._generate_once(begun)
-        return await self.record.keep(key, begun.parent, begun.inserted, completion, began_ms), completion
+        return await self.record.answer(
+            begun.key(),
+            -1 if begun.parent is None else begun.parent.number,
+            begun.inserted,
+            lambda: self._generate_once(begun),
+            self._on_replayed,
+        )
 
     async def _generate_once(self, begun: Begun) -> Completion:
         completion = await self._generate(begun.context, begun.asked.max_tokens)

@@ -22,6 +22,14 @@ class Tool(ABC):
         """Return the tool of one episode. One that keeps nothing serves all at the same time: itself."""
         return self
 
+    @property
+    def kept(self) -> str:
+        """What the tool keeps between calls of its episode, such as files; empty: nothing."""
+        return ""
+
+    def restore(self, kept: str) -> None:  # noqa: B027  most keep nothing
+        """Keep what the tool of the same episode kept, in a process before this one or in this one."""
+
     @abstractmethod
     async def run(self, text: str) -> str:
         """Return the answer to a call; what is wrong with the call is an answer, too.

@@ -50,6 +50,15 @@ class ShellTool(Tool):
         """Return the tool with an empty directory."""
         return ShellTool(self._own, self._runs)
 
+    @property
+    def kept(self) -> str:
+        """The directory, packed."""
+        return self._files
+
+    def restore(self, kept: str) -> None:
+        """Take a packed directory for the episode's."""
+        self._files = kept
+
     async def run(self, text: str) -> str:
         """Return what the command printed, and its status. Cancelling kills it; the files are as before.
 

@@ -139,7 +139,7 @@ class CallAdmission:
 
 
 def check_call(call: Call) -> None:
-    """Check a call's numbers and arrays against each other.
+    """Check the numbers and arrays of a call, or of a tool's result, against each other.
 
     Raises:
         ProtocolError: one is out of range or contradicts another; names group and field.
@@ -152,6 +152,9 @@ def check_call(call: Call) -> None:
     require(0 <= call.attempt < MAX_NUMBER, group, "attempt", f"is {call.attempt} of call {call.number}")
     require(-1 <= call.parent < call.number, group, "parent", f"is {call.parent} of call {call.number}")
     tokens = checked_array(group, "tokens", call.tokens, "int32", (None,))
+    if call.name or call.result:
+        _check_result(call)
+        return
     inserted = checked_array(group, "inserted", call.inserted, "int32", (None,))
     logprobs = checked_array(group, "logprobs", call.logprobs, "float32", (len(tokens),))
     spans = checked_array(group, "spans", call.spans, "int32", (None, 2))
@@ -161,3 +164,9 @@ def check_call(call: Call) -> None:
     ends = np.diff(spans[:, 0], prepend=0)
     covers = len(spans) > 0 and bool((ends > 0).all()) and spans[-1, 0] == len(tokens)
     require(covers and bool((spans[:, 1] >= 0).all()), group, "spans", f"do not cover {len(tokens)} tokens")
+
+
+def _check_result(call: Call) -> None:
+    require(bool(call.name) and bool(call.result), call.group, "result", "has no name, or its name no result")
+    for name in ("inserted", "tokens", "logprobs", "spans"):
+        require(not getattr(call, name).data, call.group, name, "is not empty, and the call is a result")

@@ -1,5 +1,7 @@
 """Checks the calls of sessions: every trained token belongs to exactly one journalled call, and none is lost.
 
+A tool's result is a call without tokens.
+
 It reads what is on disk: spool and archive. Of each group with calls it compares the record that was trained
 or waits to be with the journal.
 """
@@ -31,16 +33,18 @@ class CallAudit:
     """What the calls of a run prove."""
 
     calls: int
-    """Journalled calls that were compared."""
+    """Journalled calls that were compared, without results."""
     tokens: int
     """Trained tokens that belong to one of them."""
     violations: tuple[str, ...] = ()
     """What contradicts the journal; each names group, sample and call."""
+    results: int = 0
+    """Journalled results of tools."""
 
 
 def audit_calls(run_dir: Path) -> CallAudit:
     """Compare all records on disk with the journal of their calls."""
-    calls = tokens = 0
+    calls = results = tokens = 0
     violations: list[str] = []
     for where, payloads, journalled in _parts(run_dir, violations):
         by_group: dict[int, list[Call]] = {}
@@ -56,9 +60,10 @@ def audit_calls(run_dir: Path) -> CallAudit:
             if isinstance(message, ScoredRollout):
                 known = by_group.get(message.rollout.group, [])
                 found, problems = check_group(message.rollout, known)
-                calls, tokens = calls + len(known), tokens + found
+                calls, tokens = calls + sum(not call.name for call in known), tokens + found
+                results += sum(bool(call.name) for call in known)
                 violations += [f"{where}: {problem}" for problem in problems]
-    return CallAudit(calls, tokens, tuple(violations[:MAX_VIOLATIONS]))
+    return CallAudit(calls, tokens, tuple(violations[:MAX_VIOLATIONS]), results)
 
 
 def check_group(rollout: Rollout, journalled: Sequence[Call]) -> tuple[int, list[str]]:
@@ -111,6 +116,9 @@ class _GroupCheck:
         if (call := self._journalled.get((sample, number))) is None:
             self.problems.append(f"{name} is in the record, but was not journalled")
             return
+        if call.name:
+            self.problems.append(f"{name} is the result of a tool, and the record has tokens of it")
+            return
         if self._attempts.setdefault(sample, call.attempt) != call.attempt:
             self.problems.append(f"{name} is of attempt {call.attempt}, others are of another")
         self._compare_tokens(name, call, self._rows[row], slice(first, end))
@@ -144,7 +152,8 @@ class _GroupCheck:
                     self.problems.append(f"{self._group}: token {at} of row {index} is {problem}")
         for (sample, number), call in self._journalled.items():
             if self._attempts.get(sample) == call.attempt and (sample, number) not in self._named:
-                self.problems.append(f"{self._group}: call {number} of sample {sample} is lost")
+                what = f"result '{printable(call.name)}'" if call.name else f"call {number}"
+                self.problems.append(f"{self._group}: {what} of sample {sample} is lost")
 
 
 def calls_of_group(run_dir: Path, group: int) -> list[Call]:
@@ -158,16 +167,17 @@ def calls_of_group(run_dir: Path, group: int) -> list[Call]:
 
 
 def call_facts(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Return what `render_calls` shows, for JSON."""
+    """Return what `render_calls` shows, for JSON; a result has its name, and the bytes of its JSON."""
     return [
         {
-            "event": "call",
+            "event": _kind(call),
+            **({"name": call.name, "bytes": len(call.result)} if call.name else {}),
             "sample": call.sample,
             "number": call.number,
             "parent": call.parent,
             "attempt": call.attempt,
             "tokens": call.tokens.shape[0],
-            "versions": sorted({int(version) for version in call.spans.numpy()[:, 1]}),
+            "versions": _versions(call),
             "engine": call.engine,
             "token": call.token,
             "began_ms": call.began_ms,
@@ -180,12 +190,23 @@ def call_facts(calls: Sequence[Call]) -> list[dict[str, Any]]:
 def render_calls(calls: Sequence[Call]) -> str:
     """Return the journalled calls of a group, a line for each; empty if there are none."""
     return "".join(
-        f"{_clock(call.began_ms)}  +{(call.ended_ms - call.began_ms) / 1e3:.3f} s  call     "
-        f"sample {call.sample}  number {call.number}  after {call.parent}  attempt {call.attempt}  "
-        f"tokens {call.tokens.shape[0]}  versions {_versions(call)}  engine {printable(call.engine)}  "
+        f"{_clock(call.began_ms)}  +{(call.ended_ms - call.began_ms) / 1e3:.3f} s  {_kind(call):<8} "
+        f"sample {call.sample}  number {call.number}  {_told(call)}  engine {printable(call.engine)}  "
         f"token {printable(call.token)}\n"
         for call in calls
     )
+
+
+def _kind(call: Call) -> str:
+    return "result" if call.name else "call"
+
+
+def _told(call: Call) -> str:
+    """Return what a line of `render_calls` has of a call alone, or of a result."""
+    if call.name:
+        return f"attempt {call.attempt}  bytes {len(call.result)}  name '{printable(call.name)}'"
+    versions = ",".join(map(str, _versions(call)))
+    return f"after {call.parent}  attempt {call.attempt}  tokens {call.tokens.shape[0]}  versions {versions}"
 
 
 def _call(data: bytes, where: str, violations: list[str]) -> Call | None:
@@ -194,6 +215,8 @@ def _call(data: bytes, where: str, violations: list[str]) -> Call | None:
         call = decode_payload(data)
         if not isinstance(call, Call):
             raise ProtocolError(f"is a {type(call).__name__}")
+        if call.name:
+            return call
         group, count = call.group, len(checked_array(call.group, "tokens", call.tokens, "int32", (None,)))
         checked_array(group, "logprobs", call.logprobs, "float32", (count,))
         spans = checked_array(group, "spans", call.spans, "int32", (None, 2))
@@ -228,8 +251,8 @@ def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable
             violations.append(str(error))
 
 
-def _versions(call: Call) -> str:
-    return ",".join(str(version) for version in sorted({int(v) for v in call.spans.numpy()[:, 1]}))
+def _versions(call: Call) -> list[int]:
+    return sorted({int(version) for version in call.spans.numpy().reshape(-1, 2)[:, 1]})
 
 
 def _clock(ms: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.lifecycle import NO_SIGNAL
 from services.ledger.event_log.archiver import FILE
 from services.observability.line_follower import LineFollower
 from services.run_files.sentences import TOPICS, Sentence, sentence_of
@@ -24,6 +25,8 @@ KEPT_VERSIONS = 48
 KEPT_ENGINES = 64
 KEPT_GROUPS = 50_000
 """Leases and trained groups of which the lease token is known."""
+KEPT_FILTERED = 10_000
+"""Groups without signal that are kept, the newest ones."""
 KEPT_CHANGES = 256
 KEPT_DETAILS = 100
 """Different errors that led to drops; more of them are counted under the verifier's name."""
@@ -115,6 +118,14 @@ class EventTail:
         with self._lock:
             return sorted(self._steps)
 
+    def filtered_groups(self, step: int) -> list[dict[str, Any]]:
+        """Return the groups that were dropped without signal between a step's commit and the one before.
+
+        Each has `group`, the `reward` of all its samples, and its sampled `tokens`.
+        """
+        with self._lock:
+            return [dict(found) for found in self._filtered if found["step"] == step]
+
     def _reset(self) -> None:
         self.last_sequence = 0
         """Number of the newest event."""
@@ -133,6 +144,7 @@ class EventTail:
         self._tokens: OrderedDict[int, str] = OrderedDict()
         self._steps: OrderedDict[int, tuple[tuple[int, str], ...]] = OrderedDict()
         self._held_groups = 0
+        self._filtered: deque[dict[str, Any]] = deque(maxlen=KEPT_FILTERED)
 
     def _add_first_event(self) -> None:
         """Read the log's first line, which the tail leaves out: it says how the run was created."""
@@ -179,6 +191,8 @@ class EventTail:
             reason = str(event["reason"])[:80]
             self._drops[reason] += 1
             self._wasted[reason] += int(event.get("wasted_tokens", 0))
+            if reason == NO_SIGNAL and (self._commits or self._follower.is_complete):
+                self._filtered.append(filtered_group(event["group"], event, counters["version"]))
             if event.get("detail"):
                 self._count_detail(str(event["detail"])[:MAX_DETAIL])
             self._tokens.pop(event["group"], None)
@@ -234,3 +248,19 @@ class EventTail:
         self._steps[step] = keys
         while self._held_groups > KEPT_GROUPS:
             self._held_groups -= len(self._steps.popitem(last=False)[1])
+
+
+def filtered_group(group: int, facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    """Return what is shown of a group that was dropped without signal.
+
+    Args:
+        group: its number.
+        facts: its `reward` and `wasted_tokens`, of the event or of a trace.
+        step: the step before whose commit it was dropped; None: not known.
+    """
+    return {
+        "group": int(group),
+        "step": step,
+        "reward": float(facts["reward"]),
+        "tokens": int(facts["wasted_tokens"]),
+    }

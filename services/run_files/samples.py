@@ -123,8 +123,10 @@ def describe_group(
         `group`, `prompt`, `task` (what the prompt source knows, as JSON), `samples`: each with `reward`,
         `components` (verifier -> score), `remarks` (what judges said of it, or of the whole group), `text`,
         `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first token, token after the last, version),
-        `versions`, `lags` and `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
-        them, `shared` tokens of the branch `parent` that it follows behind the prompt).
+        `versions`, `lags`, `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
+        them, `shared` tokens of the branch `parent` that it follows behind the prompt) and `rows` (texts of
+        all its tokens, branch by branch, where `text` is its last answer alone; else, or if they are not
+        known, empty).
     """
     return {
         "group": message.rollout.group,
@@ -155,7 +157,7 @@ def _samples(
     rollout = message.rollout
     lengths, tokens = sample_lengths(rollout), rollout.tokens.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)])
-    spans_of_samples, branches = _spans(rollout), _branches(rollout)
+    spans_of_samples, branches, rows = _spans(rollout), _branches(rollout), _rows(rollout)
     found = []
     for index in range(min(len(lengths), max_samples)):
         if index < len(rollout.responses):
@@ -181,6 +183,7 @@ def _samples(
                 "versions": versions,
                 "lags": [] if step is None else sorted(step - version for version in versions),
                 "branches": branches.get(index, []),
+                "rows": _cut(rows.get(index, []), max_text),
             }
         )
     return found
@@ -216,6 +219,24 @@ def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:
         spans.setdefault(samples[row], []).append((starts[row] + first, starts[row] + end, version))
         before = row, end
     return spans
+
+
+def _rows(rollout: Rollout) -> dict[int, list[str]]:
+    """Return the texts of the rows of each sample, as far as they are known."""
+    found: dict[int, list[str]] = {}
+    samples = range(len(rollout.row_texts)) if rollout.branches is None else rollout.branches.numpy()[:, 0]
+    for sample, text in zip(samples, rollout.row_texts, strict=False):
+        found.setdefault(int(sample), []).append(text)
+    return found
+
+
+def _cut(texts: Sequence[str], most: int) -> list[str]:
+    """Return texts with at most so many characters together."""
+    found = []
+    for text in texts:
+        found.append(text[:most])
+        most -= len(found[-1])
+    return found
 
 
 def _branches(rollout: Rollout) -> dict[int, list[dict[str, Any]]]:

@@ -11,7 +11,7 @@ from protocol.ids import checked_run_id
 from protocol.ranges import range_errors
 from rollout.engines.base import DTYPES
 from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, RECORD_EXPERTS, SERVE_ADAPTERS
-from rollout.environments.registry import OF_SESSIONS
+from rollout.environments.registry import OF_SESSIONS, RECORD, records_calls
 from services.bus.config import is_loopback
 from services.settings.engine_pool import check_pool
 from services.settings.evaluation import check_evaluation
@@ -46,6 +46,7 @@ from trainer.weights.registry import LISTENING, TRANSPORTS
 CHOICES: Mapping[str, Collection[str]] = {
     "engine.name": ENGINES,
     "engine.dtype": DTYPES,
+    "environment.record": RECORD,
     "optimizer.lr_decay_style": LR_DECAY_STYLES,
     "optimizer.name": OPTIMIZERS,
     "trainer.backend": BACKENDS,
@@ -86,6 +87,7 @@ def settings_errors(settings: Settings) -> Iterator[SettingsError]:
         lambda: checked_run_id(settings.run.name),
         lambda: _check_adapters_and_sleep(settings),
         lambda: _check_routing_replay(settings),
+        lambda: _check_sessions(settings),
         lambda: check_pool(services.pool, engine),
         lambda: check_gpus(services, settings.ranks_per_host, engine.tensor_parallel_size),
         lambda: check_shared(settings),
@@ -321,9 +323,11 @@ def _check_routing_replay(settings: Settings) -> None:
     if not (trainer.routing_replay or engine.enable_return_routed_experts):
         return
     setting = "trainer.routing_replay" if trainer.routing_replay else "engine.enable_return_routed_experts"
-    if settings.environment.name in OF_SESSIONS:
+    if records_calls(settings.environment):
+        remedy = "" if settings.environment.name in OF_SESSIONS else "; set environment.record to 'off'"
         raise SettingsError(
             f"setting {setting}: environment {settings.environment.name!r} does not record experts yet"
+            + remedy
         )
     names = [engine.name, *(str(entry.engine.get("name", engine.name)) for entry in settings.services.pool)]
     for name in names:
@@ -336,6 +340,13 @@ def _check_routing_replay(settings: Settings) -> None:
         raise SettingsError(
             f"setting trainer.routing_replay: backend {trainer.backend!r} cannot replay routing; use megatron"
         )
+
+
+def _check_sessions(settings: Settings) -> None:
+    if settings.environment.name in OF_SESSIONS:
+        from rollout.sessions.environment import check_limits  # aiohttp, which others need not
+
+        check_limits(settings.environment, settings.rollout.groups_in_flight, settings.sampling)
 
 
 def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:

@@ -54,6 +54,10 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "sampling.temperature": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_p": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),
+    "environment.record": (
+        ResumeRule.DRAINED,
+        "a group that was begun with a record is continued on it, and verified with it",
+    ),
     "engine.dtype": (ResumeRule.REPEATED, "weights are published in it"),
     "trainer.backend": (ResumeRule.FIXED, "each backend has checkpoints of its own form"),
     "trainer.dtype": (ResumeRule.REPEATED, "a checkpoint holds masters, of which parameters are made"),

@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.lifecycle import GroupState
+from protocol.lifecycle import NO_SIGNAL, GroupState
 from protocol.messages import ScoredRollout
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import Moment, trace
 from services.observability.printable import printable
-from services.run_files.event_tail import EventTail
+from services.run_files.event_tail import EventTail, filtered_group
 from services.run_files.samples import SampleBrowser, describe_group
 
 MAX_TEXT = 1_000_000
 """Characters printed of a text."""
+MAX_FILTERED = 20
+"""Filtered groups printed."""
 Facts = dict[str, Any]
 
 
@@ -30,43 +32,52 @@ def find_samples(run_dir: Path, step: int | None, group: int | None, limit: int)
         limit: samples given.
 
     Returns:
-        `step` (None for a group that was not trained yet), `groups` (see `describe_group`), `left_out`
-        (samples beyond the limit).
+        `step` (None for a group that was not trained), `groups` (see `describe_group`), `left_out` (samples
+        beyond the limit), `filtered` (groups that were dropped without signal since the step before, or the
+        one that was asked for; see `EventTail.filtered_groups`).
 
     Raises:
         SettingsError: there is nothing to show; says what there is.
     """
-    browser = _open_browser(run_dir)
+    browser, tail = _open_browser(run_dir)
     if group is not None and step is None:
-        step, messages = _of_group(run_dir, browser, group)
+        moments = _moments(run_dir, group)
+        if (filtered := _filtered(group, moments)) is not None:
+            return {**_limited(None, [], limit), "filtered": [filtered]}
+        step, messages = _of_moments(browser, group, moments)
     else:
-        step, messages = _of_step(run_dir, browser, step)
+        step, messages = _of_step(run_dir, browser, tail, step)
     if group is not None:
         chosen = [message for message in messages if message.rollout.group == group]
         if not chosen:
             known = ", ".join(str(message.rollout.group) for message in messages)
             raise SettingsError(f"step {step} did not train group {group}; its groups: {known}")
         messages = chosen
-    return _limited(step, messages, limit)
+    filtered_before = tail.filtered_groups(step) if group is None and step is not None else []
+    return {**_limited(step, messages, limit), "filtered": filtered_before}
 
 
 def samples_of_trace(run_dir: Path, group: int, moments: Sequence[Moment]) -> Facts | str:
     """Return the samples of a traced group, or a sentence that says why there are none."""
+    if (filtered := _filtered(group, moments)) is not None:
+        return _filtered_line(filtered)
     try:
-        step, messages = _of_moments(_open_browser(run_dir), group, moments)
+        step, messages = _of_moments(_open_browser(run_dir)[0], group, moments)
     except SettingsError as error:
         return str(error)
     return _limited(step, [item for item in messages if item.rollout.group == group], MAX_TEXT)
 
 
-def _open_browser(run_dir: Path) -> SampleBrowser:
+def _open_browser(run_dir: Path) -> tuple[SampleBrowser, EventTail]:
     tail = EventTail(run_dir)
     while tail.read_more():
         pass
-    return SampleBrowser(run_dir, tail)
+    return SampleBrowser(run_dir, tail), tail
 
 
-def _of_step(run_dir: Path, browser: SampleBrowser, step: int | None) -> tuple[int, list[ScoredRollout]]:
+def _of_step(
+    run_dir: Path, browser: SampleBrowser, tail: EventTail, step: int | None
+) -> tuple[int, list[ScoredRollout]]:
     steps = browser.steps()
     for candidate in [step] if step is not None else steps[::-1]:
         if messages := browser.read_step(candidate):
@@ -74,15 +85,18 @@ def _of_step(run_dir: Path, browser: SampleBrowser, step: int | None) -> tuple[i
     if not (run_dir / FILE).is_file():
         raise SettingsError(f"no run in {run_dir}: there is no {FILE}; give the directory of a run")
     if not steps:
+        filtered = tail.state()["dropped_by_reason"].get(NO_SIGNAL, 0)
         raise SettingsError(
             f"no step of {run_dir} has samples yet: none was trained, or none is archived yet"
+            + (f"; {filtered} groups were filtered ({NO_SIGNAL})" if filtered else "")
         )
     raise SettingsError(
         f"step {step} has no samples in {run_dir}; there are those of steps {steps[0]} to {steps[-1]}"
     )
 
 
-def _of_group(run_dir: Path, browser: SampleBrowser, group: int) -> tuple[int | None, list[ScoredRollout]]:
+def _moments(run_dir: Path, group: int) -> list[Moment]:
+    """Return the moments of a group's life. Raises SettingsError if the log does not have it."""
     issued = -1
 
     def noting() -> Iterator[Any]:
@@ -95,7 +109,15 @@ def _of_group(run_dir: Path, browser: SampleBrowser, group: int) -> tuple[int | 
     if not moments:
         known = f"groups 0 to {issued} are" if issued >= 0 else "no group is yet"
         raise SettingsError(f"group {group} is not in the log of {run_dir}; {known}")
-    return _of_moments(browser, group, moments)
+    return moments
+
+
+def _filtered(group: int, moments: Sequence[Moment]) -> Facts | None:
+    """Return what is shown of a group that was dropped without signal; None of any other."""
+    last = moments[-1]
+    if last.state is not GroupState.DROPPED or last.facts.get("reason") != NO_SIGNAL:
+        return None
+    return filtered_group(group, last.facts, None)
 
 
 def _of_moments(
@@ -143,13 +165,17 @@ def render_samples(facts: Mapping[str, Any]) -> str:
         lines += [f"group {group['group']}, {place}", *_indented("prompt", group["prompt"])]
         lines += _indented("task", group["task"]) if group["task"] else []
         for number, sample in enumerate(group["samples"]):
-            lines += [f"  sample {number}: {_headline(sample)}", *_branch_lines(sample["branches"])]
-            lines += _indented("", sample["text"])
+            lines.append(f"  sample {number}: {_headline(sample)}")
+            lines += _texts(sample)
             for remark in sample["remarks"]:
                 if number == 0 or not remark["of_group"]:
                     lines += [f"    {_remark_headline(remark)}", *_indented("", remark["text"])]
     if facts["left_out"]:
         lines.append(f"{facts['left_out']} more samples: see --limit and --group")
+    filtered = facts.get("filtered", [])
+    lines += map(_filtered_line, filtered[:MAX_FILTERED])
+    if len(filtered) > MAX_FILTERED:
+        lines.append(f"{len(filtered) - MAX_FILTERED} more groups were filtered: see --json")
     return "\n".join(lines)
 
 
@@ -166,13 +192,27 @@ def _headline(sample: Mapping[str, Any]) -> str:
     )
 
 
-def _branch_lines(branches: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each branch of a sample that has several."""
+def _texts(sample: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the text of a sample, branch by branch; where that is another one than its answer, both."""
+    branches, rows = sample["branches"], sample["rows"]
     for number, branch in enumerate(branches):
         follows = ""
         if branch["parent"] is not None:
             follows = f", behind {branch['shared']} of branch {branch['parent']}"
         yield f"    branch {number}: {branch['tokens']} tokens, {branch['sampled']} sampled{follows}"
+        if rows:
+            yield from _indented("", rows[number])
+    if rows and not branches:
+        yield from _indented("", rows[0])
+    yield from _indented("answer" if rows else "", sample["text"])
+
+
+def _filtered_line(group: Mapping[str, Any]) -> str:
+    before = "" if group["step"] is None else f", before step {group['step']} was made"
+    return (
+        f"group {group['group']} was filtered{before} ({NO_SIGNAL}): all its rewards were "
+        f"{_number(group['reward'])}, {group['tokens']} tokens; its text is not kept"
+    )
 
 
 def _remark_headline(remark: Mapping[str, Any]) -> str:

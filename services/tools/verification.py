@@ -28,7 +28,8 @@ def verify_run(run_dir: Path) -> dict[str, Any]:
 
     calls = audit_calls(run_dir)
     facts["violations"] += calls.violations
-    return {**facts, "calls": calls.calls, "call_tokens": calls.tokens} if calls.calls else facts
+    found = {"calls": calls.calls, "call_tokens": calls.tokens} if calls.calls else {}
+    return {**facts, **found, **({"tool_results": calls.results} if calls.results else {})}
 
 
 def render_verification(facts: dict[str, Any]) -> str:

@@ -14,6 +14,8 @@ import torch
 from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, KvPolicy, Occupancy, Request, Sampling, Served
 from rollout.engines.sampling import sampled_distribution
+from rollout.environments.base import EnvironmentConfig, PromptTokens
+from rollout.episodes import ModelCalls
 from tests.contracts.engine_bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
 from tests.contracts.engine_models import VOCAB, logits_of
 
@@ -200,6 +202,19 @@ class EngineContract:
         assert found.spans == ((16, version),)
         assert found.cached_tokens == 0
         assert bench.follows([(16, "B")], prompt, found.tokens, recompute=True)
+
+    async def test_prefix_hits_are_counted_for_each_call_of_an_episode(self, bench: Bench) -> None:
+        await bench.serve("A")
+        calls = ModelCalls(
+            bench.engine, Sampling(max_tokens=4), EnvironmentConfig(), MAX_MODEL_LEN, "hits/0.{turn}.t"
+        )
+        prompt = tuple(range(304, 4, -1))
+        said = (await calls(prompt, None)).tokens
+        more = (*prompt, *said, *prompt[:20])
+        await calls(more, None)
+        assert calls.first_prompt == PromptTokens(len(prompt), 0)
+        assert calls.later_prompts.total == len(more)
+        assert calls.later_prompts.cached in (range(256, len(more)) if bench.caches else (0,))
 
     async def test_commit_of_what_is_not_staged_is_refused(self, bench: Bench) -> None:
         await bench.serve("A")

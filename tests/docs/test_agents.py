@@ -31,6 +31,12 @@ async def test_the_function_of_the_page_is_an_agent(place: Path) -> None:
     assert not rows[0].sampled.all()
 
 
+async def test_the_function_of_the_page_that_has_a_tool_is_an_agent(place: Path) -> None:
+    config = EnvironmentConfig("agent", {"function": "my_tool_agent:solve"}, attempts=1)
+    rows = decode_rollout(await generated(place, config)).rows
+    assert [row.environment_reward for row in rows] == [0.0, 0.0]
+
+
 async def test_the_program_of_the_page_is_an_agent(place: Path) -> None:
     options = {"command": [sys.executable, "-m", "my_program"], "directory": str(place)}
     rows = decode_rollout(await generated(place, EnvironmentConfig("command", options, attempts=1), n=1)).rows

@@ -43,6 +43,7 @@ MADE_PATHS = frozenset(
         "my_reward.py",
         "my_server.py",
         "my_standing_program.py",
+        "my_tool_agent.py",
     }
 )
 """Paths that documents name and users write."""
@@ -73,6 +74,7 @@ SCENARIOS = {
     "tests/rollout/engines/test_orphans.py": "a worker dies, and its engine with it",
     "tests/rollout/engines/test_sleep.py": "engines give memory back and return",
     "tests/rollout/environments/test_contract.py": "every environment keeps what `Environment` promises",
+    "tests/rollout/environments/test_recorded_episodes.py": "episodes of text and their tools, over kills",
     "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
     "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",
     "tests/services/bus/test_closing.py": "what a closed bus leaves behind",

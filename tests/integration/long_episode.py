@@ -1,6 +1,7 @@
 """An agent of many turns that kills its rollout worker at given calls, each once."""
 
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -12,7 +13,8 @@ TURNS = 20
 
 
 async def solve(task: Task) -> float:
-    """Talk for 20 turns; with LONG_EPISODE_KILLS=DIRECTORY of files named by calls, die at each once."""
+    """Talk and throw dice for 20 turns; with LONG_EPISODE_KILLS=DIRECTORY of files named by calls, die at
+    each once."""
     messages = [{"role": "user", "content": task.prompt.text}]
     async with ClientSession() as client:
         for turn in range(TURNS):
@@ -20,9 +22,17 @@ async def solve(task: Task) -> float:
                 f"{task.url}/chat/completions", json={"model": "policy", "messages": messages}
             ) as answer:
                 said = (await answer.json())["choices"][0]["message"]
+            thrown = await task.once(f"turn {turn}", _throw)
             _die_at(turn)
-            messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "1="}]
+            messages += [
+                {"role": "assistant", "content": said["content"]},
+                {"role": "user", "content": f"{thrown}="},
+            ]
     return float(len(messages[1]["content"]) % 2)
+
+
+async def _throw() -> int:
+    return random.randrange(1, 7)
 
 
 def _die_at(turn: int) -> None:

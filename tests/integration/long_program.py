@@ -1,13 +1,16 @@
 """An agent of many turns, in a process of its own, that kills processes of its run at given calls, each once.
 
-LONG_EPISODE_KILLS is a directory with a file for each kill, such as `ingest-7`: the ingest after call 7.
+LONG_EPISODE_KILLS is a directory with a file for each kill, such as `ingest-7`: the ingest after call 7 and
+the dice after it, whose throws the file beside it counts.
 """
 
 import json
 import os
+import random
 import signal
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -24,10 +27,26 @@ def solve(task: dict[str, Any]) -> float:
         body = json.dumps({"model": "policy", "messages": messages}).encode()
         with urllib.request.urlopen(f"{task['url']}/chat/completions", body) as answer:
             said = json.load(answer)["choices"][0]["message"]["content"]
+        thrown = _thrown(f"{task['url']}/results/turn%20{turn}")
         for what in ("ingest", "ledger", "worker", "harness"):
             _kill_at(what, turn)
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "1="}]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"{thrown}="}]
     return float(len(messages[1]["content"]) % 2)
+
+
+def _thrown(url: str) -> int:
+    """Throw dice, unless it is recorded what they showed."""
+    try:
+        with urllib.request.urlopen(url) as known:
+            return int(json.load(known))
+    except urllib.error.HTTPError as missing:
+        if missing.code != 404:
+            raise
+    thrown = random.randrange(1, 7)
+    with Path(f"{os.environ['LONG_EPISODE_KILLS']}.thrown").open("a") as file:
+        file.write(f"{thrown}\n")
+    with urllib.request.urlopen(urllib.request.Request(url, str(thrown).encode(), method="PUT")) as recorded:
+        return int(json.load(recorded))
 
 
 def _kill_at(what: str, turn: int) -> None:

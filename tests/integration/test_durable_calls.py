@@ -71,6 +71,7 @@ def test_no_acknowledged_call_is_lost_or_trained_twice(
     # A call that was lost would have been made again, and the journal would have both.
     groups, more = divmod(found["calls"], SAMPLES * TURNS)
     assert (groups >= STEPS * GROUPS, more) == (True, 0)
+    assert found["tool_results"] == found["calls"]
     assert found["call_tokens"] > 0
     assert processes_of(run_dir) == []
     assert list(temporary.glob("tether-program-*")) == []

@@ -4,6 +4,7 @@ Run this file to write the golden frames of a new message or schema version.
 """
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -56,7 +57,12 @@ ROLLOUT = Rollout(
     experts=Array.of([[[2, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
     branches=Array.of([[0, -1, 0], [1, -1, 0]], "int32"),
     calls=Array.of([[0, 0, 0, 0, 2], [1, 0, 1, 0, 1], [1, 1, -1, 0, 0]], "int32"),
+    read_tokens=12,
+    cached_tokens=3,
+    row_texts=("ab", "c"),
 )
+UNCOUNTED: dict[str, Any] = {"read_tokens": 0, "cached_tokens": 0, "row_texts": ()}
+"""Fields of `ROLLOUT` that earlier releases lack."""
 BRANCHED = msgspec.structs.replace(
     ROLLOUT,
     lengths=Array.of([2, 2, 1], "int32"),
@@ -67,6 +73,7 @@ BRANCHED = msgspec.structs.replace(
     calls=None,
     experts=Array.of([[[2, 1]], [[65535, 65535]], [[1, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
     branches=Array.of([[0, -1, 0], [0, 0, 1], [1, -1, 0]], "int32"),
+    row_texts=("ab", "?d", "c"),
 )
 """Its first sample has two branches, which share the prompt and a token."""
 
@@ -89,6 +96,21 @@ CALL = Call(
     began_ms=1_000,
     ended_ms=1_500,
 )
+RESULT = msgspec.structs.replace(
+    CALL,
+    number=2,
+    parent=-1,
+    inserted=Array.of([], "int32"),
+    tokens=Array.of([], "int32"),
+    logprobs=Array.of([], "float32"),
+    spans=Array.of([], "int32"),
+    finish_reason="",
+    request="",
+    context="",
+    name="python 1",
+    result=b'["42", ""]',
+)
+"""What a tool answered."""
 
 SAMPLES: dict[str, AnyMessage] = {
     "rollout": ROLLOUT,
@@ -122,6 +144,7 @@ SAMPLES: dict[str, AnyMessage] = {
         trained_tokens=12,
         skipped="",
         time=1.5,
+        prefix_hit_rate=0.75,
         batch_digest="00112233445566778899aabbccddeeff",
     ),
     "weight_manifest": WeightManifest(
@@ -149,7 +172,7 @@ SAMPLES: dict[str, AnyMessage] = {
     "control": Control(action=Action.ABORT, groups=(1, 2)),
     "call": CALL,
     "recall": Recall(group=7, token="0123456789abcdef", epoch="e1", sample=0),
-    "recalled": Recalled(calls=(CALL,), attempt=0, number=2),
+    "recalled": Recalled(calls=(CALL, RESULT), attempt=0, number=3),
 }
 
 

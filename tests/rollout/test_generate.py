@@ -90,6 +90,8 @@ async def test_a_group_holds_n_samples_with_their_text(engine: Watched, renderer
         assert set(view.versions) == {5}
         assert view.finish_reason in {"stop", "length"}
     assert rollout.generate_s >= 0
+    assert rollout.read_tokens == 4 * len(rollout.prompt_tokens.numpy())
+    assert (rollout.cached_tokens, rollout.row_texts) == (0, ())
 
 
 async def test_request_ids_are_distinct_and_start_with_the_group(engine: Watched, renderer: Renderer) -> None:

@@ -35,6 +35,8 @@ class GroupSpec:
     branches: Sequence[tuple[int, int, int]] = ()
     """(sample, parent, shared) of each entry of `samples`, which then are rows. Reward and finish of a sample
     are those of its first row. Empty: each row is a sample."""
+    read: tuple[int, int] = (0, 0)
+    """`read_tokens` and `cached_tokens`."""
 
 
 def spans_of(samples: Sequence[SampleSpec]) -> list[tuple[int, int, int]]:
@@ -73,6 +75,8 @@ def scored(spec: GroupSpec, **replaced: Array) -> ScoredRollout:
         finish_reasons=tuple(s.finish for s in firsts),
         responses=("",) * len(firsts),
         generate_s=spec.generate_s,
+        read_tokens=spec.read[0],
+        cached_tokens=spec.read[1],
         **{**arrays, **replaced},
     )
     return ScoredRollout(rollout=rollout, rewards=rewards)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.errors import ProtocolError
+from protocol.messages import Rollout
 from protocol.staleness import lag
 from trainer.batch import StepTotals
 from trainer.data.samples import NO_VERSION, BatchSample
@@ -51,6 +52,8 @@ class BatchStats:
     """As `reward_mean`, after the punishment of long samples; None unless rewards are shaped."""
     generate_s: float | None
     """Mean seconds to generate a group, over the groups that say."""
+    prefix_hit_rate: float | None
+    """Share of the tokens that engines were given whose KV they had in their cache; None if no group says."""
 
 
 def rewards_of(samples: Sequence[BatchSample]) -> torch.Tensor:
@@ -77,21 +80,24 @@ class StepTally:
         self._newest: dict[int, int] = {}
         """Group -> newest version of a sampled token."""
         self._generate_s: list[float] = []
-        self._tokens = self._truncated_tokens = 0
+        self._tokens = self._truncated_tokens = self._read_tokens = self._cached_tokens = 0
         self._last: tuple[int, int] | None = None
         """Group and sample of the row that was added last."""
 
-    def open_group(self, group: int, generate_s: float) -> None:
-        """Begin a group; `generate_s` is the seconds that it took to generate, 0 if nobody said.
+    def open_group(self, rollout: Rollout) -> None:
+        """Begin a group, and count what it says of itself as a whole.
 
         Raises:
             ProtocolError: there is that group already.
         """
+        group = rollout.group
         if group in self._counts:
             raise ProtocolError(f"group {group}: comes twice in the batch of step {self.step}")
         self._counts[group], self._newest[group] = {}, int(NO_VERSION)
-        if generate_s > 0:
-            self._generate_s.append(generate_s)
+        if rollout.generate_s > 0:
+            self._generate_s.append(rollout.generate_s)
+        self._read_tokens += rollout.read_tokens
+        self._cached_tokens += rollout.cached_tokens
 
     def add(self, sample: BatchSample, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Count a row of a group that was begun; `arrays` are its `token_arrays`.
@@ -166,6 +172,7 @@ class StepTally:
             truncated_tokens=self._truncated_tokens if truncated == "mask" else None,
             shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,
             generate_s=sum(self._generate_s) / len(self._generate_s) if self._generate_s else None,
+            prefix_hit_rate=self._cached_tokens / self._read_tokens if self._read_tokens > 0 else None,
         )
 
     def _lag_histogram(self) -> Counter[int]:

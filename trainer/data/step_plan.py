@@ -176,7 +176,7 @@ def _counted(
     checked = "loss_mask" if mask_late else "sampled_mask"
     mask = config.truncated == "mask"
     for index, (scored, max_staleness) in enumerate(groups):
-        tally.open_group(scored.rollout.group, scored.rollout.generate_s)
+        tally.open_group(scored.rollout)
         for sample in samples_of(scored, index, max_staleness, tally.step, mask_truncated=mask):
             arrays = sample.token_arrays(tally.step)
             check_bound(sample, arrays[checked], tally.step)

@@ -4,7 +4,7 @@ import msgspec
 
 from protocol.codec import decode
 from protocol.messages import ScoredRollout
-from tests.protocol.samples import GOLDEN, SAMPLES
+from tests.protocol.samples import GOLDEN, ROLLOUT, SAMPLES, UNCOUNTED
 
 
 def test_a_scored_rollout_of_a_release_without_remarks_is_read() -> None:
@@ -14,4 +14,12 @@ def test_a_scored_rollout_of_a_release_without_remarks_is_read() -> None:
     assert isinstance(new, ScoredRollout)
     assert message.remarks == ()
     assert new.remarks != ()
-    assert message.rollout == msgspec.structs.replace(new.rollout, branches=None, calls=None)
+    old = msgspec.structs.replace(new.rollout, branches=None, calls=None, **UNCOUNTED)
+    assert message.rollout == old
+
+
+def test_a_rollout_of_a_release_that_did_not_count_what_was_read_is_read() -> None:
+    for name in ("rollout", "scored"):
+        _, message = decode((GOLDEN / f"{name}.v2.without_read_tokens.msgpack").read_bytes())
+        rollout = message.rollout if isinstance(message, ScoredRollout) else message
+        assert rollout == msgspec.structs.replace(ROLLOUT, **UNCOUNTED)

@@ -23,10 +23,14 @@ def config(function: str, **options: object) -> EnvironmentConfig:
 
 
 async def test_the_calls_of_an_agent_are_its_sample(tmp_path: Path) -> None:
-    view = decode_rollout(await generated(tmp_path, config("plays")))
+    rollout = await generated(tmp_path, config("plays"))
+    view = decode_rollout(rollout)
     assert [row.sample for row in view.rows] == [0, 0, 1, 1]
     assert {row.environment_reward for row in view.rows} == {4.0}
     text = renderer("tool use")
+    assert rollout.row_texts == tuple(text.marked(tuple(row.tokens.tolist())) for row in view.rows)
+    assert "<|im_start|>user\nmore" in rollout.row_texts[0]
+    assert (rollout.read_tokens > 0, rollout.cached_tokens) == (True, 0)
     for first, second in (view.rows[:2], view.rows[2:]):
         dialogue = [*view.prompt, *first.context, *first.tokens]
         shown = "".join(text.piece(int(token)) for token in dialogue)

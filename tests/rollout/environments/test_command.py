@@ -100,7 +100,12 @@ async def test_a_program_killed_at_every_call_goes_on_after_it(tmp_path: Path, p
         rollout = await generated(tmp_path, killed, n=1, recording=recording)
         calls = [call for data in store.of_groups([7]) if isinstance(call := decode_payload(data), Call)]
     assert list(kills.iterdir()) == []
-    assert [(call.number, call.attempt) for call in calls] == [(turn, 0) for turn in range(TURNS)]
+    names = [name for turn in range(TURNS) for name in ("", f"turn {turn}")]
+    assert [(call.number, call.attempt, call.name) for call in calls] == [
+        (number, 0, name) for number, name in enumerate(names)
+    ]
+    thrown = (tmp_path / "kills.thrown").read_text().split()
+    assert [call.result.decode() for call in calls if call.name] == thrown
     assert check_group(rollout, calls) == (sum(len(call.tokens.numpy()) for call in calls), [])
 
 

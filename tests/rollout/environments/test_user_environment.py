@@ -59,6 +59,28 @@ def test_functions_and_classes_are_called_with_the_options(tmp_path: Path, modul
     assert (sample.reward, sample.finish_reason) == (2.0, "environment")
 
 
+def test_episodes_are_recorded_where_it_is_asked_for(module: str) -> None:
+    def recorded(name: str, record: str) -> bool:
+        return make_environment(EnvironmentConfig(name, record=record)).has_calls
+
+    for name, by_itself in ((f"{module}:guess", False), ("tools", True)):
+        assert [recorded(name, record) for record in ("auto", "on", "off")] == [by_itself, True, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("single_turn", {}, "has no episodes of text to record; leave it out"),
+        ("agent", {"function": "tests.rollout.environments.agents:plays"}, "always records its calls; leave"),
+    ],
+)
+def test_what_records_nothing_or_always_has_no_choice(name: str, options: dict[str, str], why: str) -> None:
+    with pytest.raises(
+        SettingsError, match=f"^setting environment.record: 'off', but environment '{name}' {why}"
+    ):
+        make_environment(EnvironmentConfig(name, dict(options), record="off"))
+
+
 def test_a_class_that_is_an_environment_is_used_as_it_is(module: str) -> None:
     made = make_environment(EnvironmentConfig(f"{module}:Tokens"))
     assert isinstance(made, Environment)

@@ -13,7 +13,7 @@ from protocol.codec import decode_payload, encode_payload
 from protocol.messages import Call, ScoredRollout
 from protocol.tensors import Array
 from services.run_files.call_audit import audit_calls, call_facts, calls_of_group, render_calls
-from tests.protocol.samples import CALL
+from tests.protocol.samples import CALL, RESULT
 from tests.rollout.sessions.durable import Worker, play, rollout_of
 from trainer.storage.archive import Archive
 from trainer.storage.calls import CallStore
@@ -30,6 +30,7 @@ async def recorded(run_dir: Path) -> bytes:
         await record.begin(replayable=True)
         session = worker.session(record)
         await play(session, TURNS)
+        await session.results.keep("dice", 6)
         scored = ScoredRollout(rollout=rollout_of(session, "first"), rewards=Array.of([1.0], "float32"))
         spool.put_many([(1, "first", encode_payload(scored))])
         return encode_payload(scored)
@@ -44,8 +45,8 @@ def edit(run_dir: Path, statement: str, *values: object) -> None:
 async def test_calls_in_the_spool_belong_to_their_record(tmp_path: Path) -> None:
     await recorded(tmp_path)
     found = audit_calls(tmp_path)
-    assert (found.calls, found.tokens, found.violations) == (TURNS, 3 * TURNS, ())
-    assert [call.number for call in calls_of_group(tmp_path, 1)] == list(range(TURNS))
+    assert (found.calls, found.tokens, found.violations, found.results) == (TURNS, 3 * TURNS, (), 1)
+    assert [call.number for call in calls_of_group(tmp_path, 1)] == list(range(TURNS + 1))
 
 
 async def test_calls_move_to_the_archive_with_their_record(tmp_path: Path) -> None:
@@ -109,6 +110,16 @@ def test_calls_have_a_line_each_that_cannot_drive_a_terminal() -> None:
     assert first.startswith("1970-01-01 00:00:01.000  +0.500 s  call     sample 0  number 1  after 0")
     assert "versions 3,4  engine rollout.0.aabbccdd" in first
     assert "\x1b" not in second
+
+
+def test_a_result_of_a_tool_has_a_line_of_its_own() -> None:
+    line = render_calls([msgspec.structs.replace(RESULT, name="a\x1b b")])
+    assert "+0.500 s  result   sample 0  number 2  attempt 0  bytes 10  name 'a\\x1b b'  engine" in line
+    (fact,) = call_facts([RESULT])
+    assert json.loads(json.dumps(fact)) == fact
+    assert [fact[name] for name in ("event", "name", "bytes", "tokens", "versions")] == [
+        "result", "python 1", 10, 0, [],
+    ]  # fmt: skip
 
 
 def test_calls_are_facts_of_plain_values() -> None:

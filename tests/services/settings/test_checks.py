@@ -14,3 +14,37 @@ def test_no_environment_of_sessions_records_experts(setting: str, name: str) -> 
         SettingsError, match=f"setting {setting}: environment '{name}' does not record experts"
     ):
         load_settings(None, [f"{setting}=true", "engine.name=hf", f"environment.name={name}"], environ={})
+
+
+def test_tools_that_are_recorded_record_no_experts() -> None:
+    asked = ["trainer.routing_replay=true", "engine.name=hf", "environment.name=tools"]
+    with pytest.raises(SettingsError, match=r"'tools' does not record experts yet; set environment\.record"):
+        load_settings(None, asked, environ={})
+    with pytest.raises(SettingsError, match="backend 'reference' cannot replay routing"):
+        load_settings(None, [*asked, "environment.record=off", "trainer.backend=reference"], environ={})
+
+
+FULL = ["rollout.groups_in_flight=1025", "sampling.samples_per_prompt=8"]
+LONG = ["environment.max_turns=257"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (FULL, "1025 groups of sampling.samples_per_prompt 8 are 8200 sessions at once.* 8192 connections; "
+         "set it to 1024 or less"),
+        (["rollout.groups_in_flight=1", "sampling.samples_per_prompt=9000"],
+         "are 9000 sessions at once.*; set samples_per_prompt to 8192 or less"),
+        (LONG, "setting environment.max_turns: 257 is above environment.options.max_calls, 256, after"),
+        (["environment.max_turns=9", "environment.options={max_calls=8}"], "max_turns: 9 .*max_calls, 8,"),
+    ],
+)  # fmt: skip
+def test_what_a_worker_cannot_serve_is_refused(asked: list[str], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        load_settings(None, [*asked, "environment.name=server"], environ={})
+
+
+def test_environments_without_an_endpoint_have_no_such_limits() -> None:
+    load_settings(None, [*FULL, *LONG], environ={})
+    edge = ["rollout.groups_in_flight=1024", "sampling.samples_per_prompt=8", "environment.max_turns=256"]
+    load_settings(None, [*edge, "environment.name=server"], environ={})

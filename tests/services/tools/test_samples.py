@@ -125,14 +125,68 @@ def test_branches_of_a_sample_are_shown(run_dir: Path) -> None:
     assert facts["left_out"] == 1  # samples, not rows
     text = render_samples(facts)
     assert (
-        "    branch 0: 2 tokens, 2 sampled\n    branch 1: 2 tokens, 1 sampled, behind 1 of branch 0\n" in text
+        "    branch 0: 2 tokens, 2 sampled\n         | ab\n"
+        "    branch 1: 2 tokens, 1 sampled, behind 1 of branch 0\n         | ?d\n  answer | ab\n" in text
     )
     assert first["tokens"] == 4
 
 
 def test_a_sample_of_one_row_shows_no_branches(run_dir: Path) -> None:
     facts = find_samples(run_dir, 2, put_branched(run_dir), 2)
-    assert facts["groups"][0]["samples"][1]["branches"] == []
+    second = facts["groups"][0]["samples"][1]
+    assert (second["branches"], second["rows"], second["text"]) == ([], ["c"], "c")
+
+
+FILTERED = {"seq": 10**6, "time_ms": 1, "event": "drop", "group": 22, "token": "", "reason": "no_signal",
+            "detail": "", "wasted_tokens": 30, "reward": 1.0, "from": "leased"}  # fmt: skip
+
+
+def log(run_dir: Path, **changes: object) -> None:
+    """Append the drop of a group without signal."""
+    with (run_dir / "audit.jsonl").open("a") as file:
+        file.write(json.dumps({**FILTERED, **changes}) + "\n")
+
+
+def test_a_filtered_group_is_shown_with_its_reason(run_dir: Path) -> None:
+    log(run_dir)
+    facts = find_samples(run_dir, None, 22, 1)
+    assert facts == {
+        "step": None,
+        "groups": [],
+        "left_out": 0,
+        "filtered": [{"group": 22, "step": None, "reward": 1.0, "tokens": 30}],
+    }
+    text = render_samples(facts)
+    assert text == (
+        "group 22 was filtered (no_signal): all its rewards were 1.000, 30 tokens; its text is not kept"
+    )
+    assert samples_of_trace(run_dir, 22, trace(read_events(run_dir / "audit.jsonl"), 22)) == text
+
+
+def test_groups_that_were_filtered_before_a_step_are_shown_with_it(run_dir: Path) -> None:
+    path = run_dir / "audit.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    commit = next(i for i, line in enumerate(lines) if json.loads(line)["event"] == "commit")
+    path.write_text("".join(lines[:commit]))
+    for group in range(100, 122):
+        log(run_dir, group=group)
+    with path.open("a") as file:
+        file.writelines(lines[commit:])
+    assert find_samples(run_dir, 1, None, 1)["filtered"] == []
+    facts = find_samples(run_dir, 0, None, 1)
+    assert [group["group"] for group in facts["filtered"]] == list(range(100, 122))
+    text = render_samples(facts)
+    assert "\ngroup 100 was filtered, before step 0 was made (no_signal): all its rewards" in text
+    assert text.endswith("\n2 more groups were filtered: see --json")
+
+
+def test_a_run_that_filtered_all_groups_says_so(run_dir: Path) -> None:
+    for name in ("archive", "spool.sqlite"):
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    (run_dir / "spool.sqlite").unlink(missing_ok=True)
+    log(run_dir)
+    with pytest.raises(SettingsError, match=r"no step of .* has samples yet.*; 1 groups were filtered"):
+        find_samples(run_dir, None, None, 8)
 
 
 def test_what_judges_said_is_shown_with_its_sample(run_dir: Path) -> None:

@@ -91,6 +91,12 @@ def test_groups_that_do_not_say_how_long_they_took_are_left_out() -> None:
     assert plan(silent).stats.generate_s is None
 
 
+def test_prefix_hits_are_those_of_all_groups_together() -> None:
+    assert plan(LATE, FRESH).stats.prefix_hit_rate is None
+    found = plan(replace(LATE, read=(90, 60)), replace(FRESH, read=(30, 0))).stats
+    assert found.prefix_hit_rate == 0.5
+
+
 def test_a_late_token_is_a_violation_without_masking() -> None:
     with pytest.raises(
         BoundViolation, match="group 7: token 0 of version 1 has lag 2 in step 3, over the bound of 1"
