@@ -15,6 +15,7 @@ from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording
 from rollout.trajectory import assemble
+from rollout.turn_texts import turn_texts
 
 DEFAULT = EnvironmentConfig()
 
@@ -53,6 +54,7 @@ async def generate_group(
     report: Callable[[EpisodeReport], None] = lambda report: None,
     ended: Callable[[], str] = lambda: "",
     recording: Recording | None = None,
+    with_turn_texts: bool = False,
 ) -> Rollout:
     """Generate the n samples of a group.
 
@@ -72,6 +74,7 @@ async def generate_group(
         report: called after each attempt at a sample.
         ended: returns why the group is cancelled, for harnesses whose calls are refused from then on.
         recording: records the calls of sessions; None: they are not recorded.
+        with_turn_texts: whether the message has the text of each turn, for verifiers that score turns.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
@@ -82,10 +85,11 @@ async def generate_group(
         recording,
     )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
-    return assemble(
+    rollout = assemble(
         prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
         group=group, token=token, engine=engine_name, generate_s=time.perf_counter() - began,
     )  # fmt: skip
+    return turn_texts(rollout, renderer.text) if with_turn_texts else rollout
 
 
 def _response(sample: Sample, renderer: Renderer) -> str:

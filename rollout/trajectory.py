@@ -67,6 +67,7 @@ def assemble(
         experts=experts,
         branches=Array.of(branches, "int32") if len(rows) > len(samples) else None,
         calls=_calls(samples, rows),
+        turns=_turns(samples, rows),
     )
 
 
@@ -116,6 +117,19 @@ def _calls(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array 
     return Array.of(found, "int32") if found else None
 
 
+def _turns(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array | None:
+    """Return where the turns of the samples lie, as they were made; None if every sample is one turn."""
+    found: list[tuple[int, int, int, int]] = []
+    remaining = enumerate(rows)
+    for number, sample in enumerate(samples):
+        made: list[tuple[int, int, int, int]] = []
+        for index, row in islice(remaining, 1 + len(sample.branches)):
+            turns = row.turns or ((len(made), 0, len(row.tokens)),)
+            made += [(place, index, first, end) for place, first, end in turns]
+        found += [(number, index, first, end) for _, index, first, end in sorted(made)]
+    return Array.of(found, "int32") if len(found) > len(samples) else None
+
+
 def _after(own: tuple[int, ...], sample: Sample) -> Sample:
     """Return a sample with those tokens of its prompt that others lack before its own."""
     if not own:
@@ -127,6 +141,7 @@ def _after(own: tuple[int, ...], sample: Sample) -> Sample:
         loss_mask=(0,) * len(own) + sample.loss_mask,
         spans=tuple((end + len(own), version) for end, version in sample.spans),
         calls=tuple((number, first + len(own), end + len(own)) for number, first, end in sample.calls),
+        turns=tuple((place, first + len(own), end + len(own)) for place, first, end in sample.turns),
     )
 
 

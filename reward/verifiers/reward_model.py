@@ -15,7 +15,7 @@ from msgspec import Meta
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name, resolve_commit
-from reward.group import ResponseGroup
+from reward.group import ResponseGroup, Verdict
 
 TEXTS = ("auto", "chat", "plain")
 """What `Options.text` can be."""
@@ -56,6 +56,7 @@ class RewardModel:
     """Verifier that is a model."""
 
     at_once = True
+    by_turn = False
     file = ""
 
     def __init__(self, options: Options) -> None:
@@ -114,7 +115,7 @@ class RewardModel:
                 f"verifier reward_model: the tokenizer in {options.path} has no chat template; use plain"
             )
 
-    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[Verdict]:
         """Return the scores of these samples, each as the model gives it to that text alone."""
         if self._model is None:
             self.load()

@@ -284,6 +284,7 @@ class GroupRunner:
                     recording=recording_of(self._calls, lease, self._process.incarnation)
                     if self._calls
                     else None,
+                    with_turn_texts=self._process.settings.reward.may_score_turns,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
