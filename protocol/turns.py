@@ -27,8 +27,8 @@ def turns_of(rollout: Rollout) -> list[list[Turn]] | None:
     """Return the turns of each sample, at least one, as they were made; None if every sample is one turn.
 
     Raises:
-        ProtocolError: a turn is not in a row of its sample, two overlap, a sample has none, a sampled token is
-            in none, or there are texts of another number of turns; names group and field.
+        ProtocolError: a turn is not in a row of its sample, two overlap, a sample has none, a sampled token
+            is in none, or there are texts of another number of turns; names group and field.
     """
     group = rollout.group
     if rollout.turns is None:
@@ -46,9 +46,7 @@ def turns_of(rollout: Rollout) -> list[list[Turn]] | None:
             and sample >= before
             and 0 <= first <= end <= lengths[row]
         )
-        require(
-            fits, group, "turns", f"row {number} ({sample}, {row}, {first}, {end}) is no turn of its sample"
-        )
+        require(fits, group, "turns", f"row {number} ({sample}, {row}, {first}, {end}) is not in its sample")
         found[sample].append(Turn(row, first, end))
         before = sample
     require(all(found), group, "turns", "has a sample without a turn")

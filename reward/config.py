@@ -54,6 +54,5 @@ class RewardConfig:
 
     @property
     def may_score_turns(self) -> bool:
-        """Whether a verifier may score turns: only functions of the user do, and whether one does is known
-        once it is imported."""
+        """Whether a verifier may score turns: functions of the user do, as is known once one is imported."""
         return any(verifier.name == "function" for verifier in self.verifiers)

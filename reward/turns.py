@@ -52,8 +52,8 @@ class GroupTurns:
         if self.texts is None:
             raise VerifierError(
                 verifier,
-                "it scores turns, and the rollout worker sent no texts of them: its settings have no verifier "
-                "'function'",
+                "it scores turns, and the rollout worker sent no texts of them: its settings have no "
+                "verifier 'function'",
             )
 
     def note(self, verifier: str, sample: int, scores: Sequence[float], *, by: str = "") -> float:

@@ -85,9 +85,7 @@ class AsyncUserFunction(AwaitedVerifier):
             values = await self._code.function(**self._code.arguments(group, 0))
             return checked_scores(self._code, values, group, samples)
         return [
-            checked_verdict(
-                self._code, await self._code.function(**self._code.arguments(group, i)), group, i
-            )
+            checked_verdict(self._code, await self._code.function(**self._code.arguments(group, i)), group, i)
             for i in samples
         ]
 

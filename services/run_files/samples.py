@@ -14,6 +14,7 @@ from protocol.errors import TetherError
 from protocol.messages import Remark, Rollout, ScoredRollout
 from protocol.rollout_view import sample_lengths
 from services.run_files.event_tail import EventTail
+from services.run_files.turn_scores import describe_turns
 from trainer.storage.archive import Archive
 from trainer.storage.spool import MissingRecord, Spool
 
@@ -123,8 +124,9 @@ def describe_group(
         `group`, `prompt`, `task` (what the prompt source knows, as JSON), `samples`: each with `reward`,
         `components` (verifier -> score), `remarks` (what judges said of it, or of the whole group), `text`,
         `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first token, token after the last, version),
-        `versions`, `lags` and `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
-        them, `shared` tokens of the branch `parent` that it follows behind the prompt).
+        `versions`, `lags`, `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
+        them, `shared` tokens of the branch `parent` that it follows behind the prompt) and `turns` (those
+        that were scored, see `describe_turns`).
     """
     return {
         "group": message.rollout.group,
@@ -156,6 +158,7 @@ def _samples(
     lengths, tokens = sample_lengths(rollout), rollout.tokens.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)])
     spans_of_samples, branches = _spans(rollout), _branches(rollout)
+    turns = describe_turns(message, max_text)
     found = []
     for index in range(min(len(lengths), max_samples)):
         if index < len(rollout.responses):
@@ -181,6 +184,7 @@ def _samples(
                 "versions": versions,
                 "lags": [] if step is None else sorted(step - version for version in versions),
                 "branches": branches.get(index, []),
+                "turns": turns[index],
             }
         )
     return found

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from protocol.errors import BoundViolation, ProtocolError
 from protocol.messages import ScoredRollout
 from trainer.algorithms.base import Algorithm
+from trainer.algorithms.registry import CRITIC, check_turn_scores
 from trainer.batch import Batch, StepTotals
 from trainer.config import AlgorithmConfig
 from trainer.data.batch_digest import BatchDigest
 from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts, rewards_of
 from trainer.data.mini_batches import MiniBatches
 from trainer.data.samples import BatchSample, samples_of
+from trainer.data.turn_advantages import TurnAdvantages, turn_advantages
 from trainer.functional.advantages import overlong_punishment
 
 DTYPES = {
@@ -73,6 +75,10 @@ class StepPlan:
     mini_batches: MiniBatches
     experts_shape: tuple[int, int] | None = None
     """(L, K): layers and experts of each, if any sample has recorded experts."""
+    turns: TurnAdvantages | None = None
+    """Advantages of turns, which count instead of those of samples; None: no turn was scored."""
+    has_critic: bool = False
+    """Whether advantages are a critic's, made of the rewards of tokens."""
 
     def part(self, samples: Sequence[int]) -> Batch:
         """Build the batch of some samples of the step, on the CPU.
@@ -89,11 +95,18 @@ class StepPlan:
         arrays = {name: np.empty(places[-1], dtype=dtype) for name, dtype in DTYPES.items()}
         if self.experts_shape is not None:
             arrays["experts"] = np.full((places[-1], *self.experts_shape), -1, dtype=np.int16)
+        if self.turns is not None and self.has_critic:
+            arrays["turn_rewards"] = np.empty(places[-1], dtype=np.float32)
         advantages = self.advantages.numpy()
         for index, first, end in zip(samples, places, places[1:], strict=False):
             made = self.samples[index].token_arrays(self.step)
             check_bound(self.samples[index], made["loss_mask"], self.step)
-            made["advantages"] = np.where(made["loss_mask"], advantages[index], np.float32(0))
+            of_tokens: Any = advantages[index]
+            if self.turns is not None:
+                of_tokens = self.turns.of_tokens(index, self.samples[index])
+                if "turn_rewards" in arrays:
+                    made["turn_rewards"] = self.turns.token_rewards(index, self.samples[index])
+            made["advantages"] = np.where(made["loss_mask"], of_tokens, np.float32(0))
             for name, values in made.items():
                 arrays[name][first:end] = values
         by_token: dict[str, Any] = {name: torch.from_numpy(values) for name, values in arrays.items()}
@@ -142,6 +155,7 @@ def plan_step(
     Raises:
         ProtocolError: a record is malformed, or has tokens of a later version; names group and field.
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
+        SettingsError: turns were scored, and the algorithm has a penalty of whole samples.
     """
     tally, digest = StepTally(step), BatchDigest()
     if not (samples := list(_counted(groups, tally, digest, mask_late, algorithm.config))):
@@ -149,6 +163,10 @@ def plan_step(
     divided, counts = MiniBatches.of(tally, mini_batches, seed), tally.trained_counts()
     scores = _scores(tally.first_rows(samples), tally, algorithm, divided, max_tokens)
     by_sample = _by_row(samples, tally, scores)
+    turns = turn_advantages(samples, tally.sample_of_row, scores["rewards"], algorithm)
+    of_turns = {} if turns is None else {"turn_advantages": turns.flat()}
+    if turns is not None:
+        check_turn_scores(algorithm.config)
     return StepPlan(
         step=step,
         temperature=temperature,
@@ -158,9 +176,11 @@ def plan_step(
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
         trained_counts=counts,
         stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
-        digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
+        digest=digest.finish({"step": step, "temperature": temperature}, by_sample | of_turns),
         mini_batches=divided,
         experts_shape=_experts_shape(samples),
+        turns=turns,
+        has_critic=algorithm.config.name in CRITIC,
         **by_sample,
     )
 

@@ -1,0 +1,50 @@
+"""Describes the turns of a scored group, for readers: what each said, and what verifiers gave to it."""
+
+from typing import Any
+
+import numpy as np
+
+from protocol.messages import ScoredRollout
+from protocol.turns import turns_of
+
+
+def describe_turns(message: ScoredRollout, max_text: int) -> list[list[dict[str, Any]]]:
+    """Return the turns of each sample whose turns were scored, as JSON types; none where they were not.
+
+    Args:
+        message: the group.
+        max_text: characters given of a turn.
+
+    Returns:
+        For each sample its turns: each with `reward`, `components` (verifier -> score), `tokens`, `text` (if
+        the record has it) and `is_cut`.
+
+    Raises:
+        ProtocolError: turns contradict the rollout.
+    """
+    turns, rollout = turns_of(message.rollout), message.rollout
+    if turns is None or message.turn_rewards is None:
+        return [[] for _ in rollout.responses]
+    rewards = message.turn_rewards.numpy()
+    components = {name: values.numpy() for name, values in message.turn_components.items()}
+    found: list[list[dict[str, Any]]] = []
+    number = 0
+    for of_sample in turns:
+        found.append([])
+        for turn in of_sample:
+            text = rollout.turn_texts[number] if rollout.turn_texts else ""
+            found[-1].append(
+                {
+                    "reward": _number(rewards[number]),
+                    "components": {name: _number(values[number]) for name, values in components.items()},
+                    "tokens": turn.end - turn.first,
+                    "text": text[:max_text],
+                    "is_cut": len(text) > max_text,
+                }
+            )
+            number += 1
+    return found
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if np.isfinite(value) else None
