@@ -122,8 +122,7 @@ class RewardModel:
             raise SettingsError(f"verifier reward_model: {error}") from None
         except ModuleNotFoundError as error:
             raise SettingsError(
-                f"verifier reward_model: option engine: {options.engine!r}, but {error.name} is not installed "
-                "for this Python"
+                f"verifier reward_model: option engine: {options.engine!r}: this Python has no {error.name}"
             ) from None
         except Exception as error:  # transformers and torch raise any exception
             text = " ".join(str(error).split())
@@ -141,7 +140,8 @@ class RewardModel:
         if self._classifier is None:
             self.load()
         assert self._classifier is not None
-        logits = self._classifier.logits([self._tokens(group.prompt, group.responses[i]) for i in samples])
+        texts = [self._tokens(group.prompt, group.responses[i]) for i in samples]
+        logits = self._classifier.logits(texts)
         return [_sigmoid(logit) if self._options.sigmoid else logit for logit in logits]
 
     def _tokens(self, prompt: str, response: str) -> list[int]:

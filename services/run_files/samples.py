@@ -184,7 +184,7 @@ def _samples(
                 "versions": versions,
                 "lags": [] if step is None else sorted(step - version for version in versions),
                 "branches": branches.get(index, []),
-                "turns": turns[index],
+                "turns": turns.get(index, []),
             }
         )
     return found

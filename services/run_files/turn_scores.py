@@ -8,15 +8,15 @@ from protocol.messages import ScoredRollout
 from protocol.turns import turns_of
 
 
-def describe_turns(message: ScoredRollout, max_text: int) -> list[list[dict[str, Any]]]:
-    """Return the turns of each sample whose turns were scored, as JSON types; none where they were not.
+def describe_turns(message: ScoredRollout, max_text: int) -> dict[int, list[dict[str, Any]]]:
+    """Return sample -> its turns, as JSON types; none if they were not scored.
 
     Args:
         message: the group.
         max_text: characters given of a turn.
 
     Returns:
-        For each sample its turns: each with `reward`, `components` (verifier -> score), `tokens`, `text` (if
+        For each sample its turns, each with `reward`, `components` (verifier -> score), `tokens`, `text` (if
         the record has it) and `is_cut`.
 
     Raises:
@@ -24,16 +24,15 @@ def describe_turns(message: ScoredRollout, max_text: int) -> list[list[dict[str,
     """
     turns, rollout = turns_of(message.rollout), message.rollout
     if turns is None or message.turn_rewards is None:
-        return [[] for _ in rollout.responses]
+        return {}
     rewards = message.turn_rewards.numpy()
     components = {name: values.numpy() for name, values in message.turn_components.items()}
-    found: list[list[dict[str, Any]]] = []
+    found: dict[int, list[dict[str, Any]]] = {}
     number = 0
-    for of_sample in turns:
-        found.append([])
+    for sample, of_sample in enumerate(turns):
         for turn in of_sample:
             text = rollout.turn_texts[number] if rollout.turn_texts else ""
-            found[-1].append(
+            found.setdefault(sample, []).append(
                 {
                     "reward": _number(rewards[number]),
                     "components": {name: _number(values[number]) for name, values in components.items()},

@@ -4,6 +4,7 @@ Run this file to write the golden frames of a new message or schema version.
 """
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -60,6 +61,7 @@ ROLLOUT = Rollout(
     turn_texts=("a", "b", "c"),
     turn_contexts=("", "", ""),
 )
+WITHOUT_TURNS: dict[str, Any] = {"turns": None, "turn_texts": (), "turn_contexts": ()}
 BRANCHED = msgspec.structs.replace(
     ROLLOUT,
     lengths=Array.of([2, 2, 1], "int32"),
@@ -68,9 +70,7 @@ BRANCHED = msgspec.structs.replace(
     loss_mask=Array.of([1, 1, 0, 1, 1], "uint8"),
     spans=Array.of([[0, 1, 3], [0, 2, 4], [1, 2, 4], [2, 1, 4]], "int32"),
     calls=None,
-    turns=None,
-    turn_texts=(),
-    turn_contexts=(),
+    **WITHOUT_TURNS,
     experts=Array.of([[[2, 1]], [[65535, 65535]], [[1, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
     branches=Array.of([[0, -1, 0], [0, 0, 1], [1, -1, 0]], "int32"),
 )

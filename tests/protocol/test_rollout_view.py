@@ -12,7 +12,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import MAX_GROUPS, decode_rollout, sample_lengths
 from protocol.tensors import Array
-from tests.protocol.samples import BRANCHED, GOLDEN, ROLLOUT
+from tests.protocol.samples import BRANCHED, GOLDEN, ROLLOUT, WITHOUT_TURNS
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 
 PAIR = scored(
@@ -55,7 +55,7 @@ def test_rollout_of_a_release_without_branches_is_read() -> None:
         _, message = decode((GOLDEN / f"{name}.v2.without_branches.msgpack").read_bytes())
         rollout = message.rollout if isinstance(message, ScoredRollout) else message
         assert isinstance(rollout, Rollout)
-        assert rollout == msgspec.structs.replace(ROLLOUT, branches=None, calls=None)
+        assert rollout == msgspec.structs.replace(ROLLOUT, branches=None, calls=None, **WITHOUT_TURNS)
         assert [row.sample for row in decode_rollout(rollout).rows] == [0, 1]
         assert sample_lengths(rollout) == [2, 1]
 

@@ -14,13 +14,16 @@ LETTERS = "0123456789 abcdefghijklmnopqrstuvwxyz:?\n"
 
 
 def write_reward_model(
-    directory: Path, *, labels: int = 1, template: bool = False, pad: int | None = None
+    directory: Path, *, labels: int = 1, template: bool = False, pad: int | None = None, hidden: int = 32
 ) -> Path:
-    """One layer, weights that make scores of both signs; `pad` is the padding that its config names."""
+    """One layer, weights that make scores of both signs; `pad` is the padding that its config names.
+
+    vLLM on a CPU needs heads of 32 numbers: `hidden` 128.
+    """
     directory.mkdir(parents=True)
     config = Qwen2Config(
         vocab_size=2 + len(LETTERS),
-        hidden_size=32,
+        hidden_size=hidden,
         intermediate_size=48,
         num_hidden_layers=1,
         num_attention_heads=4,

@@ -4,7 +4,7 @@ import msgspec
 
 from protocol.codec import decode
 from protocol.messages import ScoredRollout
-from tests.protocol.samples import GOLDEN, SAMPLES
+from tests.protocol.samples import GOLDEN, SAMPLES, WITHOUT_TURNS
 
 
 def test_a_scored_rollout_of_a_release_without_remarks_is_read() -> None:
@@ -14,4 +14,4 @@ def test_a_scored_rollout_of_a_release_without_remarks_is_read() -> None:
     assert isinstance(new, ScoredRollout)
     assert message.remarks == ()
     assert new.remarks != ()
-    assert message.rollout == msgspec.structs.replace(new.rollout, branches=None, calls=None)
+    assert message.rollout == msgspec.structs.replace(new.rollout, branches=None, calls=None, **WITHOUT_TURNS)
