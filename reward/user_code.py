@@ -100,8 +100,8 @@ def _checked_parameters(
             f"{what} must take a parameter `response` (scores one) or `responses` (scores all of a prompt)"
             f"{more}"
         )
-    known, other = (WHOLE, EACH) if whole else (EACH, WHOLE)
-    known += of_turns if by_turn else ()
+    other: tuple[str, ...] = EACH if whole else WHOLE
+    known = (WHOLE if whole else EACH) + (of_turns if by_turn else ())
     if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
         return known
     names = []
