@@ -13,8 +13,8 @@ from protocol.rollout_view import checked_array, require, samples_of_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What the model said at once, in answer to one call."""
+class TurnPlace:
+    """Where a turn lies: what the model said at once, in answer to one call."""
 
     row: int
     """Row of the message that has it."""
@@ -23,7 +23,7 @@ class Turn:
     """Its place among the row's own tokens: from `first` up to, not including, `end`."""
 
 
-def turns_of(rollout: Rollout) -> list[list[Turn]] | None:
+def turns_of(rollout: Rollout) -> list[list[TurnPlace]] | None:
     """Return the turns of each sample, at least one, as they were made; None if every sample is one turn.
 
     Raises:
@@ -37,7 +37,7 @@ def turns_of(rollout: Rollout) -> list[list[Turn]] | None:
         return None
     turns = checked_array(group, "turns", rollout.turns, "int32", (None, 4)).tolist()
     samples, lengths = samples_of_rows(rollout), rollout.lengths.numpy().tolist()
-    found: list[list[Turn]] = [[] for _ in range(samples[-1] + 1 if samples else 0)]
+    found: list[list[TurnPlace]] = [[] for _ in range(samples[-1] + 1 if samples else 0)]
     before = 0
     for number, (sample, row, first, end) in enumerate(turns):
         fits = (
@@ -47,7 +47,7 @@ def turns_of(rollout: Rollout) -> list[list[Turn]] | None:
             and 0 <= first <= end <= lengths[row]
         )
         require(fits, group, "turns", f"row {number} ({sample}, {row}, {first}, {end}) is not in its sample")
-        found[sample].append(Turn(row, first, end))
+        found[sample].append(TurnPlace(row, first, end))
         before = sample
     require(all(found), group, "turns", "has a sample without a turn")
     _check_cover(rollout, found, lengths)
@@ -58,13 +58,13 @@ def turns_of(rollout: Rollout) -> list[list[Turn]] | None:
     return found
 
 
-def by_sample(values: Sequence[str], turns: Sequence[Sequence[Turn]]) -> list[list[str]]:
+def by_sample(values: Sequence[str], turns: Sequence[Sequence[TurnPlace]]) -> list[list[str]]:
     """Return the entries [K] of all turns as a list for each sample, [n][K_i]."""
     rest = iter(values)
     return [[next(rest) for _ in of_sample] for of_sample in turns]
 
 
-def _check_cover(rollout: Rollout, turns: Sequence[Sequence[Turn]], lengths: Sequence[int]) -> None:
+def _check_cover(rollout: Rollout, turns: Sequence[Sequence[TurnPlace]], lengths: Sequence[int]) -> None:
     """Refuse turns that overlap, and sampled tokens in no turn."""
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     count = np.zeros(int(starts[-1]) + 1, dtype=np.int64)

@@ -14,8 +14,7 @@ from rollout.episodes import EpisodeReport, Episodes
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording
-from rollout.trajectory import assemble
-from rollout.turn_texts import turn_texts
+from rollout.trajectory import assemble, turn_texts
 
 DEFAULT = EnvironmentConfig()
 
@@ -61,15 +60,12 @@ async def generate_group(
     If the group fails, all its samples are cancelled. Cancelling the call leaves no request on the engine.
 
     Args:
-        engine: generates.
-        renderer: renders the prompt, and detokenizes the samples.
+        engine, renderer: generate, render the prompt, and detokenize the samples.
         environment: produces each sample.
         prompt: the prompt.
         group, token, engine_name: fields of the message, see `Rollout`.
-        n: samples to generate.
-        sampling: parameters of every generation.
-        config: limits of episodes.
-        max_model_len: tokens of prompt and sample together; 0: no limit is known.
+        n, sampling: samples to generate, and the parameters of every generation.
+        config, max_model_len: limits of episodes, and of the tokens of prompt and sample; 0: none is known.
         least: samples that must remain when others have failed; None: all.
         report: called after each attempt at a sample.
         ended: returns why the group is cancelled, for harnesses whose calls are refused from then on.

@@ -1,7 +1,8 @@
 """Assembles the samples of a group into a `Rollout` message; `protocol.rollout_view` is the inverse."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 
@@ -11,6 +12,7 @@ import numpy as np
 from protocol.errors import EngineError, SettingsError
 from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.tensors import Array
+from protocol.turns import turns_of
 from rollout.environments.base import Branch, Sample
 from rollout.prompts.base import Prompt
 
@@ -69,6 +71,29 @@ def assemble(
         calls=_calls(samples, rows),
         turns=_turns(samples, rows),
     )
+
+
+def turn_texts(rollout: Rollout, text_of: Callable[[tuple[int, ...]], str]) -> Rollout:
+    """Return the group with its turns as text, and with what was inserted before each.
+
+    It is unchanged if every sample is one turn.
+
+    Args:
+        rollout: as assembled.
+        text_of: detokenizes, without special tokens.
+    """
+    turns = turns_of(rollout)
+    if turns is None:
+        return rollout
+    rows = np.split(rollout.tokens.numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
+    ends: dict[int, int] = defaultdict(int)
+    texts, contexts = [], []
+    for turn in (turn for of_sample in turns for turn in of_sample):
+        row = rows[turn.row].tolist()
+        contexts.append(text_of(tuple(row[ends[turn.row] : turn.first])))
+        texts.append(text_of(tuple(row[turn.first : turn.end])))
+        ends[turn.row] = turn.end
+    return msgspec.structs.replace(rollout, turn_texts=tuple(texts), turn_contexts=tuple(contexts))
 
 
 def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:

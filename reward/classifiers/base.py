@@ -8,10 +8,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ClassifierConfig:
-    """What a classifier is loaded with; options of `reward_model`."""
+    """Says what a classifier is loaded with; options of `reward_model`."""
 
     directory: Path
-    """Of model and tokenizer."""
+    """Directory of model and tokenizer."""
     device: str
     """cpu, cuda or cuda:N."""
     dtype: str

@@ -131,22 +131,28 @@ class ScorePool:
             counts, reasons = token_counts or [0] * n, finish_reasons or ["stop"] * n
             await self._learn()
             of_turns = (turns.texts or [], turns.contexts or []) if self.scores_turns else ([], [])
-            data = _group_frame(
+            frame = _group_frame(
                 prompt_text, list(responses), metadata, list(counts), list(reasons), *of_turns
             )
-            group = GroupFrame(next(self._numbers), data)
-            scoring = GroupScoring(self, self._config, group, turns)
-            try:
-                components = await scoring.run()
-            finally:
-                self._waiting.forget(group)
+            components, said = await self._score(frame, turns)
             if remarks is not None:
-                remarks.extend(scoring.remarks)
+                remarks.extend(said)
         if environment is not None:
             components[ENVIRONMENT] = list(environment)
         rewards = combine(components, self._weights)
         turns.combine(components, self._weights)
         return rewards, components
+
+    async def _score(
+        self, frame: bytes, turns: GroupTurns
+    ) -> tuple[dict[str, list[float]], Sequence[Remark]]:
+        """Return component -> [n] scores of a group, and what judges said."""
+        group = GroupFrame(next(self._numbers), frame)
+        scoring = GroupScoring(self, self._config, group, turns)
+        try:
+            return await scoring.run(), scoring.remarks
+        finally:
+            self._waiting.forget(group)
 
     @property
     def scores_turns(self) -> bool:

@@ -9,18 +9,18 @@ from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.messages import Rollout, ScoredRollout
 from protocol.tensors import Array
-from protocol.turns import Turn, by_sample, turns_of
+from protocol.turns import TurnPlace, by_sample, turns_of
 from tests.protocol.samples import BRANCHED, GOLDEN, ROLLOUT
 
 
 def test_turns_are_listed_for_each_sample() -> None:
     found = turns_of(ROLLOUT)
-    assert found == [[Turn(0, 0, 1), Turn(0, 1, 2)], [Turn(1, 0, 1)]]
+    assert found == [[TurnPlace(0, 0, 1), TurnPlace(0, 1, 2)], [TurnPlace(1, 0, 1)]]
     assert by_sample(ROLLOUT.turn_texts, found) == [["a", "b"], ["c"]]
     branched = msgspec.structs.replace(
         BRANCHED, turns=Array.of([[0, 1, 1, 2], [0, 0, 0, 2], [1, 2, 0, 1]], "int32")
     )
-    assert turns_of(branched) == [[Turn(1, 1, 2), Turn(0, 0, 2)], [Turn(2, 0, 1)]]
+    assert turns_of(branched) == [[TurnPlace(1, 1, 2), TurnPlace(0, 0, 2)], [TurnPlace(2, 0, 1)]]
 
 
 def test_a_release_without_turns_is_read() -> None:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.algorithms.base import Algorithm
+from trainer.algorithms.registry import CRITIC, check_turn_scores
 from trainer.data.samples import BatchSample
 
 
@@ -28,6 +29,8 @@ class TurnAdvantages:
     """[N] of [k]."""
     returns: Sequence[NDArray[np.float32]]
     """[N] of [k]."""
+    for_critic: bool
+    """Whether advantages are a critic's, made of the rewards of tokens."""
 
     def of_tokens(self, row: int, sample: BatchSample) -> NDArray[np.float32]:
         """Return the advantage of each token of a row, [P + T_i]; 0 outside of its turns."""
@@ -54,10 +57,6 @@ class TurnAdvantages:
                 values[len(sample.prompt) + sampled[place]] += gain
         return values
 
-    def flat(self) -> torch.Tensor:
-        """Return the advantages of all turns, row after row."""
-        return torch.from_numpy(np.concatenate(self.advantages))
-
 
 def turn_advantages(
     rows: Sequence[BatchSample],
@@ -72,9 +71,13 @@ def turn_advantages(
         sample_of_row: [N]: index of the sample of each.
         rewards: float32 [n]: of samples, after any punishment of long ones, which counts at the last turn.
         algorithm: makes advantages of rewards and of what is compared with what.
+
+    Raises:
+        SettingsError: turns were scored, and the algorithm has a penalty of whole samples.
     """
     if all(row.turns is None for row in rows):
         return None
+    check_turn_scores(algorithm.config)
     places: dict[tuple[int, int], int] = {}
     compared: dict[tuple[int, int], int] = {}
     returns: list[float] = []
@@ -97,8 +100,15 @@ def turn_advantages(
     values = torch.tensor(returns, dtype=torch.float32)
     advantages = algorithm.advantages(values, torch.tensor(index)).numpy()
     return TurnAdvantages(
-        [advantages[chosen] for chosen in of_rows], [values.numpy()[chosen] for chosen in of_rows]
+        [advantages[chosen] for chosen in of_rows],
+        [values.numpy()[chosen] for chosen in of_rows],
+        algorithm.config.name in CRITIC,
     )
+
+
+def digested(turns: TurnAdvantages | None) -> dict[str, torch.Tensor]:
+    """Return what the digest of a step has of turns: nothing where none was scored."""
+    return {} if turns is None else {"turn_advantages": torch.from_numpy(np.concatenate(turns.advantages))}
 
 
 def _bounds(sample: BatchSample) -> Sequence[tuple[int, int]]:

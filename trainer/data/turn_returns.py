@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from protocol.messages import ScoredRollout
 from protocol.rollout_view import checked_array, require
-from protocol.turns import Turn, turns_of
+from protocol.turns import TurnPlace, turns_of
 
 ROUNDING = 1e-4
 """By how much the rewards of a sample's turns may miss its own, for each unit of their sizes."""
@@ -43,7 +43,7 @@ def turns_of_rows(scored: ScoredRollout, rows: int) -> list[RowTurns | None]:
         require(False, group, "turn_rewards", "are given, but each sample is one turn")
         return []
     rewards = _checked_rewards(scored, turns)
-    found: list[list[tuple[Turn, int, float]]] = [[] for _ in range(rows)]
+    found: list[list[tuple[TurnPlace, int, float]]] = [[] for _ in range(rows)]
     for of_sample, given in zip(turns, rewards, strict=True):
         returns = np.cumsum(given[::-1])[::-1]
         for number, (turn, value) in enumerate(zip(of_sample, returns.tolist(), strict=True)):
@@ -61,7 +61,9 @@ def differing_turns(scored: ScoredRollout, slack: float) -> bool:
     return any(max(values) - min(values) > slack for values in found.values())
 
 
-def _checked_rewards(scored: ScoredRollout, turns: Sequence[Sequence[Turn]]) -> list[NDArray[np.float64]]:
+def _checked_rewards(
+    scored: ScoredRollout, turns: Sequence[Sequence[TurnPlace]]
+) -> list[NDArray[np.float64]]:
     """Return the reward of each turn, [n][K_i]."""
     group, ends = scored.rollout.group, np.cumsum([len(of_sample) for of_sample in turns])
     assert scored.turn_rewards is not None
@@ -79,7 +81,7 @@ def _checked_rewards(scored: ScoredRollout, turns: Sequence[Sequence[Turn]]) -> 
     return rewards
 
 
-def _row_turns(turns: Sequence[tuple[Turn, int, float]]) -> RowTurns:
+def _row_turns(turns: Sequence[tuple[TurnPlace, int, float]]) -> RowTurns:
     bounds = [(turn.first, turn.end) for turn, _, _ in turns]
     return RowTurns(
         np.array([number for _, number, _ in turns], dtype=np.int64),

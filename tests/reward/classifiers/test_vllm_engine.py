@@ -14,7 +14,7 @@ from tests.reward.reward_models import write_reward_model
 PROMPT = "what is 6 times 7?"
 RESPONSES = ["42", "it is 42 i think", "", "no idea", "4" * 300, "ends with 0000"]
 TOLERANCE = 1e-4
-"""Of logits between -10 and 10, in float32: kernels add up in another order."""
+"""Largest difference of logits between -10 and 10, in float32: kernels add up in another order."""
 
 
 @pytest.mark.engine

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import Rollout, ScoredRollout
-from protocol.tensors import Array
 from protocol.turns import turns_of
 from reward.config import RewardConfig, VerifierConfig
 from reward.score import score_rollout
@@ -16,7 +15,6 @@ from rollout.environments.episode import Episode, EpisodeEnvironment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
-from rollout.turn_texts import turn_texts
 from tests.rollout.tokenizers import write_tokenizer
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.data.step_plan import plan_step
@@ -77,16 +75,3 @@ async def test_texts_are_sent_where_a_verifier_may_ask_for_them(tmp_path: Path) 
     assert rollout.turns is not None
     assert RewardConfig(verifiers=(VerifierConfig("function"),)).may_score_turns
     assert not RewardConfig(verifiers=(VerifierConfig("math"),)).may_score_turns
-
-
-def test_texts_follow_the_order_in_which_turns_were_made() -> None:
-    rollout = Rollout(
-        group=0, token="t", engine="e", prompt_tokens=Array.of([1], "int32"),
-        lengths=Array.of([4, 2], "int32"), tokens=Array.of([2, 3, 4, 5, 6, 7], "int32"),
-        logprobs=Array.of([0.0] * 6, "float32"), loss_mask=Array.of([1, 0, 0, 1, 0, 1], "uint8"),
-        spans=Array.of([[0, 4, 0], [1, 2, 0]], "int32"), finish_reasons=("stop",), responses=("",),
-        branches=Array.of([[0, -1, 0], [0, 0, 1]], "int32"),
-        turns=Array.of([[0, 0, 0, 1], [0, 1, 1, 2], [0, 0, 3, 4]], "int32"),
-    )  # fmt: skip
-    found = turn_texts(rollout, lambda tokens: "".join(map(str, tokens)))
-    assert (found.turn_texts, found.turn_contexts) == (("2", "7", "5"), ("", "6", "34"))
