@@ -12,6 +12,10 @@ from protocol.turns import by_sample, turns_of
 from reward.combine import VerifierError
 
 
+LARGEST = 1e30
+"""Largest absolute score of a turn, weighted or not: they are sent as float32."""
+
+
 @dataclass(slots=True)
 class GroupTurns:
     """The turns of a group, and their scores once it is scored."""
@@ -66,7 +70,7 @@ class GroupTurns:
             by: the one that gave them, if it is another, for errors.
 
         Raises:
-            VerifierError: there are more or fewer than turns, or one or their sum is not finite.
+            VerifierError: there are more or fewer than turns, or one is not finite or too large.
         """
         by = by or verifier
         if len(scores) != self.counts[sample]:
@@ -74,11 +78,11 @@ class GroupTurns:
                 by, f"{len(scores)} scores for {self.counts[sample]} turns of sample {sample}"
             )
         for number, score in enumerate(scores):
-            if not math.isfinite(score):
+            if not abs(score) <= LARGEST:
                 raise VerifierError(by, f"scored turn {number} of sample {sample} as {score}")
         of_turns = self.components.setdefault(verifier, [[] for _ in self.counts])
         of_turns[sample] = list(scores)
-        return finite_sum(scores, by, sample)
+        return math.fsum(scores)
 
     def forget(self, verifier: str, sample: int) -> None:
         """Drop the scores of a sample's turns, because a fallback scored the whole sample instead."""
@@ -94,6 +98,9 @@ class GroupTurns:
         Args:
             components: verifier -> [n] scores of samples; of turns their sums.
             weights: verifier -> weight.
+
+        Raises:
+            VerifierError: a weighted score is too large; names the verifier.
         """
         if not self.components:
             return
@@ -103,16 +110,15 @@ class GroupTurns:
         whole = {name: scores for name, scores in components.items() if name not in self.components}
         for i, count in enumerate(self.counts):
             given = [
-                [weights[name] * scores[i][k] for name, scores in self.components.items()]
+                [_weighted(name, weights[name], scores[i][k]) for name, scores in self.components.items()]
                 for k in range(count)
             ]
-            given[-1] += [weights[name] * scores[i] for name, scores in whole.items()]
-            self.rewards.append([finite_sum(scores, "reward", i) for scores in given])
+            given[-1] += [_weighted(name, weights[name], scores[i]) for name, scores in whole.items()]
+            self.rewards.append([math.fsum(scores) for scores in given])
 
 
-def finite_sum(values: Sequence[float], verifier: str, sample: int) -> float:
-    """Return the sum of finite numbers. Raises VerifierError if it is too large."""
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        raise VerifierError(verifier, f"the scores of sample {sample} add up to infinity") from None
+def _weighted(verifier: str, weight: float, score: float) -> float:
+    """Return the product. Raises VerifierError if it is too large."""
+    if not abs(weight * score) <= LARGEST:
+        raise VerifierError(verifier, f"scored {score}, which is too large with the weight {weight}")
+    return weight * score

@@ -1,6 +1,7 @@
 """Tests scores of turns: from a function of the user to the message, with weights and fallbacks."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +123,6 @@ async def test_other_numbers_of_scores_fail_the_group(modules: list[str], wrong:
     found = await scored(modules, given, own("wrong"))
     assert isinstance(found, ScoreFailure)
     assert found.verifier == "wrong"
-    import re
-
     assert re.search(says, found.error), found.error
 
 
@@ -139,8 +138,11 @@ def test_what_a_worker_process_gives_is_checked_again() -> None:
         turns.note("v", 0, [1.0, 2.0, 3.0])
     with pytest.raises(VerifierError, match="v: scored turn 1 of sample 0 as inf"):
         turns.note("v", 0, [1.0, math.inf])
-    with pytest.raises(VerifierError, match="add up to infinity"):
-        turns.note("v", 0, [1e308, 1e308])
+    with pytest.raises(VerifierError, match=r"v: scored turn 0 of sample 0 as 1e\+31"):
+        turns.note("v", 0, [1e31, 0.0])
+    turns.note("v", 0, [1e30, -1e30])
+    with pytest.raises(VerifierError, match="v: scored 1e.30, which is too large with the weight 10"):
+        turns.combine({"v": [0.0, 0.0]}, {"v": 10.0})
     turns = GroupTurns([2, 1])
     turns.combine({"v": [1.0, 2.0]}, {"v": 1.0})
     assert (turns.rewards, turns.components) == ([], {})
