@@ -11,7 +11,6 @@ from protocol.messages import Rollout
 from protocol.turns import by_sample, turns_of
 from reward.combine import VerifierError
 
-
 LARGEST = 1e30
 """Largest absolute score of a turn, weighted or not: they are sent as float32."""
 

@@ -141,7 +141,7 @@ def test_what_a_worker_process_gives_is_checked_again() -> None:
     with pytest.raises(VerifierError, match=r"v: scored turn 0 of sample 0 as 1e\+31"):
         turns.note("v", 0, [1e31, 0.0])
     turns.note("v", 0, [1e30, -1e30])
-    with pytest.raises(VerifierError, match="v: scored 1e.30, which is too large with the weight 10"):
+    with pytest.raises(VerifierError, match=r"v: scored 1e\+30, which is too large with the weight 10"):
         turns.combine({"v": [0.0, 0.0]}, {"v": 10.0})
     turns = GroupTurns([2, 1])
     turns.combine({"v": [1.0, 2.0]}, {"v": 1.0})

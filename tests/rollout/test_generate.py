@@ -205,7 +205,7 @@ async def play(episode: Episode) -> float | None:
 
 async def generated(directory: Path, *, texts: bool) -> Rollout:
     write_tokenizer(directory / "model")
-    engine = ScriptedEngine(EngineConfig(name="scripted"), directory / "model", "engine.1")
+    engine = Watched(directory / "model")
     await engine.start()
     try:
         return await generate_group(
@@ -232,7 +232,7 @@ async def test_scores_of_an_environments_turns_become_advantages_of_their_tokens
     assert scored.turn_rewards.numpy().sum() == pytest.approx(scored.rewards.numpy().sum())
     wanted = [text.count("7") - place for text, place in zip(rollout.turn_texts, [0, 1, 2] * 3, strict=True)]
     assert scored.turn_rewards.numpy().tolist() == wanted
-    made = plan_step([(scored, 1)], step=0, algorithm=make_algorithm(AlgorithmConfig(name="dr_grpo")))
+    made = plan_step([(scored, 1)], step=5, algorithm=make_algorithm(AlgorithmConfig(name="dr_grpo")))
     assert made.turns is not None
     returns = [[sum(wanted[i + k : i + 3]) for k in range(3)] for i in (0, 3, 6)]
     assert [values.tolist() for values in made.turns.returns] == returns
