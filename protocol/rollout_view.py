@@ -137,6 +137,16 @@ def sample_lengths(rollout: Rollout) -> list[int]:
     return found
 
 
+def samples_of_rows(rollout: Rollout) -> list[int]:
+    """Return the sample of each row, [R].
+
+    Raises:
+        ProtocolError: a branch follows no row of its sample; names the group.
+    """
+    rows = len(checked_array(rollout.group, "lengths", rollout.lengths, "int32", (None,)))
+    return [sample for sample, _, _ in _branches(rollout, rows)]
+
+
 def checked_array(
     group: int, field: str, array: Array, dtype: str, shape: tuple[int | None, ...]
 ) -> NDArray[Any]:

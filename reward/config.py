@@ -51,3 +51,8 @@ class RewardConfig:
     memory_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
     """Address space of a worker process beside the models that it loads, MiB. 0: no limit, which a verifier
     on a GPU needs."""
+
+    @property
+    def may_score_turns(self) -> bool:
+        """Whether a verifier may score turns: functions of the user do, as is known once one is imported."""
+        return any(verifier.name == "function" for verifier in self.verifiers)

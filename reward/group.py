@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+Verdict = float | list[float] | None
+"""What a verifier gives to a sample: a score, or one for each of its turns; None: it was too slow."""
+
 
 @dataclass(frozen=True, slots=True)
 class ResponseGroup:
@@ -19,3 +22,8 @@ class ResponseGroup:
     """[n] tokens of each sample, without the prompt; 0 for a response that no engine generated."""
     finish_reasons: Sequence[str]
     """[n] "stop", "length" or "environment"."""
+    turns: Sequence[Sequence[str]] = ()
+    """[n][K_i] the turns of each sample as text."""
+    contexts: Sequence[Sequence[str]] = ()
+    """[n][K_i] what was written to the model before each turn, since the turn before; of the first one
+    without the prompt that all samples share."""

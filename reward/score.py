@@ -10,6 +10,7 @@ from protocol.messages import Remark, Rollout, ScoredRollout, ScoreFailure
 from protocol.rollout_view import sample_lengths
 from protocol.tensors import Array
 from reward.combine import VerifierError
+from reward.turns import GroupTurns
 from reward.workers.pool import ScorePool
 
 MAX_ERROR = 500
@@ -39,6 +40,7 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
                     f"environment_rewards of shape {list(rewards.shape)} for {len(rollout.responses)} samples"
                 )
             environment = rewards.tolist()
+        turns = GroupTurns.of(rollout)
         combined, components = await pool.score(
             rollout.prompt_text,
             rollout.responses,
@@ -47,6 +49,7 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
             sample_lengths(rollout),
             rollout.finish_reasons,
             remarks,
+            turns,
         )
     except (RewardError, ProtocolError) as error:
         verifier = error.verifier if isinstance(error, VerifierError) else ""
@@ -61,7 +64,16 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
         scorer=scorer,
         score_s=time.perf_counter() - began,
         remarks=bounded(remarks),
+        turn_rewards=_of_turns(turns.rewards) if turns.rewards and rollout.turns is not None else None,
+        turn_components={name: _of_turns(scores) for name, scores in turns.components.items()}
+        if rollout.turns is not None
+        else {},
     )
+
+
+def _of_turns(values: Sequence[Sequence[float]]) -> Array:
+    """Return [n][K_i] as float32 [K]."""
+    return Array.of([value for of_sample in values for value in of_sample], "float32")
 
 
 def bounded(remarks: Sequence[Remark]) -> tuple[Remark, ...]:

@@ -14,6 +14,8 @@ EACH = ("prompt", "response", "metadata", "token_count", "finish_reason")
 """Parameters of a function that is called for one response."""
 WHOLE = ("prompt", "responses", "metadata", "token_counts", "finish_reasons")
 """Parameters of a function that is called for all responses of a prompt."""
+TURNS = ("turns", "contexts")
+"""Parameters of either kind, if it scores turns. It does if it names the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class UserCode:
         return "responses" in self.names
 
     @property
+    def by_turn(self) -> bool:
+        """Whether it scores each turn of a sample."""
+        return TURNS[0] in self.names
+
+    @property
     def awaits(self) -> bool:
         """Whether it is asynchronous."""
         called = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an asynchronous one)
@@ -46,6 +53,8 @@ class UserCode:
                 "responses": list(group.responses),
                 "token_counts": list(group.token_counts),
                 "finish_reasons": list(group.finish_reasons),
+                "turns": [list(turns) for turns in group.turns],
+                "contexts": [list(contexts) for contexts in group.contexts],
             }
         else:
             known |= {
@@ -53,37 +62,46 @@ class UserCode:
                 "token_count": group.token_counts[i],
                 "finish_reason": group.finish_reasons[i],
             }
+            if self.by_turn:
+                known |= {"turns": list(group.turns[i]), "contexts": list(group.contexts[i])}
         return {name: known[name] for name in self.names}
 
 
-def load_user_code(path: str, what: str) -> UserCode:
+def load_user_code(path: str, what: str, *, may_score_turns: bool = False) -> UserCode:
     """Import a function and check its parameters.
 
     Args:
         path: `MODULE:FUNCTION`.
         what: the beginning of errors, such as "verifier function".
+        may_score_turns: whether it may take turns.
 
     Raises:
         SettingsError: module or function is missing, the module raises, or the parameters do not fit; names
             the file.
     """
     function, file = import_attribute(path, what)
-    return UserCode(path, file, function, _checked_parameters(f"{what}: {path} in {file}", function))
+    names = _checked_parameters(f"{what}: {path} in {file}", function, TURNS if may_score_turns else ())
+    return UserCode(path, file, function, names)
 
 
-def _checked_parameters(what: str, function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the arguments to pass.
+def _checked_parameters(
+    what: str, function: Callable[..., Any], of_turns: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the names of the arguments to pass. `of_turns` are those that there are of turns, if any.
 
     Raises:
         SettingsError: the function cannot be called with the arguments that there are.
     """
     parameters = inspect.signature(function).parameters
-    whole = "responses" in parameters
-    if whole == ("response" in parameters):
+    whole, by_turn = "responses" in parameters, bool({*of_turns[:1]} & parameters.keys())
+    if whole == ("response" in parameters) and (whole or not by_turn):
+        more = ", or `turns` (scores each turn of one)" if of_turns else ""
         raise SettingsError(
             f"{what} must take a parameter `response` (scores one) or `responses` (scores all of a prompt)"
+            f"{more}"
         )
-    known, other = (WHOLE, EACH) if whole else (EACH, WHOLE)
+    other: tuple[str, ...] = EACH if whole else WHOLE
+    known = (WHOLE if whole else EACH) + (of_turns if by_turn else ())
     if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
         return known
     names = []

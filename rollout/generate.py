@@ -17,7 +17,7 @@ from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording
 from rollout.strays import Strays
-from rollout.trajectory import assemble
+from rollout.trajectory import assemble, turn_texts
 
 DEFAULT = EnvironmentConfig()
 
@@ -57,22 +57,21 @@ async def generate_group(
     ended: Callable[[], str] = lambda: "",
     recording: Recording | None = None,
     strays: Strays | None = None,
+    with_turn_texts: bool = False,
 ) -> Rollout:
     """Generate the n samples of a group.
 
     If the group fails, all its samples are cancelled. Cancelling the call leaves no request on the engine.
 
     Args:
-        engine: generates.
-        renderer: renders the prompt, and detokenizes the samples.
+        engine, renderer: generate, render the prompt, and detokenize the samples.
         environment, prompt: what produces each sample, and from what.
         group, token, engine_name: fields of the message, see `Rollout`.
-        n: samples to generate.
-        sampling: parameters of every generation.
-        config: limits of episodes.
-        max_model_len: tokens of prompt and sample together; 0: no limit is known.
+        n, sampling: samples to generate, and the parameters of every generation.
+        config, max_model_len: limits of episodes, and of the tokens of prompt and sample; 0: none is known.
         least: samples that must remain when others have failed; None: all.
         report, ended, recording, strays: as in `Episodes`; no strays: those of this group alone.
+        with_turn_texts: whether the message has the text of each turn, for verifiers that score turns.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
@@ -87,6 +86,7 @@ async def generate_group(
         prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
         group=group, token=token, engine=engine_name, generate_s=time.perf_counter() - began,
     )  # fmt: skip
+    rollout = turn_texts(rollout, renderer.text) if with_turn_texts else rollout
     return _for_readers(rollout, read.tokens, samples, renderer)
 
 

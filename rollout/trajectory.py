@@ -1,7 +1,8 @@
 """Assembles the samples of a group into a `Rollout` message; `protocol.rollout_view` is the inverse."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 
@@ -11,6 +12,7 @@ import numpy as np
 from protocol.errors import EngineError, SettingsError
 from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.tensors import Array
+from protocol.turns import turns_of
 from rollout.environments.base import Branch, Sample
 from rollout.prompts.base import Prompt
 
@@ -67,7 +69,31 @@ def assemble(
         experts=experts,
         branches=Array.of(branches, "int32") if len(rows) > len(samples) else None,
         calls=_calls(samples, rows),
+        turns=_turns(samples, rows),
     )
+
+
+def turn_texts(rollout: Rollout, text_of: Callable[[tuple[int, ...]], str]) -> Rollout:
+    """Return the group with its turns as text, and with what was inserted before each.
+
+    It is unchanged if every sample is one turn.
+
+    Args:
+        rollout: as assembled.
+        text_of: detokenizes, without special tokens.
+    """
+    turns = turns_of(rollout)
+    if turns is None:
+        return rollout
+    rows = np.split(rollout.tokens.numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
+    ends: dict[int, int] = defaultdict(int)
+    texts, contexts = [], []
+    for turn in (turn for of_sample in turns for turn in of_sample):
+        row = rows[turn.row].tolist()
+        contexts.append(text_of(tuple(row[ends[turn.row] : turn.first])))
+        texts.append(text_of(tuple(row[turn.first : turn.end])))
+        ends[turn.row] = turn.end
+    return msgspec.structs.replace(rollout, turn_texts=tuple(texts), turn_contexts=tuple(contexts))
 
 
 def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:
@@ -116,6 +142,19 @@ def _calls(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array 
     return Array.of(found, "int32") if found else None
 
 
+def _turns(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array | None:
+    """Return where the turns of the samples lie, as they were made; None if every sample is one turn."""
+    found: list[tuple[int, int, int, int]] = []
+    remaining = enumerate(rows)
+    for number, sample in enumerate(samples):
+        made: list[tuple[int, int, int, int]] = []
+        for index, row in islice(remaining, 1 + len(sample.branches)):
+            turns = row.turns or ((len(made), 0, len(row.tokens)),)
+            made += [(place, index, first, end) for place, first, end in turns]
+        found += [(number, index, first, end) for _, index, first, end in sorted(made)]
+    return Array.of(found, "int32") if len(found) > len(samples) else None
+
+
 def _after(own: tuple[int, ...], sample: Sample) -> Sample:
     """Return a sample with those tokens of its prompt that others lack before its own."""
     if not own:
@@ -127,6 +166,7 @@ def _after(own: tuple[int, ...], sample: Sample) -> Sample:
         loss_mask=(0,) * len(own) + sample.loss_mask,
         spans=tuple((end + len(own), version) for end, version in sample.spans),
         calls=tuple((number, first + len(own), end + len(own)) for number, first, end in sample.calls),
+        turns=tuple((place, first + len(own), end + len(own)) for place, first, end in sample.turns),
     )
 
 

@@ -21,6 +21,7 @@ from services.observability.score_failures import FAILED
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.user_modules import add_user_modules
+from trainer.algorithms.registry import check_turn_scores
 
 log = logging.getLogger("tether.reward")
 
@@ -44,6 +45,8 @@ async def serve(process: Process) -> None:
             SCORED, role=Role.REWARD, discover=lambda: process.discover(SCORED.name), **identity
         ) as sender,
     ):
+        if pool.scores_turns:
+            check_turn_scores(settings.algorithm)
         process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", receiver.stats.as_dict)
         process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", sender.stats.as_dict)
         process.metrics.watch_labelled(

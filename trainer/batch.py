@@ -88,6 +88,9 @@ class Batch:
     where not sampled. None: there is no critic."""
     returns: torch.Tensor | None = None
     """float32 [t]: what the critic is trained towards, of each sampled token; else None."""
+    turn_rewards: torch.Tensor | None = None
+    """float32 [t]: reward that follows each sampled token, of which a critic's advantages are made. None: the
+    sample's, at its last one; turns were not scored, or there is no critic."""
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -142,6 +145,7 @@ TOKEN_FIELDS = (
     "experts",
     "values",
     "returns",
+    "turn_rewards",
 )
 """Arrays with an entry for each token."""
 SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch", "rows")

@@ -1,8 +1,8 @@
 """Defines the messages of one prompt group: generated, scored, or failed to be scored.
 
 Shapes: P prompt tokens, n samples per group, R rows of tokens, T tokens of all rows together, S version spans
-of all rows together. A sample is one row unless it has branches. `protocol.rollout_view` decodes and checks
-them.
+of all rows together, K turns of all samples together. A sample is one row unless it has branches.
+`protocol.rollout_view` decodes and checks them, `protocol.turns` the turns.
 """
 
 import msgspec
@@ -71,6 +71,15 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     row_texts: tuple[str, ...] = ()
     """[R]: the rows' own tokens as text, special ones too, for readers, where `responses` are not the text of
     whole samples; otherwise empty."""
+    turns: Array | None = None
+    """int32 [K, 4], rows (sample, row, first, end): the own tokens from `first` up to `end` of a row are a
+    turn of the model. The turns of a sample come one after the other, as they were made. None: every sample
+    is one turn."""
+    turn_texts: tuple[str, ...] = ()
+    """[K]: the turns as text, for verifiers that score turns; empty if no verifier may ask for them."""
+    turn_contexts: tuple[str, ...] = ()
+    """[K]: likewise, what the environment or the harness wrote between the turn before in that row and this
+    one."""
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +115,12 @@ class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):
     """Seconds spent scoring."""
     remarks: tuple[Remark, ...] = ()
     """What judges said, at most one of each verifier and sample; their scores are in `components`."""
+    turn_rewards: Array | None = None
+    """float32 [K]: the combined reward of each of the rollout's turns. Those of a sample add up to its
+    reward, since what is scored of the whole sample counts at its last turn. None: no verifier scored
+    turns."""
+    turn_components: dict[str, Array] = {}
+    """Verifier that scored turns -> float32 [K], its scores before weighting; `components` has their sums."""
 
 
 class ScoreFailure(Message, tag="score_failure", frozen=True, kw_only=True):

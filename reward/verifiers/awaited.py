@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from reward.group import ResponseGroup
+from reward.group import ResponseGroup, Verdict
 from reward.notes import Notes
 
 
@@ -12,13 +12,15 @@ class AwaitedVerifier(ABC):
 
     at_once: bool
     """Whether one call takes all samples of a group, instead of one sample."""
+    by_turn: bool = False
+    """Whether it scores each turn of a sample."""
     file: str
     """File of the user that it comes from; empty for a verifier of tether."""
     max_running: int
     """Calls that run at once. Those beyond wait, which their time limit does not count."""
 
     @abstractmethod
-    async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> list[float]:
+    async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> Sequence[Verdict]:
         """Return the scores of these samples. Cancelled when the time limit is exceeded.
 
         Args:

@@ -2,8 +2,9 @@
 
     def score(*, response: str, metadata: dict) -> float                     one response
     def score(*, responses: list[str], metadata: dict) -> list[float]        all responses of a prompt
+    def score(*, turns: list[str], metadata: dict) -> list[float]            each turn of a sample
 
-Either may be `async def`; the responses of all prompts are then scored at the same time, in one event loop.
+Any may be `async def`; the responses of all prompts are then scored at the same time, in one event loop.
 docs/rewards.md describes the parameters.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import RewardError
-from reward.group import ResponseGroup
+from reward.group import ResponseGroup, Verdict
 from reward.notes import Notes
 from reward.user_code import UserCode, load_user_code
 from reward.verifiers.awaited import AwaitedVerifier
@@ -37,7 +38,7 @@ def load_function(options: Options) -> "UserFunction | AsyncUserFunction":
         SettingsError: module or function is missing, the module raises, or the parameters do not fit; names
             the file.
     """
-    code = load_user_code(options.path, "verifier function")
+    code = load_user_code(options.path, "verifier function", may_score_turns=True)
     return AsyncUserFunction(code) if code.awaits else UserFunction(code)
 
 
@@ -47,12 +48,12 @@ class UserFunction:
     maps_device_memory = False
 
     def __init__(self, code: UserCode) -> None:
-        self.file, self.at_once, self._code = code.file, code.whole, code
+        self.file, self.at_once, self.by_turn, self._code = code.file, code.whole, code.by_turn, code
 
     def load(self) -> None:
         """Do nothing: the function's module is imported."""
 
-    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[Verdict]:
         """Return the scores of these samples.
 
         Raises:
@@ -61,8 +62,8 @@ class UserFunction:
         """
         function, arguments = self._code.function, self._code.arguments
         if self._code.whole:
-            return [*checked_scores(self._code, function(**arguments(group, 0)), group, samples)]
-        return [checked_score(self._code, function(**arguments(group, i))) for i in samples]
+            return checked_scores(self._code, function(**arguments(group, 0)), group, samples)
+        return [checked_verdict(self._code, function(**arguments(group, i)), group, i) for i in samples]
 
 
 class AsyncUserFunction(AwaitedVerifier):
@@ -71,9 +72,9 @@ class AsyncUserFunction(AwaitedVerifier):
     max_running = MOST_RUNNING
 
     def __init__(self, code: UserCode) -> None:
-        self.file, self.at_once, self._code = code.file, code.whole, code
+        self.file, self.at_once, self.by_turn, self._code = code.file, code.whole, code.by_turn, code
 
-    async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> list[float]:
+    async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> list[Verdict]:
         """Return the scores of these samples.
 
         Raises:
@@ -84,24 +85,41 @@ class AsyncUserFunction(AwaitedVerifier):
             values = await self._code.function(**self._code.arguments(group, 0))
             return checked_scores(self._code, values, group, samples)
         return [
-            checked_score(self._code, await self._code.function(**self._code.arguments(group, i)))
+            checked_verdict(self._code, await self._code.function(**self._code.arguments(group, i)), group, i)
             for i in samples
         ]
 
 
-def checked_scores(code: UserCode, values: Any, group: ResponseGroup, samples: Sequence[int]) -> list[float]:
+def checked_scores(
+    code: UserCode, values: Any, group: ResponseGroup, samples: Sequence[int]
+) -> list[Verdict]:
     """Return the scores of some samples from those that a function returned for all.
 
     Raises:
         RewardError: they are not a list of scores, one for each response.
     """
-    n = len(group.responses)
-    if not isinstance(values, (list, tuple)) or len(values) != n:
-        what = f"{len(values)} scores" if isinstance(values, (list, tuple)) else type(values).__name__
-        raise RewardError(
-            f"{code.path} returned {what} for {n} responses ({code.file}); return a list of {n}"
-        )
-    return [checked_score(code, values[i]) for i in samples]
+    listed = _listed(code, values, len(group.responses), "responses")
+    return [checked_verdict(code, listed[i], group, i) for i in samples]
+
+
+def checked_verdict(code: UserCode, value: Any, group: ResponseGroup, sample: int) -> Verdict:
+    """Return what a function gave to a sample: a score, or one for each of its turns.
+
+    Raises:
+        RewardError: it is something else.
+    """
+    if not code.by_turn:
+        return checked_score(code, value)
+    count = len(group.turns[sample])
+    return [checked_score(code, score) for score in _listed(code, value, count, f"turns of sample {sample}")]
+
+
+def _listed(code: UserCode, values: Any, count: int, of: str) -> Sequence[Any]:
+    """Return a list or tuple of `count` values. Raises RewardError if it is none."""
+    if isinstance(values, (list, tuple)) and len(values) == count:
+        return values
+    what = f"{len(values)} scores" if isinstance(values, (list, tuple)) else type(values).__name__
+    raise RewardError(f"{code.path} returned {what} for {count} {of} ({code.file}); return a list of {count}")
 
 
 def checked_score(code: UserCode, value: Any) -> float:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from protocol.choices import checked_name, checked_options
 from protocol.errors import RewardError, SettingsError
-from reward.group import ResponseGroup
+from reward.group import ResponseGroup, Verdict
 from reward.verifiers.awaited import AwaitedVerifier
 from reward.verifiers.location import locate
 
@@ -42,6 +42,10 @@ class LoadedVerifier(Protocol):
         """Whether one call takes all samples of a group, instead of one sample."""
 
     @property
+    def by_turn(self) -> bool:
+        """Whether it scores each turn of a sample."""
+
+    @property
     def file(self) -> str:
         """File of the user that it comes from; empty for a verifier of tether."""
 
@@ -56,7 +60,7 @@ class LoadedVerifier(Protocol):
             SettingsError: it cannot be loaded.
         """
 
-    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> Sequence[Verdict]:
         """Return the scores of these samples. May raise anything."""
 
 
@@ -67,12 +71,13 @@ class EachResponse:
     function: Score
     file: str = ""
     at_once: bool = False
+    by_turn: bool = False
     maps_device_memory: bool = False
 
     def load(self) -> None:
         """Do nothing: its module is imported."""
 
-    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> Sequence[Verdict]:
         """Return the scores of these samples."""
         return [self.function(group.prompt, group.responses[i], group.metadata) for i in samples]
 

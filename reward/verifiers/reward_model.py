@@ -1,11 +1,11 @@
 """Scores by a reward model: a sequence classifier of Hugging Face with one label, loaded once by each worker.
 
-torch and transformers are imported when the model is loaded, not when the settings are checked.
+torch, transformers and vLLM are imported when the model is loaded, not when the settings are checked.
 """
 
-import itertools
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +15,11 @@ from msgspec import Meta
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name, resolve_commit
-from reward.group import ResponseGroup
+from reward.classifiers.base import Classifier, ClassifierConfig
+from reward.group import ResponseGroup, Verdict
 
+ENGINES = ("transformers", "vllm")
+"""What `Options.engine` can be."""
 TEXTS = ("auto", "chat", "plain")
 """What `Options.text` can be."""
 DTYPES = ("bfloat16", "float16", "float32")
@@ -50,12 +53,19 @@ class Options:
     """Score the sigmoid of the logit, between 0 and 1, instead of the logit."""
     threads: Annotated[int, Meta(ge=1)] = 1
     """Threads of a worker on the CPU."""
+    engine: str = "transformers"
+    """What computes, in the worker process: transformers or vllm."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.3
+    """vllm on a GPU: share of its memory for weights and KV cache."""
+    kv_cache_mb: Annotated[int, Meta(ge=1, le=10**9)] = 1024
+    """vllm on a CPU: KV cache, MiB."""
 
 
 class RewardModel:
     """Verifier that is a model."""
 
     at_once = True
+    by_turn = False
     file = ""
 
     def __init__(self, options: Options) -> None:
@@ -64,6 +74,12 @@ class RewardModel:
         Raises:
             SettingsError: an option is wrong, or the directory holds no classifier of one label.
         """
+        if options.engine == "sglang":
+            raise SettingsError(
+                "verifier reward_model: option engine: 'sglang' is not supported: it needs a Python of its "
+                "own, which the reward workers do not have; use vllm or transformers"
+            )
+        checked_name(options.engine, ENGINES, "verifier reward_model: option engine:")
         checked_name(options.text, TEXTS, "verifier reward_model: option text:")
         checked_name(options.dtype, DTYPES, "verifier reward_model: option dtype:")
         if options.device.partition(":")[0] not in ("cpu", "cuda"):
@@ -74,7 +90,8 @@ class RewardModel:
         if not is_hub_name(options.path):
             _check_config(Path(options.path))
         self._tokenizer: Any = None
-        self._model: Any = None
+        self._classifier: Classifier | None = None
+        self._limit = self._pad = 0
 
     @property
     def maps_device_memory(self) -> bool:
@@ -87,8 +104,7 @@ class RewardModel:
         Raises:
             SettingsError: they cannot be loaded; names the path.
         """
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
         options = self._options
         directory = Path(options.path)
@@ -96,72 +112,67 @@ class RewardModel:
             commit = resolve_commit(Kind.MODEL, options.path, options.revision)
             directory = fetch(Kind.MODEL, options.path, commit)
             _check_config(directory)
-        torch.set_num_threads(options.threads)
         try:
+            config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+            self._limit = options.max_length or getattr(config, "max_position_embeddings", None) or 0
+            self._pad = config.pad_token_id or 0
             self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-            model = AutoModelForSequenceClassification.from_pretrained(
-                str(directory), dtype=getattr(torch, options.dtype), local_files_only=True
-            )
-            self._model = model.to(options.device).eval().requires_grad_(False)
+            self._classifier = _make_classifier(options, directory, self._limit)
+        except SettingsError as error:
+            raise SettingsError(f"verifier reward_model: {error}") from None
+        except ModuleNotFoundError as error:
+            raise SettingsError(
+                f"verifier reward_model: option engine: {options.engine!r}: this Python has no {error.name}"
+            ) from None
         except Exception as error:  # transformers and torch raise any exception
             text = " ".join(str(error).split())
             raise SettingsError(
-                f"verifier reward_model: {options.path} cannot be loaded on {options.device}: "
-                f"{type(error).__name__}: {text[:300]}"
+                f"verifier reward_model: {options.path} cannot be loaded on {options.device} by "
+                f"{options.engine}: {type(error).__name__}: {text[:300]}"
             ) from error
         if options.text == "chat" and not self._tokenizer.chat_template:
             raise SettingsError(
                 f"verifier reward_model: the tokenizer in {options.path} has no chat template; use plain"
             )
 
-    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[float | None]:
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[Verdict]:
         """Return the scores of these samples, each as the model gives it to that text alone."""
-        if self._model is None:
+        if self._classifier is None:
             self.load()
+        assert self._classifier is not None
         texts = [self._tokens(group.prompt, group.responses[i]) for i in samples]
-        size = self._options.batch_size
-        starts = range(0, len(texts), size)
-        return [score for start in starts for score in self._scores(texts[start : start + size])]
+        logits = self._classifier.logits(texts)
+        return [_sigmoid(logit) if self._options.sigmoid else logit for logit in logits]
 
     def _tokens(self, prompt: str, response: str) -> list[int]:
         options, tokenizer = self._options, self._tokenizer
-        limit = options.max_length or getattr(self._model.config, "max_position_embeddings", None)
         chat = options.text == "chat" or (options.text == "auto" and bool(tokenizer.chat_template))
         text = f"{prompt}{options.separator}{response}"
         if chat:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             text = tokenizer.apply_chat_template(turns, tokenize=False)
-        cut = {"truncation": True, "max_length": limit} if limit else {}
+        cut = {"truncation": True, "max_length": self._limit} if self._limit else {}
         tokens: list[int] = tokenizer.encode(text, add_special_tokens=not chat, **cut)
-        return tokens or [self._padding(())]
+        return tokens or [self._pad]
 
-    def _scores(self, texts: Sequence[list[int]]) -> Iterator[float]:
-        import torch
 
-        pad, longest = self._padding(texts), max(map(len, texts))
-        rows = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in texts]
-        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in texts]
-        device, config = self._options.device, self._model.config
-        saved, config.pad_token_id = config.pad_token_id, pad
-        try:
-            with torch.inference_mode():
-                logits = self._model(
-                    input_ids=torch.tensor(rows, device=device),
-                    attention_mask=torch.tensor(mask, device=device),
-                ).logits[:, 0]
-        finally:
-            config.pad_token_id = saved
-        scores = logits.float()
-        yield from (torch.sigmoid(scores) if self._options.sigmoid else scores).tolist()
+def _make_classifier(options: Options, directory: Path, limit: int) -> Classifier:
+    """Load the model. Raises whatever its library raises."""
+    config = ClassifierConfig(
+        directory, options.device, options.dtype, limit, options.batch_size, options.threads,
+        options.memory_fraction, options.kv_cache_mb,
+    )  # fmt: skip
+    if options.engine == "vllm":
+        from reward.classifiers.vllm_engine import VllmClassifier
 
-    def _padding(self, texts: Sequence[list[int]]) -> int:
-        """Return the token that fills up shorter texts: the model's or, without one, one in no text.
+        return VllmClassifier(config)
+    from reward.classifiers.hf import HfClassifier
 
-        The classifier reads a text at its last token that is not the padding.
-        """
-        own = self._model.config.pad_token_id
-        taken = set(itertools.chain.from_iterable(texts))
-        return next(i for i in itertools.count() if i not in taken) if own is None else int(own)
+    return HfClassifier(config)
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit)) if logit >= 0 else 1 - 1 / (1 + math.exp(logit))
 
 
 def _check_config(directory: Path) -> None:

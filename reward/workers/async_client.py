@@ -193,7 +193,7 @@ class AsyncWorkerClient(asyncio.SubprocessProtocol):
             number, scores, error, counts, text, problem = rest
             answer = self._calls.get(number)
             if answer is not None and not answer.done():
-                given = msgspec.convert(scores or [], list[float | None])
+                given = msgspec.convert(scores or [], list[float | list[float] | None])
                 answer.set_result(CallOutcome(given, error, counts, text, problem))
         elif kind == "ending":
             self.healthy, self._is_blamed = False, True

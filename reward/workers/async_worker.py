@@ -8,7 +8,7 @@ Started by `async_client.py`. Frames in both directions as those of `worker.py`.
     in   ["close", group]             it is needed no more
     in   ["call", call, verifier, group, [sample, ...]]
     in   ["cancel", call]             no answer is wanted
-    out  ["answer", call, [number or nil, ...] or nil, error, counts, text, problem]
+    out  ["answer", call, [number, [number, ...] or nil, ...] or nil, error, counts, text, problem]
     out  ["alive"]                    every `ALIVE_S`: the event loop runs
     out  ["ending"]                   the process ends after its next answer, which is of the call to blame
 """
@@ -26,7 +26,7 @@ import msgspec
 
 from protocol.errors import SettingsError
 from protocol.host.parent_death import die_with_parent
-from reward.group import ResponseGroup
+from reward.group import ResponseGroup, Verdict
 from reward.notes import Notes
 from reward.verifiers.awaited import AwaitedVerifier
 from reward.verifiers.registry import make_verifier
@@ -142,7 +142,7 @@ class _Server:
 
     async def _run(
         self, verifier: AwaitedVerifier, group: ResponseGroup | str, samples: Sequence[int], notes: Notes
-    ) -> tuple[list[float] | None, str]:
+    ) -> tuple[Sequence[Verdict] | None, str]:
         """Return scores, or None and what was raised."""
         if isinstance(group, str):
             return None, group
@@ -154,7 +154,7 @@ class _Server:
                 raise
             return None, describe_error(error, verifier.file, self._printed)
 
-    def _answer(self, call: int, scores: Sequence[float | None] | None, error: str, notes: Notes) -> None:
+    def _answer(self, call: int, scores: Sequence[Verdict] | None, error: str, notes: Notes) -> None:
         texts = [error, notes.text[:MAX_TEXT], notes.problem[:MAX_PROBLEM]]
         error, text, problem = (item.encode(errors="replace").decode() for item in texts)
         write_frame(self._sink, ["answer", call, scores, error, dict(notes.counts), text, problem])

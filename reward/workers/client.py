@@ -19,8 +19,8 @@ from reward.config import RewardConfig
 from reward.workers.outcome import CallOutcome, GroupFrame
 
 LENGTH = struct.Struct("<I")
-MAX_FRAME = 1 << 17
-"""Limit on a frame from a worker, bytes: it holds numbers or a short text."""
+MAX_FRAME = 1 << 22
+"""Limit on a frame from a worker, bytes: it holds numbers, of each turn at most, or a short text."""
 EXIT_S = 2.0
 """Time for a process that has closed its pipe to exit by itself."""
 log = logging.getLogger("tether.reward")
@@ -41,6 +41,8 @@ class WorkerClient:
         """For each verifier, whether one call takes all samples of a group."""
         self.awaits: Sequence[bool] = ()
         """For each verifier, whether it waits, and so runs in an `AsyncWorkerClient`."""
+        self.by_turn: Sequence[bool] = ()
+        """For each verifier, whether it scores turns."""
 
     @classmethod
     async def start(cls, config: RewardConfig, modules: Sequence[str] = ()) -> "WorkerClient":
@@ -85,7 +87,7 @@ class WorkerClient:
         if kind == "settings":
             await worker.end()
             raise SettingsError(rest[0])
-        worker.at_once, worker.awaits = rest
+        worker.at_once, worker.awaits, worker.by_turn = rest
         return worker
 
     async def call(self, group: GroupFrame, verifier: int, samples: Sequence[int]) -> CallOutcome:
@@ -110,7 +112,7 @@ class WorkerClient:
             if kind == "error":
                 self.healthy = True
                 return CallOutcome([], error=str(value))
-            scores = msgspec.convert(value, list[float])
+            scores = msgspec.convert(value, list[float | list[float]])
             if len(scores) != len(samples):
                 raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
         except TimeoutError:

@@ -10,6 +10,7 @@ from protocol.errors import TetherError
 from protocol.messages import Remark
 from reward.combine import VerifierError
 from reward.config import RewardConfig
+from reward.turns import GroupTurns
 from reward.workers.outcome import CallOutcome, GroupFrame
 
 TIMED_OUT = "timed_out"
@@ -26,6 +27,9 @@ class Verifiers(Protocol):
     def at_once(self, verifier: int) -> bool:
         """Return whether one call takes all samples of a group."""
 
+    def by_turn(self, verifier: int) -> bool:
+        """Return whether it scores each turn of a sample."""
+
     def awaits(self, verifier: int) -> bool:
         """Return whether calls of it wait for something, so that cancelling one costs no process."""
 
@@ -41,8 +45,13 @@ class Verifiers(Protocol):
 class GroupScoring:
     """The calls for one group."""
 
-    def __init__(self, verifiers: Verifiers, config: RewardConfig, group: GroupFrame, n: int) -> None:
+    def __init__(
+        self, verifiers: Verifiers, config: RewardConfig, group: GroupFrame, turns: GroupTurns
+    ) -> None:
+        """Begin nothing yet. `turns` are those of the group, which keeps their scores."""
+        n = len(turns.counts)
         self._verifiers, self._config, self._group, self._n = verifiers, config, group, n
+        self._turns = turns
         self._names = [verifier.component for verifier in config.verifiers]
         self._scores = {i: [0.0] * n for i in primaries(config)}
         self._given_up, self._fell_back = [0.0] * n, [0.0] * n
@@ -141,6 +150,8 @@ class GroupScoring:
             TetherError: the verifier failed.
         """
         late, problem = samples, ""
+        if self._verifiers.by_turn(verifier):
+            self._turns.check_texts(self._names[verifier])
         for _ in range(1 if self._config.timeout_score is None else 2):
             answer = await self._verifiers.call(verifier, self._group, late, self)
             if answer is None:
@@ -150,14 +161,28 @@ class GroupScoring:
             self._note(verifier, late, answer)
             for i, score in zip(late, answer.scores, strict=True):
                 if score is not None:
-                    if not math.isfinite(score):
-                        raise VerifierError(self._names[verifier], f"scored sample {i} as {score}")
-                    self._scores[target][i] = score
+                    self._scores[target][i] = self._score_of(target, verifier, i, score)
             late = [i for i, score in zip(late, answer.scores, strict=True) if score is None]
             problem = f"; {answer.problem}" if answer.problem else ""
             if not late:
                 break
         return late, problem
+
+    def _score_of(self, target: int, verifier: int, sample: int, given: float | list[float]) -> float:
+        """Return what a sample was given as verifier `target`, of its turns the sum, whose scores are kept.
+
+        Raises:
+            VerifierError: it is not finite, or not one score for each turn where turns are scored.
+        """
+        name = self._names[verifier]
+        if isinstance(given, list) != self._verifiers.by_turn(verifier):
+            raise VerifierError(name, f"scored sample {sample} as {type(given).__name__}")
+        if isinstance(given, list):
+            return self._turns.note(self._names[target], sample, given, by=name)
+        if not math.isfinite(given):
+            raise VerifierError(name, f"scored sample {sample} as {given}")
+        self._turns.forget(self._names[target], sample)
+        return given
 
     def _note(self, verifier: int, samples: Sequence[int], answer: CallOutcome) -> None:
         if answer.text and None not in answer.scores:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from reward.group import Verdict
+
 
 @dataclass(frozen=True, slots=True)
 class GroupFrame:
@@ -17,8 +19,8 @@ class GroupFrame:
 class CallOutcome:
     """The outcome of a call in a worker process."""
 
-    scores: Sequence[float | None]
-    """One for each sample of the call; None for one that was too slow. Empty if there is an error."""
+    scores: Sequence[Verdict]
+    """One for each sample of the call. Empty if there is an error."""
     error: str = ""
     """What the verifier raised, or how its process ended."""
     counts: Mapping[str, float] = field(default_factory=dict)

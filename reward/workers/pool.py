@@ -16,6 +16,7 @@ from protocol.messages import Remark
 from protocol.ranges import check_ranges
 from reward.combine import combine
 from reward.config import RewardConfig
+from reward.turns import GroupTurns
 from reward.verifiers.registry import checked_verifier
 from reward.workers.client import WorkerClient
 from reward.workers.group_scoring import FELL_BACK, TIMED_OUT, GroupScoring, check_fallbacks
@@ -66,6 +67,7 @@ class ScorePool:
         """(verifier, what happened) -> how often, or how much."""
         self._at_once: Sequence[bool] = ()
         self._awaits: Sequence[bool] = ()
+        self._by_turn: Sequence[bool] = ()
         self._waiting = WaitingProcesses(config, self._modules)
         self._numbers = itertools.count()
         self._slots: asyncio.Queue[WorkerClient | None] = asyncio.Queue()
@@ -100,6 +102,7 @@ class ScorePool:
         token_counts: Sequence[int] | None = None,
         finish_reasons: Sequence[str] | None = None,
         remarks: list[Remark] | None = None,
+        turns: GroupTurns | None = None,
     ) -> tuple[list[float], dict[str, list[float]]]:
         """Score a group; its samples wait for free workers, behind those of groups that came before.
 
@@ -113,6 +116,7 @@ class ScorePool:
             token_counts: [n] tokens of the samples; by default 0.
             finish_reasons: [n] why they ended; by default "stop".
             remarks: what judges said is appended to it.
+            turns: those of the samples, by default one each; their scores are kept in it.
 
         Returns:
             [n] combined rewards, and component -> [n] scores.
@@ -122,21 +126,42 @@ class ScorePool:
         """
         components: dict[str, list[float]] = {}
         n = len(responses)
+        turns = turns or GroupTurns([1] * n, [[text] for text in responses], [[""]] * n)
         if self._config.verifiers:
             counts, reasons = token_counts or [0] * n, finish_reasons or ["stop"] * n
-            data = _group_frame(prompt_text, list(responses), metadata, list(counts), list(reasons))
-            group = GroupFrame(next(self._numbers), data)
             await self._learn()
-            scoring = GroupScoring(self, self._config, group, n)
-            try:
-                components = await scoring.run()
-            finally:
-                self._waiting.forget(group)
+            of_turns = (turns.texts or [], turns.contexts or []) if self.scores_turns else ([], [])
+            frame = _group_frame(
+                prompt_text, list(responses), metadata, list(counts), list(reasons), *of_turns
+            )
+            components, said = await self._score(frame, turns)
             if remarks is not None:
-                remarks.extend(scoring.remarks)
+                remarks.extend(said)
         if environment is not None:
             components[ENVIRONMENT] = list(environment)
-        return combine(components, self._weights), components
+        rewards = combine(components, self._weights)
+        turns.combine(components, self._weights)
+        return rewards, components
+
+    async def _score(
+        self, frame: bytes, turns: GroupTurns
+    ) -> tuple[dict[str, list[float]], Sequence[Remark]]:
+        """Return component -> [n] scores of a group, and what judges said."""
+        group = GroupFrame(next(self._numbers), frame)
+        scoring = GroupScoring(self, self._config, group, turns)
+        try:
+            return await scoring.run(), scoring.remarks
+        finally:
+            self._waiting.forget(group)
+
+    @property
+    def scores_turns(self) -> bool:
+        """Whether a verifier scores turns; known once the pool was entered."""
+        return any(self._by_turn)
+
+    def by_turn(self, verifier: int) -> bool:
+        """Return whether a verifier scores each turn of a sample."""
+        return self._by_turn[verifier]
 
     def at_once(self, verifier: int) -> bool:
         """Return whether one call of a verifier takes all samples of a group."""
@@ -182,6 +207,7 @@ class ScorePool:
         if not self._at_once:
             async with self._worker() as worker:
                 self._at_once, self._awaits = worker.at_once, worker.awaits
+                self._by_turn = worker.by_turn
                 self._waiting.awaited = [i for i, awaits in enumerate(self._awaits) if awaits]
 
     async def close(self) -> None:
@@ -225,7 +251,7 @@ def _group_frame(
     prompt_text: str,
     responses: list[str],
     metadata: bytes | msgspec.Raw | Mapping[str, Any],
-    *rest: list[Any],
+    *rest: Sequence[Any],
 ) -> bytes:
     """Return the frame that describes a group to a worker. Raises RewardError if a text is none."""
     try:

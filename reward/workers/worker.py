@@ -3,10 +3,11 @@
 Frames in both directions: 4 bytes of length, little-endian, and a MessagePack array.
 
     in   [memory_mb, timeout_s, modules, [[verifier, options], ...]]                  once
-    out  ["ready", [at_once, ...], [awaits, ...]] or ["settings", text]               once, all loaded
-    in   ["group", prompt_text, responses, metadata, token_counts, finish_reasons]    no answer
+    out  ["ready", [at_once, ...], [awaits, ...], [by_turn, ...]] or ["settings", text]    once, all loaded
+    in   ["group", prompt_text, responses, metadata, token_counts, finish_reasons, turns, contexts]
+                                                                                     no answer
     in   ["call", verifier, [sample, ...]]                                            of the last group
-    out  ["scores", [number, ...]], or ["error", text]
+    out  ["scores", [number or [number, ...], ...]], or ["error", text]
 
 Verifiers that wait (`AwaitedVerifier`) run in `async_worker.py`; here their options are checked, no more.
 """
@@ -55,7 +56,8 @@ def main() -> None:
         limit = (memory_mb << 20) + loaded
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     awaits = [isinstance(verifier, AwaitedVerifier) for verifier in verifiers]
-    write_frame(sink, ["ready", [verifier.at_once for verifier in verifiers], awaits])
+    by_turn = [verifier.by_turn for verifier in verifiers]
+    write_frame(sink, ["ready", [verifier.at_once for verifier in verifiers], awaits, by_turn])
     printed: set[str] = set()
     group: ResponseGroup | str = "no group"
     while (frame := read_frame(source)) is not None:
@@ -93,7 +95,13 @@ def _mapped() -> int:
 
 
 def decode_group(
-    prompt_text: str, responses: list[str], packed: bytes, token_counts: list[int], finish_reasons: list[str]
+    prompt_text: str,
+    responses: list[str],
+    packed: bytes,
+    token_counts: list[int],
+    finish_reasons: list[str],
+    turns: list[list[str]],
+    contexts: list[list[str]],
 ) -> ResponseGroup | str:
     """Return the group of a frame, or what is wrong with its metadata."""
     try:
@@ -101,7 +109,7 @@ def decode_group(
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])
     except Exception as error:  # whatever the decoder raises
         return f"{type(error).__name__}: {error}"[:MAX_ERROR]
-    return ResponseGroup(prompt_text, responses, metadata, token_counts, finish_reasons)
+    return ResponseGroup(prompt_text, responses, metadata, token_counts, finish_reasons, turns, contexts)
 
 
 def _call(

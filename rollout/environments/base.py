@@ -84,6 +84,9 @@ class Branch:
     """Tokens, the prompt's included."""
     calls: tuple[tuple[int, int, int], ...] = ()
     """Rows (number, first, end): tokens of the row that are the answer of a recorded call."""
+    turns: tuple[tuple[int, int, int], ...] = ()
+    """Rows (place, first, end): tokens of the row that are a turn of the model, and its place in the order in
+    which the sample's turns were made. Empty: the row is one turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ class Sample:
     recorded: tuple[int, tuple[int, ...]] | None = None
     """Index of the sample in the record of its calls, and the numbers of recorded calls that are in no row;
     None: nothing was recorded."""
+    turns: tuple[tuple[int, int, int], ...] = ()
+    """As in `Branch`."""
 
     def is_trained(self) -> bool:
         """Return whether a token of any row was sampled and may be trained."""
@@ -173,6 +178,7 @@ class SampleBuilder:
         self._loss_mask: list[int] = []
         self._spans: list[tuple[int, int]] = []
         self._experts: list[NDArray[np.uint16]] = []
+        self._turns: list[tuple[int, int, int]] = []
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -185,6 +191,7 @@ class SampleBuilder:
         self._tokens += completion.tokens
         self._logprobs += completion.logprobs if trained else [0.0] * count
         self._loss_mask += [int(trained)] * count
+        self._turns.append((len(self._turns), start, len(self._tokens)))
         for end, version in completion.spans:
             self._extend(start + end, version)
         if completion.experts is not None:
@@ -215,6 +222,7 @@ class SampleBuilder:
             reason,
             reward,
             experts,
+            turns=tuple(self._turns),
         )
 
     def _extend(self, end: int, version: int) -> None:

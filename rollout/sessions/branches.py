@@ -19,10 +19,12 @@ def branches_of(tree: CallTree) -> tuple[Branch, ...]:
     """
     found: list[Branch] = []
     full: list[NDArray[np.int64]] = []
+    places = {id(call): place for place, call in enumerate(tree.calls)}
     for row in tree.rows():
         context = np.array(context_tokens(row[0].parent, row[0].inserted), dtype=np.int64)
         parent, shared = _longest_shared(context, full)
-        branch = _branch(row, context[shared:].tolist(), parent, shared)
+        order = [places[id(call)] for call in row]
+        branch = _branch(row, context[shared:].tolist(), parent, shared, order)
         before = full[parent][:shared] if parent >= 0 else context[:0]
         full.append(np.concatenate([before, np.array(branch.tokens, dtype=np.int64)]))
         found.append(branch)
@@ -41,28 +43,36 @@ def _longest_shared(context: NDArray[np.int64], rows: Sequence[NDArray[np.int64]
     return best
 
 
-def _branch(row: Sequence[ModelCall], context: Sequence[int], parent: int, shared: int) -> Branch:
-    """Return the row of some calls, of which the first has `context` left over by what is shared."""
+def _branch(
+    row: Sequence[ModelCall], context: Sequence[int], parent: int, shared: int, places: Sequence[int]
+) -> Branch:
+    """Return the row of some calls, of which the first has `context` left over by what is shared.
+
+    `places` are those of the calls among all of the session.
+    """
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
     versions: list[int] = []
     calls: list[tuple[int, int, int]] = []
-    for call in row:
+    turns: list[tuple[int, int, int]] = []
+    for call, place in zip(row, places, strict=True):
         inserted, sampled = context if call is row[0] else call.inserted, call.completion
         of_sampled = [
             version for (first, _), (end, version) in _pairs(sampled.spans) for _ in range(first, end)
         ]
         tokens += (*inserted, *sampled.tokens)
         calls += [(call.number, len(tokens) - len(sampled.tokens), len(tokens))] * (call.number >= 0)
+        turns.append((place, len(tokens) - len(sampled.tokens), len(tokens)))
         own = sampled.logprobs if call.trained else [0.0] * len(sampled.tokens)
         logprobs += (*[0.0] * len(inserted), *own)
         mask += (*[0] * len(inserted), *[int(call.trained)] * len(sampled.tokens))
         # an inserted token has the version of the one before it, the first ones that of the one after them
         versions += (*[versions[-1] if versions else of_sampled[0]] * len(inserted), *of_sampled)
     return Branch(
-        tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared, tuple(calls)
-    )
+        tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared, tuple(calls),
+        tuple(turns),
+    )  # fmt: skip
 
 
 def _pairs(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:

@@ -255,6 +255,7 @@ def sample_of(session: Session, reward: float | None) -> Sample:
         response=session.renderer.text(calls[-1].completion.tokens),
         calls=tuple((number, begin - start, end - start) for number, begin, end in first.calls),
         recorded=_recorded(session),
+        turns=tuple((place, begin - start, end - start) for place, begin, end in first.turns),
     )
 
 

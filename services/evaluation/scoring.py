@@ -133,6 +133,7 @@ class Scorer:
                 config=self._settings.environment,
                 max_model_len=eval_engine(self._settings).max_model_len,
                 strays=self._strays,
+                with_turn_texts=self._settings.reward.may_score_turns,
             )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self.engine.check()  # a dead engine ends the evaluation; a bad prompt only its own score

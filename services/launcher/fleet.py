@@ -8,7 +8,12 @@ from protocol.topics import Role
 from services.launcher.child import ServiceSpec, SupervisedProcess
 from services.settings.engine_pool import pool_variables
 from services.settings.load import FILE
-from services.settings.placement import evaluation_variables, rollout_variables, trainer_variables
+from services.settings.placement import (
+    evaluation_variables,
+    reward_variables,
+    rollout_variables,
+    trainer_variables,
+)
 from services.settings.sections import Settings
 
 STOP_ORDER = (
@@ -152,6 +157,8 @@ class Fleet:
             return {"TETHER_TRACKING__KIND": self._settings.tracking.kind[index]}
         if role is Role.EVALUATION:
             return evaluation_variables(services)
+        if role is Role.REWARD:
+            return reward_variables(services)
         if role is Role.ROLLOUT:
             return pool_variables(services.pool, index) | rollout_variables(
                 services, self._settings.engine.tensor_parallel_size, index

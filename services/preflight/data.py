@@ -15,6 +15,7 @@ from rollout.render import PromptTooLong, Renderer
 from services.preflight.model import ModelFacts
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
+from trainer.algorithms.registry import check_turn_scores
 from trainer.random_model import write_tokenizer
 
 SAMPLE = 16
@@ -78,7 +79,8 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
         yield Problem(f"setting reward.verifiers: {wrong}")
     for verifier in settings.reward.verifiers:
         try:
-            make_verifier(verifier.name, verifier.options)
+            if make_verifier(verifier.name, verifier.options).by_turn:
+                check_turn_scores(settings.algorithm)
             needed = _needed_fields(verifier.name, verifier.options)
         except SettingsError as error:
             yield Problem(str(error))

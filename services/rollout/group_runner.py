@@ -296,6 +296,7 @@ class GroupRunner:
                     ended=lambda: held.ended,
                     recording=self._recording(held),
                     strays=self._strays,
+                    with_turn_texts=self._process.settings.reward.may_score_turns,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
             await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group

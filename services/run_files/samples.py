@@ -14,6 +14,7 @@ from protocol.errors import TetherError
 from protocol.messages import Remark, Rollout, ScoredRollout
 from protocol.rollout_view import sample_lengths
 from services.run_files.event_tail import EventTail
+from services.run_files.turn_scores import describe_turns
 from trainer.storage.archive import Archive
 from trainer.storage.spool import MissingRecord, Spool
 
@@ -124,9 +125,9 @@ def describe_group(
         `components` (verifier -> score), `remarks` (what judges said of it, or of the whole group), `text`,
         `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first token, token after the last, version),
         `versions`, `lags`, `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
-        them, `shared` tokens of the branch `parent` that it follows behind the prompt) and `rows` (texts of
-        all its tokens, branch by branch, where `text` is its last answer alone; else, or if they are not
-        known, empty).
+        them, `shared` tokens of the branch `parent` that it follows behind the prompt), `rows` (texts of all
+        its tokens, branch by branch, where `text` is its last answer alone; else, or if they are not known,
+        empty) and `turns` (those that were scored, see `describe_turns`).
     """
     return {
         "group": message.rollout.group,
@@ -158,6 +159,7 @@ def _samples(
     lengths, tokens = sample_lengths(rollout), rollout.tokens.numpy()
     starts = np.concatenate([[0], np.cumsum(lengths)])
     spans_of_samples, branches, rows = _spans(rollout), _branches(rollout), _rows(rollout)
+    turns = describe_turns(message, max_text)
     found = []
     for index in range(min(len(lengths), max_samples)):
         if index < len(rollout.responses):
@@ -184,6 +186,7 @@ def _samples(
                 "lags": [] if step is None else sorted(step - version for version in versions),
                 "branches": branches.get(index, []),
                 "rows": _cut(rows.get(index, []), max_text),
+                "turns": turns.get(index, []),
             }
         )
     return found

@@ -112,9 +112,11 @@ def _is_apart(settings: Settings) -> bool:
     return bool(trainer and engines) and not trainer & engines
 
 
-def _not_for_evaluation(settings: Settings, machine: Machine) -> list[str]:
-    evaluation = gpu_list(settings.services.eval_gpus)
-    return [name for name in machine.gpus if name not in evaluation]
+def _not_taken(settings: Settings, machine: Machine) -> list[str]:
+    """Return the GPUs that neither the evaluation nor reward models have."""
+    services = settings.services
+    taken = [*gpu_list(services.eval_gpus), *gpu_list(services.reward_gpus)]
+    return [name for name in machine.gpus if name not in taken]
 
 
 def _wants_split(settings: Settings, machine: Machine) -> bool:
@@ -122,7 +124,7 @@ def _wants_split(settings: Settings, machine: Machine) -> bool:
     return (
         _engine_on_gpu(settings, machine)
         and _trainer_on_gpu(settings, machine)
-        and len(_not_for_evaluation(settings, machine)) >= needed
+        and len(_not_taken(settings, machine)) >= needed
         and not settings.colocated.enabled
         and settings.weights.transport != "shared"
     )
@@ -131,14 +133,14 @@ def _wants_split(settings: Settings, machine: Machine) -> bool:
 def _trainer_gpus(settings: Settings, machine: Machine) -> str:
     if settings.services.rollout_gpus or not _wants_split(settings, machine):
         return ""
-    return ",".join(_not_for_evaluation(settings, machine)[: settings.ranks_per_host])
+    return ",".join(_not_taken(settings, machine)[: settings.ranks_per_host])
 
 
 def _rollout_gpus(settings: Settings, machine: Machine) -> str:
     if not _wants_split(settings, machine):
         return ""
     taken = gpu_list(settings.services.trainer_gpus)
-    return ",".join(name for name in _not_for_evaluation(settings, machine) if name not in taken)
+    return ",".join(name for name in _not_taken(settings, machine) if name not in taken)
 
 
 def _engine_dtype(settings: Settings, machine: Machine) -> str:

@@ -30,6 +30,9 @@ class ServicesConfig:
     those that the trainer leaves."""
     eval_gpus: str = ""
     """GPUs of the evaluation's engine (`eval.every`). Empty: all that `tether up` itself sees."""
+    reward_gpus: str = ""
+    """GPUs of the reward workers, for reward models whose option `device` is a GPU. Empty: all that
+    `tether up` itself sees."""
     restarts: Annotated[int, Meta(ge=0, le=10**6)] = 5
     """Restarts of one service within a minute; one death more ends the run."""
 
@@ -60,6 +63,12 @@ def evaluation_variables(config: ServicesConfig) -> dict[str, str]:
     return {VISIBLE: ",".join(gpus)} if gpus else {}
 
 
+def reward_variables(config: ServicesConfig) -> dict[str, str]:
+    """Return the environment variables that limit the reward workers to their own GPUs."""
+    gpus = gpu_list(config.reward_gpus)
+    return {VISIBLE: ",".join(gpus)} if gpus else {}
+
+
 def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) -> None:
     """Compare the lists of GPUs with how many GPUs one process of each kind needs.
 
@@ -73,6 +82,7 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) ->
     for name, text, needed, reason in (
         ("trainer_gpus", config.trainer_gpus, ranks, trainer),
         ("rollout_gpus", config.rollout_gpus, tensor_parallel_size, engine),
+        ("reward_gpus", config.reward_gpus, 1, ""),
     ):
         gpus = gpu_list(text)
         if gpus and len(gpus) < needed:

@@ -167,6 +167,7 @@ def render_samples(facts: Mapping[str, Any]) -> str:
         for number, sample in enumerate(group["samples"]):
             lines.append(f"  sample {number}: {_headline(sample)}")
             lines += _texts(sample)
+            lines += [line for turn in enumerate(sample["turns"]) for line in _turn_lines(*turn)]
             for remark in sample["remarks"]:
                 if number == 0 or not remark["of_group"]:
                     lines += [f"    {_remark_headline(remark)}", *_indented("", remark["text"])]
@@ -180,16 +181,27 @@ def render_samples(facts: Mapping[str, Any]) -> str:
 
 
 def _headline(sample: Mapping[str, Any]) -> str:
-    parts = [f"{name} {_number(score)}" for name, score in sample["components"].items()]
     lags = sample["lags"]
     return (
-        f"reward {_number(sample['reward'])}"
-        + (f" ({', '.join(map(printable, parts))})" if parts else "")
+        _scores(sample)
         + f", {sample['tokens']} tokens, {printable(sample['finish_reason'])}, "
         + _versions(sample["spans"])
         + (f", lag {lags[-1]}" if lags else "")
         + (", text cut" if sample["is_cut"] else "")
     )
+
+
+def _scores(scored: Mapping[str, Any]) -> str:
+    """Return the reward of a sample or a turn, and the scores that it is made of."""
+    parts = [f"{name} {_number(score)}" for name, score in scored["components"].items()]
+    return f"reward {_number(scored['reward'])}" + (f" ({', '.join(map(printable, parts))})" if parts else "")
+
+
+def _turn_lines(number: int, turn: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a turn that was scored."""
+    cut = ", text cut" if turn["is_cut"] else ""
+    yield f"    turn {number}: {_scores(turn)}, {turn['tokens']} tokens{cut}"
+    yield from _indented("", turn["text"]) if turn["text"] else ()
 
 
 def _texts(sample: Mapping[str, Any]) -> Iterator[str]:

@@ -60,9 +60,20 @@ ROLLOUT = Rollout(
     read_tokens=12,
     cached_tokens=3,
     row_texts=("ab", "c"),
+    turns=Array.of([[0, 0, 0, 1], [0, 0, 1, 2], [1, 1, 0, 1]], "int32"),
+    turn_texts=("a", "b", "c"),
+    turn_contexts=("", "", ""),
 )
-UNCOUNTED: dict[str, Any] = {"read_tokens": 0, "cached_tokens": 0, "row_texts": ()}
+UNCOUNTED: dict[str, Any] = {
+    "read_tokens": 0,
+    "cached_tokens": 0,
+    "row_texts": (),
+    "turns": None,
+    "turn_texts": (),
+    "turn_contexts": (),
+}
 """Fields of `ROLLOUT` that earlier releases lack."""
+WITHOUT_TURNS: dict[str, Any] = {"turns": None, "turn_texts": (), "turn_contexts": ()}
 BRANCHED = msgspec.structs.replace(
     ROLLOUT,
     lengths=Array.of([2, 2, 1], "int32"),
@@ -71,6 +82,7 @@ BRANCHED = msgspec.structs.replace(
     loss_mask=Array.of([1, 1, 0, 1, 1], "uint8"),
     spans=Array.of([[0, 1, 3], [0, 2, 4], [1, 2, 4], [2, 1, 4]], "int32"),
     calls=None,
+    **WITHOUT_TURNS,
     experts=Array.of([[[2, 1]], [[65535, 65535]], [[1, 1]], [[65535, 65535]], [[65535, 65535]]], "uint16"),
     branches=Array.of([[0, -1, 0], [0, 0, 1], [1, -1, 0]], "int32"),
     row_texts=("ab", "?d", "c"),
@@ -131,6 +143,8 @@ SAMPLES: dict[str, AnyMessage] = {
                 is_cached=True,
             ),
         ),
+        turn_rewards=Array.of([0.5, -0.5, 1.0], "float32"),
+        turn_components={"steps": Array.of([0.5, -0.5, 0.0], "float32")},
     ),
     "score_failure": ScoreFailure(
         group=7, token="0123456789abcdef", verifier="math", error="timeout", scorer="reward.0.1"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trainer.config import ScratchConfig
 from trainer.random_model import write_tokenizer
@@ -14,13 +14,23 @@ LETTERS = "0123456789 abcdefghijklmnopqrstuvwxyz:?\n"
 
 
 def write_reward_model(
-    directory: Path, *, labels: int = 1, template: bool = False, pad: int | None = None
+    directory: Path,
+    *,
+    labels: int = 1,
+    template: bool = False,
+    pad: int | None = None,
+    hidden: int = 32,
+    kind: str = "qwen2",
 ) -> Path:
-    """One layer, weights that make scores of both signs; `pad` is the padding that its config names."""
+    """One layer, weights that make scores of both signs; `pad` is the padding that its config names.
+
+    vLLM on a CPU needs heads of 32 numbers: `hidden` 128.
+    """
     directory.mkdir(parents=True)
-    config = Qwen2Config(
+    config = AutoConfig.for_model(
+        kind,
         vocab_size=2 + len(LETTERS),
-        hidden_size=32,
+        hidden_size=hidden,
         intermediate_size=48,
         num_hidden_layers=1,
         num_attention_heads=4,
@@ -32,7 +42,7 @@ def write_reward_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        Qwen2ForSequenceClassification(config).save_pretrained(directory)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
     write_tokenizer(ScratchConfig(vocabulary=LETTERS), directory)
     if template:
         path = directory / "tokenizer_config.json"

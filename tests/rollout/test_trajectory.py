@@ -13,9 +13,10 @@ from protocol.codec import decode_payload, encode_payload
 from protocol.errors import EngineError, SettingsError
 from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.rollout_view import decode_rollout
+from protocol.tensors import Array
 from rollout.environments.base import Sample
 from rollout.prompts.base import Prompt
-from rollout.trajectory import assemble
+from rollout.trajectory import assemble, turn_texts
 
 GOOD = Sample((5, 6, 7), (-0.5, 0.0, -1.25), (1, 0, 1), ((2, 3), (3, 4)), "stop")
 
@@ -154,3 +155,16 @@ def test_samples_that_differ_in_their_experts_are_refused(
 ) -> None:
     with pytest.raises(EngineError, match=problem):
         packed(replace(GOOD, experts=routed(*[[0, 1]] * 5)), replace(GOOD, experts=experts))
+
+
+def test_texts_follow_the_order_in_which_turns_were_made() -> None:
+    rollout = Rollout(
+        group=0, token="t", engine="e", prompt_tokens=Array.of([1], "int32"),
+        lengths=Array.of([4, 2], "int32"), tokens=Array.of([2, 3, 4, 5, 6, 7], "int32"),
+        logprobs=Array.of([0.0] * 6, "float32"), loss_mask=Array.of([1, 0, 0, 1, 0, 1], "uint8"),
+        spans=Array.of([[0, 4, 0], [1, 2, 0]], "int32"), finish_reasons=("stop",), responses=("",),
+        branches=Array.of([[0, -1, 0], [0, 0, 1]], "int32"),
+        turns=Array.of([[0, 0, 0, 1], [0, 1, 1, 2], [0, 0, 3, 4]], "int32"),
+    )  # fmt: skip
+    found = turn_texts(rollout, lambda tokens: "".join(map(str, tokens)))
+    assert (found.turn_texts, found.turn_contexts) == (("2", "7", "5"), ("", "6", "34"))

@@ -3,6 +3,7 @@
 import pkgutil
 
 from protocol.choices import checked_name
+from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
 from trainer.algorithms.base import Algorithm
 from trainer.config import AlgorithmConfig
@@ -42,3 +43,16 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     check_ranges(config, "algorithm")
     algorithm: Algorithm = pkgutil.resolve_name(path)(config)
     return algorithm
+
+
+def check_turn_scores(config: AlgorithmConfig) -> None:
+    """Check that scores of turns can be trained on; called where a verifier gives them.
+
+    Raises:
+        SettingsError: the penalty in the reward is of whole samples; says what to change.
+    """
+    if config.use_kl_in_reward and config.name not in CRITIC:
+        raise SettingsError(
+            "setting algorithm.use_kl_in_reward: its penalty is of whole samples, and a verifier scores "
+            f"turns: turn it off, so that the KL is in the loss, or use ppo instead of {config.name}"
+        )

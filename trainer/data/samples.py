@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import RowView, checked_array, decode_rollout, require
+from trainer.data.turn_returns import RowTurns, differing_turns, turns_of_rows
 
 ZERO = np.float32(0)
 """Log-probability of a token that was not sampled."""
@@ -52,6 +53,8 @@ class BatchSample:
     """Index of the sample within its group."""
     masked: bool = False
     """Whether none of its tokens is trained, because it is truncated and `algorithm.truncated` is mask."""
+    turns: RowTurns | None = None
+    """Its turns, if they were scored."""
 
     def __len__(self) -> int:
         """Return the tokens of prompt and response."""
@@ -115,6 +118,7 @@ def samples_of(
     spans = scored.rollout.spans.numpy()
     newest = int(spans[:, 2].max(initial=step))
     require(newest == step, group, "spans", f"has a version after step {step}")
+    turns = turns_of_rows(scored, len(view.rows))
     firsts = np.searchsorted(spans[:, 0], np.arange(len(view.rows) + 1))
     ends = np.cumsum([len(row.tokens) for row in view.rows])
     masks = np.split(scored.rollout.loss_mask.numpy().view(np.bool_), ends[:-1])
@@ -133,6 +137,7 @@ def samples_of(
             truncated=row.finish_reason == TRUNCATED,
             sample=row.sample,
             masked=mask_truncated and row.finish_reason == TRUNCATED,
+            turns=turns[i],
         )
 
 
@@ -146,8 +151,11 @@ def _experts(of_prompt: NDArray[np.uint16] | None, row: RowView) -> tuple[Any, A
 def has_signal(scored: ScoredRollout) -> bool:
     """Return whether rewards of a group differ: else every advantage relative to the group is 0.
 
-    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) leaves such groups out.
+    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) leaves such groups out. Where turns were scored,
+    what they return is compared, turn by turn.
     """
+    if scored.turn_rewards is not None:
+        return differing_turns(scored, EQUAL_REWARDS)
     rewards = scored.rewards.numpy()
     return bool(rewards.max() - rewards.min() > EQUAL_REWARDS)
 

@@ -24,6 +24,7 @@ from trainer.data.batch_digest import BatchDigest
 from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts, rewards_of
 from trainer.data.mini_batches import MiniBatches
 from trainer.data.samples import BatchSample, samples_of
+from trainer.data.turn_advantages import TurnAdvantages, digested, turn_advantages
 from trainer.functional.advantages import overlong_punishment
 
 DTYPES = {
@@ -73,6 +74,8 @@ class StepPlan:
     mini_batches: MiniBatches
     experts_shape: tuple[int, int] | None = None
     """(L, K): layers and experts of each, if any sample has recorded experts."""
+    turns: TurnAdvantages | None = None
+    """Advantages of turns, which count instead of those of samples; None: no turn was scored."""
 
     def part(self, samples: Sequence[int]) -> Batch:
         """Build the batch of some samples of the step, on the CPU.
@@ -89,11 +92,18 @@ class StepPlan:
         arrays = {name: np.empty(places[-1], dtype=dtype) for name, dtype in DTYPES.items()}
         if self.experts_shape is not None:
             arrays["experts"] = np.full((places[-1], *self.experts_shape), -1, dtype=np.int16)
+        if self.turns is not None and self.turns.for_critic:
+            arrays["turn_rewards"] = np.empty(places[-1], dtype=np.float32)
         advantages = self.advantages.numpy()
         for index, first, end in zip(samples, places, places[1:], strict=False):
             made = self.samples[index].token_arrays(self.step)
             check_bound(self.samples[index], made["loss_mask"], self.step)
-            made["advantages"] = np.where(made["loss_mask"], advantages[index], np.float32(0))
+            of_tokens: Any = advantages[index]
+            if self.turns is not None:
+                of_tokens = self.turns.of_tokens(index, self.samples[index])
+                if self.turns.for_critic:
+                    made["turn_rewards"] = self.turns.token_rewards(index, self.samples[index])
+            made["advantages"] = np.where(made["loss_mask"], of_tokens, np.float32(0))
             for name, values in made.items():
                 arrays[name][first:end] = values
         by_token: dict[str, Any] = {name: torch.from_numpy(values) for name, values in arrays.items()}
@@ -130,11 +140,8 @@ def plan_step(
 
     Args:
         groups: scored groups, each with the bound that was in force when it was leased, read one by one.
-        step: version that the step starts from.
-        algorithm: computes advantages and weights.
-        temperature: temperature at which the engines sampled.
+        step, temperature, decoupled: fields of the plan; `algorithm` computes its advantages and weights.
         mask_late: whether sampled tokens over the bound are masked; otherwise they are an error.
-        decoupled: whether the objective is decoupled.
         mismatch_share: share of the groups whose mismatch of trainer and engine is measured, 0 to 1.
         mini_batches: how many there are; `seed` and the step decide which samples each has.
         max_tokens: limit of one generation, the default of `algorithm.overlong_length`.
@@ -142,6 +149,7 @@ def plan_step(
     Raises:
         ProtocolError: a record is malformed, or has tokens of a later version; names group and field.
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
+        SettingsError: turns were scored, and the algorithm has a penalty of whole samples.
     """
     tally, digest = StepTally(step), BatchDigest()
     if not (samples := list(_counted(groups, tally, digest, mask_late, algorithm.config))):
@@ -149,6 +157,7 @@ def plan_step(
     divided, counts = MiniBatches.of(tally, mini_batches, seed), tally.trained_counts()
     scores = _scores(tally.first_rows(samples), tally, algorithm, divided, max_tokens)
     by_sample = _by_row(samples, tally, scores)
+    turns = turn_advantages(samples, tally.sample_of_row, scores["rewards"], algorithm)
     return StepPlan(
         step=step,
         temperature=temperature,
@@ -158,9 +167,10 @@ def plan_step(
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
         trained_counts=counts,
         stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
-        digest=digest.finish({"step": step, "temperature": temperature}, by_sample),
+        digest=digest.finish({"step": step, "temperature": temperature}, by_sample | digested(turns)),
         mini_batches=divided,
         experts_shape=_experts_shape(samples),
+        turns=turns,
         **by_sample,
     )
 

@@ -53,10 +53,14 @@ def with_advantages(
 def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
     """Return the reward that follows each sampled token, float64 [t]: that of the sample at its last one.
 
+    Where turns were scored, those of turns, each at its turn's last one.
     With `use_kl_in_reward` less kl_coef (log pi_behaviour - log pi_ref) of each token: Ziegler et al. 2019
     (arXiv 1909.08593).
     """
-    rewards = terminal_rewards(batch.rewards, batch.sampled_mask, batch.sample_index)
+    if batch.turn_rewards is None:
+        rewards = terminal_rewards(batch.rewards, batch.sampled_mask, batch.sample_index)
+    else:
+        rewards = batch.turn_rewards.double()
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
         k1 = torch.where(batch.sampled_mask, batch.behaviour_logprobs - batch.reference_logprobs, 0.0)
         rewards -= config.kl_coef * k1.double()

@@ -63,7 +63,16 @@ function card(sample) {
     el("b", { class: `score ${level}`, text: number(reward), "data-value": reward ?? "" }),
     el("div", {}, el("pre", { text: sample.text || "(empty)" }), sample.is_cut ? el("em", { text: "cut off here" }) : null,
       el("small", { text: facts.filter(Boolean).join(" · ") }),
-      sample.branches.length ? branchList(sample.branches) : null, sample.remarks.map(remark)));
+      sample.branches.length ? branchList(sample.branches) : null,
+      sample.turns.length ? turnList(sample.turns) : null, sample.remarks.map(remark)));
+}
+
+function turnList(turns) {
+  return el("details", { class: "branches" }, el("summary", { text: `${turns.length} turns scored` }),
+    el("ol", { start: 0 }, turns.map((turn) => el("li", { text: [
+      `reward ${number(turn.reward)}`, ...Object.entries(turn.components).map(([name, value]) => `${name} ${number(value)}`),
+      count(turn.tokens, "token"), turn.text,
+    ].filter(Boolean).join(" · ") }))));
 }
 
 function branchList(branches) {

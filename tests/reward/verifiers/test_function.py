@@ -11,24 +11,27 @@ from typing import Any
 import pytest
 
 from protocol.errors import RewardError, SettingsError
-from reward.group import ResponseGroup
+from reward.group import ResponseGroup, Verdict
 from reward.notes import Notes
 from reward.verifiers.awaited import AwaitedVerifier
 from reward.verifiers.function import AsyncUserFunction, Options, UserFunction, load_function
 
 DOCS = Path(__file__).parents[3] / "docs/rewards.md"
-GROUP = ResponseGroup("2 + 2 =", ["4", "5"], {"answer": "4"}, [1, 2], ["stop", "length"])
+GROUP = ResponseGroup(
+    "2 + 2 =", ["4", "5"], {"answer": "4"}, [1, 2], ["stop", "length"],
+    turns=[["3", "4"], ["4"]], contexts=[["", "more"], ["not 4"]],
+)  # fmt: skip
 
 Load = Callable[..., UserFunction | AsyncUserFunction]
 
 
-def scores(function: UserFunction | AsyncUserFunction, samples: Sequence[int]) -> list[float | None]:
+def scores(function: UserFunction | AsyncUserFunction, samples: Sequence[int]) -> list[Verdict]:
     """Return scores, of an asynchronous function by as many calls at once as the pool makes."""
     if isinstance(function, UserFunction):
         return function.score(GROUP, samples)
     awaited: AwaitedVerifier = function
 
-    async def each() -> list[float | None]:
+    async def each() -> list[Verdict]:
         async with asyncio.TaskGroup() as tasks:
             calls = [list(samples)] if awaited.at_once else [[i] for i in samples]
             running = [tasks.create_task(awaited.answer(GROUP, call, Notes())) for call in calls]
@@ -152,6 +155,38 @@ def test_the_documented_functions_run_as_they_are_written(load: Load) -> None:
     for code in examples():
         found.append(scores(load(code, "own_reward:score"), [0, 1]))
         sys.modules.pop("own_reward")
-    assert len(found) == 3
+    assert len(found) == 4
     assert found[0] == [1.0, 0.0]
-    assert all(math.isfinite(score) for group in found for score in group)
+    assert all(math.isfinite(score) for group in found[:3] for score in group)
+    assert found[3] == [[0.0, 1.0], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def score(turns): return [len(turns)] * len(turns)", [[2, 2], [1]]),
+        ("def score(*, response, turns, **more): return [float(len(more)) for turn in turns]", [[5, 5], [5]]),
+        ("async def score(*, turns, contexts): return [len(said) for said in contexts]", [[0, 4], [5]]),
+        ("def score(responses, turns): return [[1.0] * len(item) for item in turns]", [[1, 1], [1]]),
+        ("def score(response, **given): return len(given)", [4, 4]),
+    ],
+)
+def test_a_function_that_names_turns_scores_each(load: Load, code: str, expected: list[Any]) -> None:
+    function = load(code)
+    assert function.by_turn == ("turns" in code)
+    assert scores(function, [0, 1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("def score(turns): return [1.0]", r"returned 1 scores for 2 turns of sample 0 .*return a list of 2"),
+        ("def score(turns): return 1.0", "returned float for 2 turns of sample 0"),
+        ("def score(turns): return [1.0, float('inf')]", "returned inf"),
+        ("def score(responses, turns): return [[1.0, 2.0]]", "returned 1 scores for 2 responses"),
+        ("def score(responses, turns): return [1.0, 2.0]", "returned float for 2 turns of sample 0"),
+    ],
+)
+def test_scores_that_are_not_one_for_each_turn_are_refused(load: Load, code: str, why: str) -> None:
+    with pytest.raises(RewardError, match=why):
+        scores(load(code), [0, 1])

@@ -70,6 +70,8 @@ def test_lengths_are_limited_and_scores_squashed(tmp_path: Path) -> None:
         ({"path": "good", "text": "chatty"}, "did you mean 'chat'"),
         ({"path": "good", "dtype": "int8"}, "dtype"),
         ({"path": "good", "device": "tpu"}, "use cpu, cuda"),
+        ({"path": "good", "engine": "sglang"}, "'sglang' is not supported: it needs a Python of its own"),
+        ({"path": "good", "engine": "vlm"}, "did you mean 'vllm'"),
         ({"path": "good", "batch_size": 0}, ">= 1"),
     ],
 )

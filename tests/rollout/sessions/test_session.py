@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from protocol.rollout_view import decode_rollout
+from protocol.turns import turns_of
 from rollout.engines.base import Completion
 from rollout.environments.base import Branch, EpisodeOver, Sample
 from rollout.prompts.base import Prompt
@@ -106,6 +107,13 @@ def check_wire(session: Session) -> None:
         assert [(*view.prompt, *row.context, *row.tokens) for row in rows] == expected
         counted = sum(len(call.completion.tokens) for call in session.tree.calls)
         assert sum(int(row.sampled.sum()) for row in rows) == counted * sum(s is sample for s in samples)
+        said = [call.completion.tokens for call in session.tree.calls]
+        turns = turns_of(rollout)
+        assert (turns is None) == (len(said) == 1)
+        for index, of_sample in enumerate(turns or ()):
+            if samples[index] is sample:
+                found = [view.rows[turn.row].tokens[turn.first : turn.end] for turn in of_sample]
+                assert [tuple(tokens) for tokens in found] == said
 
 
 CHEAP = settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -65,6 +65,11 @@ def with_model(run_dir: Path, model: str, *overrides: str) -> Settings:
     return load_settings(str(config), [*own, *overrides], environ={})
 
 
+def score_turns(*, turns: list[str]) -> list[float]:
+    """A verifier that scores turns."""
+    return [0.0 for _ in turns]
+
+
 def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) -> None:
     settings = demo(tmp_path / "run")
     findings = check_run(settings)
@@ -121,6 +126,14 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
         (
             ['reward.verifiers=[{name="exact_match",fallback="math"}]'],
             ["setting reward.verifiers: exact_match: there is no verifier 'math' to fall back to"],
+        ),
+        (
+            [
+                f'reward.verifiers=[{{name="function",options={{path="{__name__}:score_turns"}}}}]',
+                "algorithm.use_kl_in_reward=true",
+                "algorithm.kl_coef=0.1",
+            ],
+            ["setting algorithm.use_kl_in_reward: ", "a verifier scores turns", "instead of grpo"],
         ),
         (['environment.name="multi_turn"'], ["setting environment.name", "not known"]),
         (

@@ -3,12 +3,23 @@
 import pytest
 
 from protocol.errors import SettingsError
-from services.settings.placement import ServicesConfig, check_gpus, rollout_variables, trainer_variables
+from services.settings.placement import (
+    ServicesConfig,
+    check_gpus,
+    reward_variables,
+    rollout_variables,
+    trainer_variables,
+)
 
 
 def test_without_lists_everybody_sees_what_the_supervisor_sees() -> None:
     assert trainer_variables(ServicesConfig()) == {}
     assert rollout_variables(ServicesConfig(), 2, 5) == {}
+    assert reward_variables(ServicesConfig()) == {}
+
+
+def test_reward_workers_see_the_gpus_of_reward_models() -> None:
+    assert reward_variables(ServicesConfig(reward_gpus="3, 4")) == {"CUDA_VISIBLE_DEVICES": "3,4"}
 
 
 def test_rollout_workers_take_their_gpus_in_turn() -> None:

@@ -12,7 +12,9 @@ from protocol.errors import SettingsError
 from protocol.messages import Remark, ScoredRollout
 from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import trace
+from services.run_files.samples import describe_group
 from services.tools.samples import find_samples, render_samples, samples_of_trace
+from tests.protocol.samples import SAMPLES
 from tests.services.monitor.runs import put_branched, recorded_run
 from trainer.storage.archive import Archive
 
@@ -64,6 +66,20 @@ def test_samples_that_are_missing_are_explained(
 ) -> None:
     with pytest.raises(SettingsError, match=f"^{says}$"):
         find_samples(run_dir, step, group, 8)
+
+
+def test_turns_that_were_scored_are_shown_below_their_sample() -> None:
+    message = SAMPLES["scored"]
+    assert isinstance(message, ScoredRollout)
+    group = describe_group(message, 5)
+    assert [len(sample["turns"]) for sample in group["samples"]] == [2, 1]
+    assert group["samples"][0]["turns"][1] == {
+        "reward": -0.5, "components": {"steps": -0.5}, "tokens": 1, "text": "b", "is_cut": False,
+    }  # fmt: skip
+    shown = render_samples({"step": 5, "groups": [json.loads(json.dumps(group))], "left_out": 0})
+    assert "    turn 0: reward 0.500 (steps 0.500), 1 tokens\n         | a\n" in shown
+    without = msgspec.structs.replace(message, turn_rewards=None)
+    assert [sample["turns"] for sample in describe_group(without, 5)["samples"]] == [[], []]
 
 
 def test_samples_of_a_group_that_was_accepted_come_from_the_spool(run_dir: Path) -> None:

@@ -1,0 +1,77 @@
+"""Reads the turns of a rollout's samples, and checks them against its other arrays.
+
+Shapes: K turns of all samples together, K_i of sample i; R rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.messages import Rollout
+from protocol.rollout_view import checked_array, require, samples_of_rows
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlace:
+    """Where a turn lies: what the model said at once, in answer to one call."""
+
+    row: int
+    """Row of the message that has it."""
+    first: int
+    end: int
+    """Its place among the row's own tokens: from `first` up to, not including, `end`."""
+
+
+def turns_of(rollout: Rollout) -> list[list[TurnPlace]] | None:
+    """Return the turns of each sample, at least one, as they were made; None if every sample is one turn.
+
+    Raises:
+        ProtocolError: a turn is not in a row of its sample, two overlap, a sample has none, a sampled token
+            is in none, or there are texts of another number of turns; names group and field.
+    """
+    group = rollout.group
+    if rollout.turns is None:
+        texts = len(rollout.turn_texts) + len(rollout.turn_contexts)
+        require(texts == 0, group, "turn_texts", f"has {texts} texts of turns that are not there")
+        return None
+    turns = checked_array(group, "turns", rollout.turns, "int32", (None, 4)).tolist()
+    samples, lengths = samples_of_rows(rollout), rollout.lengths.numpy().tolist()
+    found: list[list[TurnPlace]] = [[] for _ in range(samples[-1] + 1 if samples else 0)]
+    before = 0
+    for number, (sample, row, first, end) in enumerate(turns):
+        fits = (
+            0 <= row < len(samples)
+            and samples[row] == sample
+            and sample >= before
+            and 0 <= first <= end <= lengths[row]
+        )
+        require(fits, group, "turns", f"row {number} ({sample}, {row}, {first}, {end}) is not in its sample")
+        found[sample].append(TurnPlace(row, first, end))
+        before = sample
+    require(all(found), group, "turns", "has a sample without a turn")
+    _check_cover(rollout, found, lengths)
+    for field, values in (("turn_texts", rollout.turn_texts), ("turn_contexts", rollout.turn_contexts)):
+        require(
+            len(values) in (0, len(turns)), group, field, f"has {len(values)} entries for {len(turns)} turns"
+        )
+    return found
+
+
+def by_sample(values: Sequence[str], turns: Sequence[Sequence[TurnPlace]]) -> list[list[str]]:
+    """Return the entries [K] of all turns as a list for each sample, [n][K_i]."""
+    rest = iter(values)
+    return [[next(rest) for _ in of_sample] for of_sample in turns]
+
+
+def _check_cover(rollout: Rollout, turns: Sequence[Sequence[TurnPlace]], lengths: Sequence[int]) -> None:
+    """Refuse turns that overlap, and sampled tokens in no turn."""
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    count = np.zeros(int(starts[-1]) + 1, dtype=np.int64)
+    for turn in (turn for of_sample in turns for turn in of_sample):
+        count[starts[turn.row] + turn.first] += 1
+        count[starts[turn.row] + turn.end] -= 1
+    covered = np.cumsum(count)[:-1]
+    mask = checked_array(rollout.group, "loss_mask", rollout.loss_mask, "uint8", (len(covered),))
+    require(bool((covered <= 1).all()), rollout.group, "turns", "overlap")
+    require(bool((covered[mask == 1] == 1).all()), rollout.group, "turns", "leave out a sampled token")

@@ -1,0 +1,1 @@
+"""Computes the logits of sequence classifiers, by transformers or by an engine."""

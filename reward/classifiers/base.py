@@ -1,0 +1,37 @@
+"""Defines what computes the logit of texts for the verifier `reward_model`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierConfig:
+    """Says what a classifier is loaded with; options of `reward_model`."""
+
+    directory: Path
+    """Directory of model and tokenizer."""
+    device: str
+    """cpu, cuda or cuda:N."""
+    dtype: str
+    max_length: int
+    """Tokens of a text, at most; 0: no limit is known."""
+    batch_size: int
+    """Texts in one pass, at most."""
+    threads: int
+    memory_fraction: float
+    """Share of a GPU's memory that an engine may take."""
+    kv_cache_mb: int
+    """KV cache of an engine on a CPU, MiB."""
+
+
+class Classifier(Protocol):
+    """A loaded sequence classifier with one label."""
+
+    def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the logit of each text, at least one, given as tokens, at least one.
+
+        Each is the one of that text alone, read at its last token that is not the padding of the model's
+        configuration. May raise anything.
+        """

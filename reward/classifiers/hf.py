@@ -1,0 +1,52 @@
+"""Computes the logits of a sequence classifier by transformers."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from reward.classifiers.base import ClassifierConfig
+
+
+class HfClassifier:
+    """A classifier of Hugging Face; the oracle of every other one."""
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        """Load it. Raises whatever transformers and torch raise."""
+        self._device, self._batch_size = config.device, config.batch_size
+        torch.set_num_threads(config.threads)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            str(config.directory), dtype=getattr(torch, config.dtype), local_files_only=True
+        )
+        self._model = model.to(config.device).eval().requires_grad_(False)
+
+    def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the logit of each text."""
+        starts = range(0, len(texts), self._batch_size)
+        return [logit for start in starts for logit in self._batch(texts[start : start + self._batch_size])]
+
+    def _batch(self, texts: Sequence[Sequence[int]]) -> Iterator[float]:
+        pad, longest = self._padding(texts), max(map(len, texts))
+        rows = [[*tokens, *[pad] * (longest - len(tokens))] for tokens in texts]
+        mask = [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in texts]
+        config = self._model.config
+        saved, config.pad_token_id = config.pad_token_id, pad
+        try:
+            with torch.inference_mode():
+                logits = self._model(
+                    input_ids=torch.tensor(rows, device=self._device),
+                    attention_mask=torch.tensor(mask, device=self._device),
+                ).logits[:, 0]
+        finally:
+            config.pad_token_id = saved
+        yield from logits.float().tolist()
+
+    def _padding(self, texts: Sequence[Sequence[int]]) -> int:
+        """Return the token that fills up shorter texts: the model's or, without one, one in no text.
+
+        The classifier reads a text at its last token that is not the padding.
+        """
+        own = self._model.config.pad_token_id
+        taken = set(itertools.chain.from_iterable(texts))
+        return next(i for i in itertools.count() if i not in taken) if own is None else int(own)

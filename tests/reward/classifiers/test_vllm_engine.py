@@ -1,0 +1,58 @@
+"""Compares vLLM's logits of a sequence classifier with those of transformers, the oracle."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reward.config import RewardConfig, VerifierConfig
+from reward.workers.pool import ScorePool
+from tests.reward.reward_models import write_reward_model
+
+PROMPT = "what is 6 times 7?"
+RESPONSES = ["42", "it is 42 i think", "", "no idea", "4" * 300, "ends with 0000"]
+TOLERANCE = 1e-4
+"""Largest difference of logits between -10 and 10, in float32: kernels add up in another order."""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "pad"), [("qwen2", None), ("llama", 2)])
+async def test_logits_of_vllm_are_those_of_transformers(kind: str, pad: int | None, tmp_path: Path) -> None:
+    path = write_reward_model(tmp_path / "model", pad=pad, hidden=128, kind=kind)
+    found = {}
+    for engine in ("transformers", "vllm"):
+        options = {"path": str(path), "engine": engine, "batch_size": 4, "kv_cache_mb": 64}
+        config = RewardConfig(
+            verifiers=(VerifierConfig("reward_model", options=options),), workers=1, start_timeout_s=400
+        )
+        async with ScorePool(config) as pool:
+            found[engine], _ = await pool.score(PROMPT, RESPONSES, {})
+            again, _ = await pool.score(PROMPT, RESPONSES[:2], {})
+            assert again == pytest.approx(found[engine][:2], abs=TOLERANCE)
+    assert found["vllm"] == pytest.approx(found["transformers"], abs=TOLERANCE)
+    assert len({round(score, 3) for score in found["vllm"]}) == len(RESPONSES)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_what_vllm_cannot_load_is_named(tmp_path: Path) -> None:
+    path = write_reward_model(tmp_path / "model", hidden=128)
+    code = (
+        "import json, sys\n"
+        "from reward.verifiers.registry import make_verifier\n"
+        "try:\n"
+        "    make_verifier('reward_model', json.loads(sys.argv[1])).load()\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    for options, says in (
+        ({"device": "cuda"}, "the vLLM of this Python computes on the CPU"),
+        ({"kv_cache_mb": 1, "max_length": 4096}, "cannot be loaded on cpu by vllm"),
+    ):
+        given = json.dumps({"path": str(path), "engine": "vllm", **options})
+        done = subprocess.run([sys.executable, "-c", code, given], capture_output=True, text=True)
+        assert says in done.stdout, done.stdout + done.stderr[-2000:]
+        assert done.stdout.splitlines()[-1].startswith("SettingsError verifier reward_model: ")
