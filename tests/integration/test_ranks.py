@@ -31,6 +31,7 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
         "trainer.checkpoint_every=2",
         "bound.max_staleness=0",
         "services.restarts=0",
+        "monitor.enabled=false",
     )
     words = [word for override in overrides for word in ("--set", override)]
     result = tether(
