@@ -24,7 +24,9 @@ from tests.trainer.recomputed.cases import (
 from tests.trainer.recomputed.records import read
 from trainer.algorithms.registry import ALGORITHMS
 
-pytestmark = pytest.mark.xdist_group("recomputed")  # what naive loops compute is kept in a process
+pytestmark = pytest.mark.xdist_group(
+    "layouts"
+)  # what naive loops compute, and what forks ranks, is there once
 
 
 @pytest.mark.parametrize("name", CASES)
