@@ -16,9 +16,7 @@ FEW = ("rejection-geometric", "ppo-kl-in-reward")
 OTHER_MODELS = ("on_policy_distillation-rewards", "kl-in-reward-path", "sft", "branches-ppo")
 MANY_RANKS = ("tp2", "tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2")
 
-pytestmark = pytest.mark.xdist_group(
-    "layouts"
-)  # what naive loops compute, and what forks ranks, is there once
+pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 
 
 def assert_naive(name: str, directory: Path, out: Path) -> None:

@@ -24,9 +24,7 @@ from tests.trainer.recomputed.cases import (
 from tests.trainer.recomputed.records import read
 from trainer.algorithms.registry import ALGORITHMS
 
-pytestmark = pytest.mark.xdist_group(
-    "layouts"
-)  # what naive loops compute, and what forks ranks, is there once
+pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 
 
 @pytest.mark.parametrize("name", CASES)
