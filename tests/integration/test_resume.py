@@ -27,7 +27,8 @@ def test_a_run_goes_on_with_other_settings_and_refuses_another_model(tmp_path: P
 
     first = settings_for(run_dir, "stragglers.toml", "run.steps=2", *FAST)
     assert asyncio.run(run_to_end(first)).status.version == 2
-    dump_settings(first, run_dir / "settings.json")  # as `tether up` does
+    dump_settings(first, run_dir / "settings.json")  # `tether up` leaves it, and a lock
+    (run_dir / "lock").touch()
     before = sorted((path, path.read_bytes()) for path in run_dir.rglob("*") if path.is_file())
     refused = tether_here("up", *words(run_dir, 4, "bound.max_staleness=3", "model.scratch.seed=1"))
     assert refused.returncode == 2
