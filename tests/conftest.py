@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from services.runtime.main import raise_fd_limit
-from tests.gpus import leave_out_gpu_tests
+from tests.gpus import without_a_gpu
 
 # A slow machine is no failure, and every run draws the same examples; others are found with `pytest
 # --hypothesis-profile search`.
@@ -28,4 +28,6 @@ raise_fd_limit()
 
 @pytest.hookimpl(trylast=True)  # what `-m` leaves out is gone then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    leave_out_gpu_tests(config, items)
+    if left_out := without_a_gpu(items, config.option.markexpr):
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,19 +15,17 @@ def visible_gpus() -> list[str]:
     return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests with the mark `gpu` where there is no GPU.
+def without_a_gpu(items: Sequence[pytest.Item], expression: str) -> list[pytest.Item]:
+    """Return those of the selected tests to leave out, as they need a GPU and there is none.
 
     Raises:
-        pytest.UsageError: `-m` asks for them.
+        pytest.UsageError: the expression of `-m` asks for them.
     """
-    wanted = [item for item in items if item.get_closest_marker("gpu")]
-    if not wanted or visible_gpus():
-        return
-    if "gpu" in re.findall(r"\w+", config.option.markexpr):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked or visible_gpus():
+        return []
+    if "gpu" in re.findall(r"\w+", expression):
         raise pytest.UsageError(
-            f"-m {config.option.markexpr!r} selects {len(wanted)} tests that need a GPU, "
-            "and torch sees none here"
+            f"-m {expression!r} selects {len(marked)} tests that need a GPU, and torch sees none here"
         )
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-    config.hook.pytest_deselected(items=wanted)
+    return marked

@@ -1,34 +1,31 @@
-"""Tests what is selected where there is no GPU."""
+"""Tests what is left out, or refused, where there is no GPU."""
 
 import pytest
 
-from tests.gpus import visible_gpus
-
-pytest_plugins = ["pytester"]
+from tests.gpus import visible_gpus, without_a_gpu
 
 
 @pytest.fixture
-def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """Two tests, of which one needs a GPU, under the hook of ours."""
-    pytester.makeini("[pytest]\nmarkers =\n    gpu\n    slow\n")
-    pytester.makeconftest("from tests.gpus import leave_out_gpu_tests as pytest_collection_modifyitems")
-    pytester.makepyfile("import pytest\n\n@pytest.mark.gpu\ndef test_a(): pass\n\ndef test_b(): pass\n")
-    return pytester
+def items(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """Two tests, of which the second needs a GPU."""
+    parent = request.node.parent
+    made = [pytest.Function.from_parent(parent, name=f"test_{name}", callobj=int) for name in "ab"]
+    made[1].add_marker(pytest.mark.gpu)
+    return [*made]
 
 
 @pytest.mark.parametrize("expression", ["", "not slow"])
 def test_tests_that_need_a_gpu_are_left_out_where_there_is_none(
-    suite: pytest.Pytester, expression: str
+    items: list[pytest.Item], expression: str
 ) -> None:
-    left_out = 0 if visible_gpus() else 1
+    assert without_a_gpu(items[:1], expression) == []
+    assert without_a_gpu(items, expression) == ([] if visible_gpus() else items[1:])
 
-    suite.runpytest_inprocess("-m", expression).assert_outcomes(passed=2 - left_out, deselected=left_out)
 
-
-def test_asking_for_them_is_refused_where_there_is_none(suite: pytest.Pytester) -> None:
-    result = suite.runpytest_inprocess("-m", "gpu")
+@pytest.mark.parametrize("expression", ["gpu", "gpu and not slow"])
+def test_asking_for_them_is_refused_where_there_is_none(items: list[pytest.Item], expression: str) -> None:
     if visible_gpus():
-        result.assert_outcomes(passed=1, deselected=1)
-    else:
-        assert result.ret == pytest.ExitCode.USAGE_ERROR
-        result.stderr.fnmatch_lines(["*-m 'gpu' selects 1 tests that need a GPU, and torch sees none here"])
+        assert without_a_gpu(items, expression) == []
+        return
+    with pytest.raises(pytest.UsageError, match=f"-m '{expression}' selects 1 tests that need a GPU"):
+        without_a_gpu(items, expression)
