@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Two test processes share two cores: OpenMP's threads would spin against each other, a hundred times slower.
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from services.runtime.main import raise_fd_limit
+from tests.gpus import without_a_gpu
 
 # A slow machine is no failure, and every run draws the same examples; others are found with `pytest
 # --hypothesis-profile search`.
@@ -22,3 +24,10 @@ settings.load_profile("tether")
 # as every service does: users have 1024 on many systems, and here the ends of many connections are in one
 # process
 raise_fd_limit()
+
+
+@pytest.hookimpl(trylast=True)  # what `-m` leaves out is gone then
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if left_out := without_a_gpu(items, config.option.markexpr):
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)

@@ -16,7 +16,6 @@ Started by `async_client.py`. Frames in both directions as those of `worker.py`.
 import asyncio
 import os
 import resource
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,12 +24,11 @@ from typing import Any, BinaryIO
 import msgspec
 
 from protocol.errors import SettingsError
-from protocol.host.parent_death import die_with_parent
 from reward.group import ResponseGroup, Verdict
 from reward.notes import Notes
 from reward.verifiers.awaited import AwaitedVerifier
 from reward.verifiers.registry import make_verifier
-from reward.workers.worker import LENGTH, decode_group, describe_error, read_frame, write_frame
+from reward.workers.worker import LENGTH, begin, decode_group, describe_error, write_frame
 
 ALIVE_S = 0.5
 GRACE_S = 1.0
@@ -44,11 +42,7 @@ STUBBORN = 77
 
 def main() -> None:
     """Serve until standard input ends or the parent dies."""
-    die_with_parent(signal.SIGKILL)
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
-    memory_mb, timeout_s, modules, configured = read_frame(source)
-    sys.path.extend(modules)  # last, so that none replaces a module of ours
+    _, sink, memory_mb, timeout_s, configured = begin()
     try:
         verifiers = [make_verifier(*item) if item else None for item in configured]
     except SettingsError as error:

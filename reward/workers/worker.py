@@ -41,11 +41,7 @@ MOST_TRACES = 100
 
 def main() -> None:
     """Serve until standard input ends or the parent dies."""
-    die_with_parent(signal.SIGKILL)
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
-    memory_mb, _, modules, configured = read_frame(source)
-    sys.path.extend(modules)  # last, so that none replaces a module of ours
+    source, sink, memory_mb, _, configured = begin()
     try:
         verifiers = [make_verifier(name, options) for name, options in configured]
         loaded = _load([item for item in verifiers if not isinstance(item, AwaitedVerifier)], memory_mb)
@@ -69,6 +65,20 @@ def main() -> None:
             verifier = verifiers[number]
             assert not isinstance(verifier, AwaitedVerifier)
             write_frame(sink, _call(verifier, group, samples, printed))
+
+
+def begin() -> tuple[BinaryIO, BinaryIO, int, float, list[Any]]:
+    """Tie this process to its parent and read the first frame.
+
+    Returns:
+        Where frames come from and go to, `memory_mb`, `timeout_s`, and the verifiers with their options.
+    """
+    die_with_parent(signal.SIGKILL)
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
+    memory_mb, timeout_s, modules, configured = read_frame(source)
+    sys.path.extend(modules)  # last, so that none replaces a module of ours
+    return source, sink, memory_mb, timeout_s, configured
 
 
 def _load(verifiers: Sequence[LoadedVerifier], memory_mb: int) -> int:

@@ -21,6 +21,7 @@ import torch
 
 from protocol.codec import encode_payload
 from tests.benchmarks.trainer.run import FULL, make_model
+from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.leader import LeaderRank
@@ -105,15 +106,7 @@ def _publish(sender: WeightSender, version: int, tensors: Tensors) -> None:
 
 def _command(step: int) -> TrainCommand:
     samples = [SampleSpec([5] * TOKENS, [step] * TOKENS, reward) for reward in (0.0, 1.0)]
-    return TrainCommand(
-        step=step,
-        records=[encode_payload(scored(GroupSpec(group=step, samples=samples)))],
-        bounds=[1],
-        mask_late=True,
-        temperature=1.0,
-        recompute_logprobs=False,
-        reference_logprobs=False,
-    )
+    return train_command(step, [encode_payload(scored(GroupSpec(group=step, samples=samples)))])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from protocol.codec import encode_payload
 from protocol.messages import Rollout, ScoredRollout
 from protocol.tensors import Array
+from tests.trainer.commands import train_command
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.step import plan_command
@@ -75,21 +76,13 @@ def record(group: int, lengths: NDArray[np.int32], dice: np.random.Generator) ->
     )
 
 
-def train_command(samples: int, tokens: int) -> TrainCommand:
+def step_of(samples: int, tokens: int) -> TrainCommand:
     dice = np.random.default_rng(0)
     lengths = lengths_of(samples, tokens, dice)
     records = [
         record(g, part, dice) for g, part in enumerate(np.split(lengths, range(GROUP, samples, GROUP)))
     ]
-    return TrainCommand(
-        step=STEP,
-        records=records,
-        bounds=[1] * len(records),
-        mask_late=True,
-        temperature=1.0,
-        recompute_logprobs=False,
-        reference_logprobs=False,
-    )
+    return train_command(STEP, records)
 
 
 def memory_gb() -> float:
@@ -100,7 +93,7 @@ def memory_gb() -> float:
 
 def run(samples: int, tokens: int, replicas: int) -> dict[str, Any]:
     """Build the step once as one rank, and once for each of several replicas."""
-    command = train_command(samples, tokens)
+    command = step_of(samples, tokens)
     facts: dict[str, Any] = {"samples": samples, "replicas": replicas, "memory_before_gb": memory_gb()}
     with timer(facts, "plan_s"):
         plan = plan_command(command, make_algorithm(AlgorithmConfig()))

@@ -110,8 +110,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     record.first_log = out.read_text()
     record.first_steps = read_steps(metrics)
     record.left_over = left_over(run_dir, shm)
-    record.after = tether("status", str(run_dir)).stdout
-    record.refused = tether("drain", str(run_dir)).stderr
+    record.after = tether_here("status", run_dir).stdout
+    record.refused = tether_here("drain", run_dir).stderr
     out = run_dir.parent / "second.log"
     with tether_up(*options, "--steps", str(len(record.first_steps) + 5), output=out) as up:
         record.second_code = up.wait(240)
@@ -121,7 +121,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def refused_second(run_dir: Path) -> tuple[int, str]:
-    result = tether("up", CONFIG, "--run-dir", str(run_dir))
+    result = tether_here("up", CONFIG, "--run-dir", run_dir)
     return result.returncode, result.stderr
 
 

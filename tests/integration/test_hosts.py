@@ -20,7 +20,7 @@ from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
 from tests.integration.trainer_place import Place, place
 
-STEPS = 16
+STEPS = 10
 FIRST = "127.0.0.2"
 """Address of host 0."""
 

@@ -30,6 +30,7 @@ OVERRIDES = (
     "trainer.checkpoint_every=5",
     "bound.groups_per_step=8",
     "eval.at_end=false",
+    "monitor.enabled=false",
     "rollout.lease_s=2",
     "rollout.groups_in_flight=8",
     "bus.peer_timeout_s=2",

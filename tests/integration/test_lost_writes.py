@@ -28,6 +28,7 @@ OVERRIDES = (
     "engine.seconds_per_token=0.01",
     "trainer.checkpoint_every=6",
     "trainer.step_s=0.02",
+    "monitor.enabled=false",
 )
 B = 8
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from services.gpu_sharing.device_lock import DeviceLock
 from services.observability.steps import read_steps
-from tests.integration.command import audit, processes_of, tether, tether_up, until
+from tests.integration.command import audit, processes_of, tether, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 
 LAYOUTS = [
@@ -31,6 +31,7 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
         "trainer.checkpoint_every=2",
         "bound.max_staleness=0",
         "services.restarts=0",
+        "monitor.enabled=false",
     )
     words = [word for override in overrides for word in ("--set", override)]
     result = tether(
@@ -50,7 +51,7 @@ def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
     errors = [step["mismatch"]["0"]["error_max"] for step in read_steps(tmp_path / "metrics.jsonl")]
     assert max(errors) < 1e-4
     assert (tmp_path / "exports/step_00000004/model.safetensors").is_file()
-    replay = tether("replay", str(tmp_path), "--step", "3", "--train", "--json", seconds=400)
+    replay = tether_here("replay", tmp_path, "--step", 3, "--train", "--json")
     assert replay.returncode == 0, replay.stdout + replay.stderr
     facts = json.loads(replay.stdout)
     assert (facts["equal"], facts["train"]["from_version"], facts["train"]["weights_equal"]) == (

@@ -12,7 +12,7 @@ import pytest
 from protocol.errors import SettingsError, TetherError, Unavailable
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.redis.url import complete_url, redacted
-from tests.integration.command import tether
+from tests.integration.command import tether, tether_here
 from tests.integration.loop import ROOT
 from tests.security.tls_server import CORE, PASSWORD, USER, TlsServer, tls_server
 
@@ -67,19 +67,20 @@ def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: 
     try:
         ended = tether(
             "up", str(ROOT / "deploy/configs/stragglers.toml"), "--steps", "3", "--run-dir", str(run_dir),
-            "--set", f'ledger.ca_file="{server.ca}"', seconds=600, TETHER_REDIS_URL=server.url,
-            TETHER_LOG_LEVEL="DEBUG",
+            "--set", f'ledger.ca_file="{server.ca}"', "--set", "monitor.enabled=false",
+            seconds=600, TETHER_REDIS_URL=server.url, TETHER_LOG_LEVEL="DEBUG",
         )  # fmt: skip
     finally:
         lookout.stop.set()
         watcher.join()
     assert ended.returncode == 0, ended.stderr[-2000:]
-    status = tether("status", str(run_dir), TETHER_REDIS_URL=server.url)
+    status = tether_here("status", run_dir, TETHER_REDIS_URL=server.url)
     assert "done" in status.stdout, status.stderr
-    said = ended.stdout + ended.stderr + status.stdout + status.stderr + tether("verify", str(run_dir)).stdout
-    said += tether("status", str(run_dir), TETHER_REDIS_URL=server.url.replace(CORE, f"wrong-{CORE}")).stderr
-    said += tether(
-        "up", str(ROOT / "deploy/configs/stragglers.toml"), "--set", f"ledger.url={server.url}"
+    said = ended.stdout + ended.stderr + status.stdout + status.stderr + tether_here("verify", run_dir).stdout
+    other = server.url.replace(CORE, f"wrong-{CORE}")
+    said += tether_here("status", run_dir, TETHER_REDIS_URL=other).stderr
+    said += tether_here(
+        "up", ROOT / "deploy/configs/stragglers.toml", "--set", f"ledger.url={server.url}"
     ).stderr
     assert "refuses this user" in said
     assert "every user can read a command line" in said

@@ -98,7 +98,11 @@ async def test_a_worker_loads_the_model_at_its_start_and_names_what_fails(tmp_pa
     with pytest.raises(SettingsError, match=r"reward\.memory_mb: 4096 .* set it to 0"):
         async with ScorePool(config(device="cuda")):
             raise AssertionError("it started")
+
+
+def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    path = write_reward_model(tmp_path / "model")
     (path / "model.safetensors").write_bytes(b"broken")
+    verifier = make_verifier("reward_model", {"path": str(path)})
     with pytest.raises(SettingsError, match="cannot be loaded on cpu"):
-        async with ScorePool(config()):
-            raise AssertionError("it started")
+        verifier.load()

@@ -53,10 +53,14 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path, run_dir: Path, width: int, scheme: str) -> AsyncIterator[tuple[Page, str]]:
+async def opened(
+    tmp_path: Path, run_dir: Path, width: int, scheme: str, *, hurry: bool = False
+) -> AsyncIterator[tuple[Page, str]]:
     """The page of a run, drawn."""
     async with monitored(offline_settings(run_dir)) as url, chromium(tmp_path / "profile") as new_tab:
         page = await new_tab()
+        if hurry:
+            await page.hurry()
         await page.open(url, width=width, scheme=scheme)
         await page.until(READY)
         yield page, url
@@ -145,7 +149,7 @@ async def test_new_step_appears_and_nothing_moves(tmp_path: Path) -> None:
     path = run_dir / "metrics.jsonl"
     path.unlink()
     write_lines(path, (step_line(step) for step in range(200)))
-    async with opened(tmp_path, run_dir, 1280, "light") as (page, _):
+    async with opened(tmp_path, run_dir, 1280, "light", hurry=True) as (page, _):
         await page.until("document.querySelectorAll('.sample').length === 8")
         await page.evaluate("document.querySelector('.chart').dataset.kept = 'yes'")
         before = await page.evaluate(PLACES)
@@ -267,6 +271,7 @@ async def test_lost_connection_is_said_and_recovers(tmp_path: Path) -> None:
     run_dir = recorded_run(tmp_path)
     async with chromium(tmp_path / "profile") as new_tab:
         page = await new_tab()
+        await page.hurry()
         async with monitored(offline_settings(run_dir)) as url:
             await page.open(url, width=390, scheme="light")
             await page.until(READY)

@@ -24,7 +24,7 @@ from services.settings.sections import Settings
 from trainer.megatron.memory.expected import GIB, expected_memory
 from trainer.megatron.memory.host_memory import expected_host_memory
 
-QWEN = {
+QWEN: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -35,7 +35,13 @@ QWEN = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
-HUGE = {**QWEN, "num_hidden_layers": 10**5}
+HUGE = {
+    **QWEN,
+    **{name: 40 * QWEN[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")},
+    "num_key_value_heads": 80,
+    "num_hidden_layers": 240,
+}
+"""Wide rather than deep: what is expected is added up over layers."""
 FACTS = ModelFacts(Path("model"), QWEN, None, is_made=True)
 
 

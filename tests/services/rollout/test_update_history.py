@@ -43,7 +43,12 @@ def play(
         return asyncio.run(main(Path(directory)))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+CHEAP = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+DEEP = settings(CHEAP, max_examples=60)
+TRANSPORTS = st.sampled_from(["shm", "disk", "nccl", "shared"])
+
+
+@CHEAP
 @example(
     transport="disk",
     moves=[
@@ -102,8 +107,17 @@ def play(
     transport="shared",
     moves=[*STEPS, Move("step", "corrupt"), *STEPS, Move("die", "written"), Move("poison"), *STEPS, *STEPS],
 )
-@given(transport=st.sampled_from(["shm", "disk", "nccl", "shared"]), moves=st.lists(MOVES, max_size=20))
+@given(transport=TRANSPORTS, moves=st.lists(MOVES, max_size=20))
 def test_tokens_are_of_the_versions_that_they_name_whatever_happens(
+    versions: Versions, transport: str, moves: list[Move]
+) -> None:
+    play(versions, transport, moves)
+
+
+@pytest.mark.slow
+@DEEP
+@given(transport=TRANSPORTS, moves=st.lists(MOVES, max_size=40))
+def test_tokens_are_of_the_versions_that_they_name_in_long_histories(
     versions: Versions, transport: str, moves: list[Move]
 ) -> None:
     play(versions, transport, moves)

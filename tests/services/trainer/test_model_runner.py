@@ -15,6 +15,7 @@ from protocol.codec import encode_payload
 from protocol.errors import WeightError
 from protocol.messages import WeightDraft, WeightManifest
 from services.trainer.model_runner import ModelRunner
+from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from tests.trainer.megatron.models import OPTIMIZER, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
@@ -92,15 +93,7 @@ async def opened(
 
 def command(step: int) -> TrainCommand:
     samples = [SampleSpec([5, 6, 7, 8], [step] * 4, 1.0), SampleSpec([9, 10], [step] * 2)]
-    return TrainCommand(
-        step=step,
-        records=[encode_payload(scored(GroupSpec(group=step, samples=samples)))],
-        bounds=[1],
-        mask_late=True,
-        temperature=1.0,
-        recompute_logprobs=False,
-        reference_logprobs=False,
-    )
+    return train_command(step, [encode_payload(scored(GroupSpec(group=step, samples=samples)))])
 
 
 def before_chunk(runner: ModelRunner, number: int, action: object) -> None:

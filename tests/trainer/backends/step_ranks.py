@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from protocol.codec import encode_payload
+from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, routed
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
@@ -34,15 +35,8 @@ REPLICAS = {
 def command(step: int) -> TrainCommand:
     """Two samples with recorded experts, so that the last step has a replica without one."""
     samples = [SampleSpec([5, 6, 7, 8], [0, 0, step, step], 1.0, mask=[1, 1, 0, 1]), SampleSpec([9], [step])]
-    return TrainCommand(
-        step=step,
-        records=[encode_payload(routed(GroupSpec(group=step, samples=samples), layers=2))],
-        bounds=[1],
-        mask_late=True,
-        temperature=0.5,
-        recompute_logprobs=True,
-        reference_logprobs=True,
-    )
+    records = [encode_payload(routed(GroupSpec(group=step, samples=samples), layers=2))]
+    return train_command(step, records, temperature=0.5, recompute_logprobs=True, reference_logprobs=True)
 
 
 class WritingBackend(ScriptedBackend):

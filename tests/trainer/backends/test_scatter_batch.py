@@ -30,6 +30,7 @@ def steps(directory: Path, ranks: int) -> None:
                     assert same, (step, rank, name)
 
 
+@pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
 def test_every_rank_is_given_the_part_of_its_replica(tmp_path: Path) -> None:
     steps(tmp_path, 3)
     # samples of 6 and 3 tokens, on two replicas and on three

@@ -10,6 +10,7 @@ from protocol.codec import encode_payload
 from protocol.errors import BoundViolation, ProtocolError, TetherError
 from protocol.messages import Action, Control
 from tests.trainer.backends.step_ranks import ALGORITHM, WritingBackend, command
+from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored, whole
 from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.scripted import ScriptedBackend
@@ -31,15 +32,7 @@ def test_one_rank_steps_on_everything(tmp_path: Path) -> None:
 
 
 def train(records: Sequence[bytes], bound: int = 0) -> TrainCommand:
-    return TrainCommand(
-        step=1,
-        records=list(records),
-        bounds=[bound] * len(records),
-        mask_late=False,
-        temperature=1.0,
-        recompute_logprobs=False,
-        reference_logprobs=False,
-    )
+    return train_command(1, records, bound=bound, mask_late=False)
 
 
 LATE = encode_payload(scored(GroupSpec(samples=[SampleSpec([5], [0])])))

@@ -48,6 +48,7 @@ def reference(model_dir: Path, adapters: LoraConfig = LORA, **trainer: object) -
         *SLOW,
     ],
 )
+@pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
 def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp_path: Path) -> None:
     model_dir, out = save_model(name, tmp_path), tmp_path / layout
     run("single", name, model_dir, tmp_path / "single")

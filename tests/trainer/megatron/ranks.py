@@ -3,7 +3,8 @@
 import faulthandler
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,7 @@ from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
 from trainer.data.packing import balance
+from trainer.megatron import cpu, parallel
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.storage.hf_export import write_hf
@@ -64,9 +66,9 @@ def make_backend(
     dtype: str = "float32",
     *,
     routing_replay: bool = False,
-    **parallel: object,
+    **changes: object,
 ) -> MegatronBackend:
-    """`parallel`: changes of the layout."""
+    """`changes`: of the layout."""
     trainer = TrainerConfig(
         micro_batch_tokens=40,
         micro_batch_size=7,
@@ -77,7 +79,7 @@ def make_backend(
     )
     return MegatronBackend(
         model_dir,
-        parallel=replace(LAYOUTS[layout], **parallel),  # type: ignore[arg-type]
+        parallel=replace(LAYOUTS[layout], **changes),  # type: ignore[arg-type]
         optimizer=replace(OPTIMIZER, initial_loss_scale=OVERFLOWS),
         trainer=trainer,
         algorithm=ALGORITHM,
@@ -114,9 +116,26 @@ def drain(backend: Backend) -> dict[str, torch.Tensor]:
     return dict(backend.export())
 
 
+@contextmanager
+def joined(layout: str) -> Iterator[None]:
+    """Let all backends of the block share the process groups of the first: the threads of two dozen groups
+    stay until Python's collector finds them, and slow down what comes next."""
+    cpu.install()
+    parallel.initialize(LAYOUTS[layout], "cpu", 0)
+    try:
+        yield
+    finally:
+        parallel.finalize()
+
+
 def run(layout: str, models: Path, out: Path) -> None:
     """All models of `models` under one layout."""
     torch.set_num_threads(1)
+    with joined(layout):
+        _run(layout, models, out)
+
+
+def _run(layout: str, models: Path, out: Path) -> None:
     if LAYOUTS[layout].virtual_pipeline_model_parallel_size > 1:
         out.mkdir(parents=True, exist_ok=True)
         _exchange_in_both_directions(layout, models / tied_model_of(layout), out)

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import trainer.megatron.cpu  # noqa: F401 (imports megatron-core)
 from tests.trainer.megatron.launch import launch
 
 
+@pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
 def test_models_load_as_ever_beside_megatron_on_a_cpu(tmp_path: Path) -> None:
     launch(1, "tests.trainer.megatron.cpu_patches", str(tmp_path / "model"), logs=tmp_path)
 

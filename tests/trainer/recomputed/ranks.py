@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import LAYOUTS
+from tests.trainer.megatron.ranks import joined
 from tests.trainer.recomputed.backend_run import make_models, run_case, weights_of
 from tests.trainer.recomputed.cases import CASES
 
@@ -18,16 +19,16 @@ from tests.trainer.recomputed.cases import CASES
 def run(layout: str, directory: Path, out: Path, names: list[str]) -> None:
     """Make the steps of each case."""
     torch.set_num_threads(1)
-    for name in names:
-        models = make_models("megatron", CASES[name], directory, LAYOUTS[layout])
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        reports = run_case(models, CASES[name], directory, rank)
-        weights = {tensor: values.clone() for tensor, values in weights_of(models).items()}
-        models.close()
-        if rank == 0:
-            (out / name).mkdir(parents=True)
-            (out / name / "reports.json").write_text(json.dumps(reports))
-            save_file(weights, out / name / "weights.safetensors")
+    with joined(layout):
+        for name in names:
+            models = make_models("megatron", CASES[name], directory, LAYOUTS[layout])
+            reports = run_case(models, CASES[name], directory, dist.get_rank())
+            weights = {tensor: values.clone() for tensor, values in weights_of(models).items()}
+            models.close()
+            if dist.get_rank() == 0:
+                (out / name).mkdir(parents=True)
+                (out / name / "reports.json").write_text(json.dumps(reports))
+                save_file(weights, out / name / "weights.safetensors")
 
 
 if __name__ == "__main__":

@@ -9,19 +9,14 @@ from safetensors.torch import load_file
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.recomputed.backend_run import assert_equal, differences
-from tests.trainer.recomputed.cases import CASES, model_dir, recomputed
+from tests.trainer.recomputed.cases import CASES, recomputed
 from tests.trainer.recomputed.ranks import run
 
 FEW = ("rejection-geometric", "ppo-kl-in-reward")
 OTHER_MODELS = ("on_policy_distillation-rewards", "kl-in-reward-path", "sft", "branches-ppo")
 MANY_RANKS = ("tp2", "tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2")
 
-pytestmark = pytest.mark.xdist_group("recomputed")
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_dir(tmp_path_factory.mktemp("models"))
+pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 
 
 def assert_naive(name: str, directory: Path, out: Path) -> None:

@@ -18,17 +18,13 @@ from tests.trainer.recomputed.cases import (
     FIRST,
     STEPS,
     WITHOUT_TOKENS,
-    model_dir,
     recomputed,
     records,
 )
 from tests.trainer.recomputed.records import read
 from trainer.algorithms.registry import ALGORITHMS
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_dir(tmp_path_factory.mktemp("models"))
+pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 
 
 @pytest.mark.parametrize("name", CASES)

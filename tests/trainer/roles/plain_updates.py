@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from protocol.codec import encode_payload
 from tests.trainer.algorithms import naive
+from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.rank_commands import TrainCommand
@@ -48,18 +49,10 @@ def command(recipe: str, step: int, *, epochs: int = 2, mini_batches: int = 3) -
             samples.append(SampleSpec(tokens, versions, float(length == 3), mask, logprobs))
         spec = GroupSpec(4 * step + group, prompt=[3, 4, 5], samples=samples, branches=BRANCHES)
         records.append(encode_payload(scored(spec)))
-    return TrainCommand(
-        step=step + 4,
-        records=records,
-        bounds=[2] * 4,
-        mask_late=True,
-        temperature=0.8,
-        recompute_logprobs=recipe != "m2po",
-        reference_logprobs=False,
-        epochs=epochs,
-        mini_batches=mini_batches,
-        seed=7,
-    )
+    return train_command(
+        step + 4, records, bound=2, temperature=0.8, recompute_logprobs=recipe != "m2po", epochs=epochs,
+        mini_batches=mini_batches, seed=7,
+    )  # fmt: skip
 
 
 class PlainLoop:

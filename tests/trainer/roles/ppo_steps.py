@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from protocol.codec import encode_payload
+from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.rank_commands import TrainCommand
@@ -39,15 +40,7 @@ def command(step: int) -> TrainCommand:
             )
         prompt = torch.randint(0, VOCABULARY, (3 + group,), generator=generator).tolist()
         records.append(encode_payload(scored(GroupSpec(group=group, prompt=prompt, samples=samples))))
-    return TrainCommand(
-        step=step,
-        records=records,
-        bounds=[BOUND] * len(records),
-        mask_late=True,
-        temperature=0.8,
-        recompute_logprobs=False,
-        reference_logprobs=False,
-    )
+    return train_command(step, records, bound=BOUND, temperature=0.8)
 
 
 def make_models(

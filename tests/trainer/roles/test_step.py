@@ -44,6 +44,7 @@ def test_updates_equal_a_plain_loop(model_dir: Path, recipe: str, backend: str) 
 
 
 @pytest.mark.parametrize("layout", ["data", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
 def test_every_layout_makes_the_same_updates(model_dir: Path, tmp_path: Path, layout: str) -> None:
     arguments = (layout, str(model_dir), str(tmp_path))
     launch(2, "tests.trainer.roles.update_ranks", *arguments, logs=tmp_path / "logs", deadline_s=400)

@@ -107,6 +107,7 @@ def test_one_sample_that_is_too_long_is_an_error_that_names_settings_and_changes
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.export())
 
 
+@pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
 def test_replicas_repeat_together_where_one_is_short_and_tensor_ranks_stop(
     model_dir: Path, tmp_path: Path
 ) -> None:

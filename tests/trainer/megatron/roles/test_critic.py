@@ -16,7 +16,7 @@ from trainer.algorithms import make_algorithm
 from trainer.backends.leader import LeaderRank
 from trainer.reference.critic import ReferenceCritic
 
-pytestmark = pytest.mark.xdist_group("critic_layouts")  # what `runs` sets up once, not one for each process
+pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process
 
 MODEL = "qwen2-tied"
 OTHERS = ("tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2", "cp2-pp2")
