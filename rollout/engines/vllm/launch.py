@@ -26,6 +26,7 @@ from rollout.engines.vllm.core_server import (
     without_compiler,
 )
 from rollout.engines.vllm.lora import lora_arguments
+from rollout.engines.vllm.rank_answers import NumberedCalls
 
 T = TypeVar("T")
 
@@ -47,6 +48,7 @@ class VllmProcesses:
         """AsyncLLM; None before `start` and from `stop` on."""
         self._name = name
         self._ranks = RankRpcClient(name, self._on_rank_lost)
+        self._numbered = NumberedCalls(name)
         self._calls: set[asyncio.Timeout] = set()
         """Limits of the calls that wait for an answer."""
         self._rank_lost = False
@@ -120,10 +122,9 @@ class VllmProcesses:
         """Return the answers of all ranks to a method of their worker extension, given between two steps."""
         if self.llm is None:
             raise EngineError(f"engine {self._name} is closed")
-        found: list[Any] = await self._answer(
-            self.llm.collective_rpc(f"tether_{method}", args=arguments), method
-        )
-        return found
+        number = self._numbered.next()
+        answers = self.llm.collective_rpc("tether_call", args=(number, method, arguments))
+        return self._numbered.values(number, method, await self._answer(answers, method))
 
     async def call_anytime(self, method: str, *arguments: Any) -> list[Any]:
         """Return the answers of all ranks to a call over their sockets, beside their steps."""

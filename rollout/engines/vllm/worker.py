@@ -9,9 +9,10 @@ keeps vLLM from repacking weights. Both must happen before the model is loaded, 
 first of our modules that vLLM imports.
 """
 
+import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,14 @@ from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, sock
 from rollout.engines.multi_process.token_versions import TokenVersions
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.plain_layers import keep_weights_plain
+from rollout.engines.vllm.rank_answers import Answer
 from rollout.engines.vllm.scheduled_requests import ScheduledRequests
 from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import record, trace
 from rollout.staging.rank import RankStaging
 from rollout.staging.shared_weights import SharedPlan, describe, share_parameters
+
+log = logging.getLogger("tether.rollout")
 
 
 class WorkerExtension:
@@ -94,6 +98,17 @@ class WorkerExtension:
 
     def _tether_stage(self, manifest: bytes, deadline_s: float) -> dict[str, Any]:
         return self._tether.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
+
+    def tether_call(self, number: int, method: str, arguments: Sequence[Any]) -> Answer:
+        """Return a method's answer to a numbered call.
+
+        It never raises: vLLM would leave the answers of the other ranks for the next call, as its own.
+        """
+        try:
+            return number, "", getattr(self, f"tether_{method}")(*arguments)
+        except Exception as error:
+            log.exception("engine.call_failed method=%s", method)
+            return number, f"{type(error).__name__}: {error}", None
 
     def tether_commit(self, manifest: bytes) -> dict[str, Any]:
         """Copy the staged version over the live weights; tokens from the next step on are of that version.
