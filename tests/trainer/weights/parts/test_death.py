@@ -16,9 +16,9 @@ from trainer.weights.parts.sender import PartReport
 
 
 @contextmanager
-def rank_1() -> Iterator[tuple["subprocess.Popen[str]", list[PartReport]]]:
+def rank_1(transport: str) -> Iterator[tuple["subprocess.Popen[str]", list[PartReport]]]:
     """The second of two ranks as a process, which serves version 2, and its reports of versions 1 and 2."""
-    command = [sys.executable, "-m", "tests.trainer.weights.parts.rank_process", "1", "2"]
+    command = [sys.executable, "-m", "tests.trainer.weights.parts.rank_process", transport, "1", "2"]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -30,16 +30,23 @@ def rank_1() -> Iterator[tuple["subprocess.Popen[str]", list[PartReport]]]:
             process.kill()
 
 
+@pytest.fixture(params=["ipc", "nccl"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as made:
         yield made
 
 
-def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(stack: ExitStack) -> None:
+def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(
+    stack: ExitStack, transport: str
+) -> None:
     engine = stack.enter_context(started())
-    ranks = stack.enter_context(closing(made_of(2)))
-    process, reports = stack.enter_context(rank_1())
+    ranks = stack.enter_context(closing(made_of(transport, 2)))
+    process, reports = stack.enter_context(rank_1(transport))
     manifests: list[WeightManifest] = []
     for version, report in zip((1, 2), reports, strict=True):
         own = ranks.senders[0].fill("e1", version, ranks.pieces(0, tensors(version)))
@@ -55,13 +62,13 @@ def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(stack: Ex
     assert "not complete within" not in str(engine.answer()["error"])
     assert "error" in engine.ask("stage", manifests[1])
     assert engine.ask("digest") == live
-    successors = stack.enter_context(closing(made_of(2)))
+    successors = stack.enter_context(closing(made_of(transport, 2)))
     engine.serve(successors.publish("e2", 3, tensors(3)))
 
 
-def test_engine_that_is_killed_in_the_middle_harms_no_other(stack: ExitStack) -> None:
+def test_engine_that_is_killed_in_the_middle_harms_no_other(stack: ExitStack, transport: str) -> None:
     survivor, victim = stack.enter_context(started()), stack.enter_context(started())
-    ranks = stack.enter_context(closing(made_of(2)))
+    ranks = stack.enter_context(closing(made_of(transport, 2)))
     manifest = ranks.publish("e1", 1, tensors(1))
     assert victim.ask("hang", manifest) == {"came": COUNT // 2}
     survivor.tell("stage", manifest)
