@@ -100,8 +100,6 @@ def open_bucket(place: str, handle: list[Any]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
 
-def shared_buckets() -> SharedBuckets:
-    """Return buckets on the current GPU, or in host memory where there is no GPU."""
-    if torch.cuda.is_available():
-        return GpuBuckets(torch.device("cuda", torch.cuda.current_device()))
-    return HostBuckets()
+def buckets_on(device: torch.device) -> SharedBuckets:
+    """Return what makes buckets on a device."""
+    return GpuBuckets(device) if device.type == "cuda" else HostBuckets()

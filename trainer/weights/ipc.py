@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from protocol.device.bucket_handles import SharedBuckets, shared_buckets
+from protocol.device.bucket_handles import GpuBuckets, SharedBuckets
 from protocol.errors import SettingsError, WeightError
 from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightManifest
@@ -43,7 +43,7 @@ class IpcSender:
                 "weights.transport 'ipc' shares GPU memory, and there is no GPU here; use shm"
             )
         self._config = config
-        memory = shared_buckets()
+        memory = GpuBuckets(torch.device("cuda", torch.cuda.current_device()))
         self._memory = DoubleBuffer(memory.empty)
         self._server = VersionServer(config, lambda: HandleChannel(memory), keys)
 

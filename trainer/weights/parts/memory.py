@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from protocol.device.bucket_handles import shared_buckets
+from protocol.device.bucket_handles import buckets_on
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
 from protocol.weights.slices import piece_places
@@ -87,10 +87,14 @@ class SharedPieces:
     can_draft = False
 
     def __init__(self, config: WeightConfig, blank: WeightManifest, part: int) -> None:
-        """Hold the pieces of rank `part`."""
-        self._buckets = shared_buckets()
-        self.device = self._buckets.device
+        """Hold the pieces of rank `part`; in host memory where `config.backend` is gloo.
+
+        Raises:
+            SettingsError: `config.backend` is unknown, or cannot be used here.
+        """
+        _, self.device = backend_of(config)
         self.where = self.device.type
+        self._buckets = buckets_on(self.device)
         self._part, self._timeout_s = part, config.timeout_s
         self._bucket_bytes = config.bucket_mb << 20
         self._sizes, self._places = piece_places(blank, part, self._bucket_bytes)

@@ -55,7 +55,7 @@ class PartSender:
             keys: see `VersionServer`.
 
         Raises:
-            SettingsError: the process group backend of `nccl` is unknown, or cannot be used here.
+            SettingsError: `config.backend` is unknown, or cannot be used here.
             WeightError: the address cannot be listened on.
         """
         self.rank = rank

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import pytest
+import torch
 
 from protocol.messages import WeightManifest
 from tests.trainer.weights.engines import ROOT, started
@@ -30,9 +31,24 @@ def rank_1(transport: str) -> Iterator[tuple["subprocess.Popen[str]", list[PartR
             process.kill()
 
 
-@pytest.fixture(params=["ipc", "nccl"])
+@pytest.fixture(
+    params=[
+        "ipc",
+        "nccl",
+        pytest.param("ipc:0", marks=pytest.mark.gpu),
+        pytest.param("ipc:1", marks=pytest.mark.gpu),
+    ]
+)
 def transport(request: pytest.FixtureRequest) -> str:
+    """The trainer's ranks are on the first GPU, the engines on GPU N of "ipc:N"."""
+    if (gpu_of(request.param) or 0) >= max(1, torch.cuda.device_count()):
+        pytest.skip("needs two GPUs")
     return str(request.param)
+
+
+def gpu_of(transport: str) -> int | None:
+    _, _, gpu = transport.partition(":")
+    return int(gpu) if gpu else None
 
 
 @pytest.fixture
@@ -44,7 +60,7 @@ def stack() -> Iterator[ExitStack]:
 def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(
     stack: ExitStack, transport: str
 ) -> None:
-    engine = stack.enter_context(started())
+    engine = stack.enter_context(started(gpu_of(transport)))
     ranks = stack.enter_context(closing(made_of(transport, 2)))
     process, reports = stack.enter_context(rank_1(transport))
     manifests: list[WeightManifest] = []
@@ -67,11 +83,15 @@ def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(
 
 
 def test_engine_that_is_killed_in_the_middle_harms_no_other(stack: ExitStack, transport: str) -> None:
-    survivor, victim = stack.enter_context(started()), stack.enter_context(started())
+    survivor, victim = (
+        stack.enter_context(started(gpu_of(transport))),
+        stack.enter_context(started(gpu_of(transport))),
+    )
     ranks = stack.enter_context(closing(made_of(transport, 2)))
     manifest = ranks.publish("e1", 1, tensors(1))
     assert victim.ask("hang", manifest) == {"came": COUNT // 2}
     survivor.tell("stage", manifest)
     victim.process.kill()
     assert survivor.answer() == {"staged": 1}
-    survivor.serve(ranks.publish("e1", 2, tensors(2)))
+    for version in (2, 3, 4):
+        survivor.serve(ranks.publish("e1", version, tensors(version)))
