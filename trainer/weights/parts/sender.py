@@ -63,7 +63,7 @@ class PartSender:
         self._blank = blank_manifest(publication, dtype, config.bucket_mb << 20, config.transport)
         self._memory = MEMORIES[config.transport](config, self._blank, rank)
         self._asked = self._blank
-        """Of the version that `fill` was called for last, without digests."""
+        """Manifest of the version that `fill` was called for last, without digests."""
         self._filled: ServedVersion | None = None
         self._server = VersionServer(config, self._memory.channel, keys)
 
