@@ -112,7 +112,7 @@ class SharedTensors:
                 sizes.append(_extent(tensor))
         starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
         self._file = os.memfd_create("tether-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._memory = _reserved(self._file, max(starts[-1], 1))
+        self._memory = reserved(self._file, max(starts[-1], 1))
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self.tensors = [
             t.detach() if t.is_cuda else self._copied(t, starts[held[_identity(t)]]) for t in tensors
@@ -197,7 +197,7 @@ def map_tensors(path: Path) -> dict[str, dict[str, torch.Tensor]]:
     try:
         found = _read(path)
         storages = [
-            _map_host(found.owner.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory)
+            map_host(found.owner.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory)
             for memory in found.memories
         ]
         return {
@@ -231,7 +231,12 @@ def _read(path: Path) -> Description:
     return msgspec.msgpack.decode(path.read_bytes(), type=Description)
 
 
-def _map_host(pid: int, memory: HostMemory) -> torch.UntypedStorage:
+def map_host(pid: int, memory: HostMemory) -> torch.UntypedStorage:
+    """Map an anonymous file of another process; writes to it are private to this one.
+
+    Raises:
+        OSError: it cannot be opened, or the owner has closed it.
+    """
     descriptor = os.open(f"/proc/{pid}/fd/{memory.descriptor}", os.O_RDONLY)
     try:
         found = os.fstat(descriptor)
@@ -273,10 +278,13 @@ def _on(storages: Sequence[torch.UntypedStorage], view: View) -> torch.Tensor:
     return tensor
 
 
-def _reserved(file: int, nbytes: int) -> mmap.mmap:
+def reserved(file: int, nbytes: int) -> mmap.mmap:
     """Allocate and map all pages of an anonymous file.
 
     Touching a page that cannot be allocated later would raise SIGBUS.
+
+    Raises:
+        WeightError: there is not so much memory; the file is closed.
     """
     try:
         os.posix_fallocate(file, 0, nbytes)

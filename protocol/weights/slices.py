@@ -26,7 +26,7 @@ from protocol.weights.boxes import (
     size_of,
     split,
 )
-from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES
+from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES, BucketLayout
 from protocol.weights.digests import row_span, rows_of
 
 MAX_WANTED_BYTES = 64 << 20
@@ -104,6 +104,26 @@ def _packed(
         end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
     if bucket:
         yield tuple(bucket)
+
+
+class PiecePlace(NamedTuple):
+    """Where a piece lies in the buckets of its rank, bytes."""
+
+    bucket: int
+    offset: int
+    nbytes: int
+
+
+def piece_places(
+    manifest: WeightManifest, part: int, bucket_bytes: int
+) -> tuple[tuple[int, ...], tuple[PiecePlace, ...]]:
+    """Return the sizes of the buckets in which rank `part` keeps its pieces, and the place of each piece."""
+    layout = BucketLayout(bucket_bytes)
+    places = []
+    for number, piece in enumerate(manifest.parts[part].pieces):
+        nbytes = size_of(piece.box) * DTYPE_BYTES[manifest.tensors[piece.tensor].dtype]
+        places.append(PiecePlace(*layout.place(str(number), nbytes), nbytes))
+    return tuple(layout.buckets), tuple(places)
 
 
 def senders_of(manifest: WeightManifest, wanted: Wanted) -> list[int]:

@@ -102,7 +102,7 @@ class ConnectedReceiver:
         self,
         manifest: WeightManifest,
         deadline: Deadline,
-        receive: Callable[[dict[str, Any], Line], Iterator[T]],
+        receive: Callable[[dict[str, Any], SenderLine], Iterator[T]],
         finish: Callable[[Callable[[], bool]], None],
         wanted: bytes = b"",
     ) -> Iterator[T]:

@@ -13,15 +13,16 @@ own GPU. Memory of another GPU, which need not be visible to this process, is co
 few chunks ahead of the one that is read.
 """
 
-import base64
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
+from protocol.device.bucket_handles import open_bucket
 from protocol.device.pair_store import Line
+from protocol.device.shared_tensors import gpu_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import ALONE_ON_GPU_BYTES, Chunk, chunks
@@ -62,19 +63,16 @@ class IpcChannel:
         disconnected: Callable[[], bool],
         line: Line,
     ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        mapped = [self._map(found) for found in answer["buckets"]]
-        if len(mapped) != len(manifest.buckets):
-            raise WeightError(
-                f"version {manifest.version}: {len(mapped)} buckets, the manifest has {len(manifest.buckets)}"
-            )
-        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        mapped = self.mapped(answer, manifest.buckets, manifest)
+        gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
         yield from (_in_place if answer["gpu"] == gpu else _from_peer)(manifest, mapped, place)
 
     def drain_device(self) -> None:
         # After a disconnect the trainer may write its memory again, and the next version has the same
         # destinations.
-        with suppress(RuntimeError):
-            torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            with suppress(RuntimeError):
+                torch.cuda.synchronize()
 
     def interrupt(self) -> None:
         """Do nothing: no thread waits for the sender; what is being copied is mapped, and verified later."""
@@ -82,20 +80,32 @@ class IpcChannel:
     def release(self) -> None:
         self._mapped = {}
 
-    def _map(self, described: dict[str, Any]) -> torch.Tensor:
-        """Return the memory of a bucket in this process, uint8."""
+    def mapped(
+        self, answer: dict[str, Any], sizes: Sequence[int], manifest: WeightManifest
+    ) -> list[torch.Tensor]:
+        """Return the buckets of a sender's answer in this process, uint8.
+
+        Args:
+            answer: the sender's answer.
+            sizes: bytes of each bucket.
+            manifest: the version.
+
+        Raises:
+            WeightError: there are fewer or more buckets, or one is smaller.
+        """
+        version, described = manifest.version, answer["buckets"]
+        if len(described) != len(sizes):
+            raise WeightError(f"version {version}: {len(described)} buckets, the manifest has {len(sizes)}")
+        found = [self._bucket(answer["gpu"], bucket) for bucket in described]
+        for number, (bucket, size) in enumerate(zip(found, sizes, strict=True)):
+            if len(bucket) < size:
+                raise WeightError(f"version {version}: bucket {number} has {len(bucket)} bytes of {size}")
+        return found
+
+    def _bucket(self, place: str, described: dict[str, Any]) -> torch.Tensor:
         number = int(described["memory"])
         if number not in self._mapped:
-            _, *parts = described["handle"]
-            handle, nbytes, offset, counter, counter_offset, event, _ = (
-                base64.b64decode(part) if isinstance(part, str) else part for part in parts
-            )
-            # Mapped on our own GPU, whichever GPU it is on; a published version is complete, so there is no
-            # event to wait for.
-            storage = torch.UntypedStorage._new_shared_cuda(
-                torch.cuda.current_device(), handle, nbytes, offset, counter, counter_offset, event, False
-            )
-            self._mapped[number] = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+            self._mapped[number] = open_bucket(place, described["handle"])
         return self._mapped[number]
 
 

@@ -12,7 +12,9 @@ from rollout.weights.base import Destination, WeightReceiver, no_destination
 from rollout.weights.disk import DiskReceiver
 from rollout.weights.ipc import IpcReceiver
 from rollout.weights.nccl import NcclReceiver
-from rollout.weights.parts import PartReceiver, ReceivedSlice
+from rollout.weights.parts.handles import HandleSlices
+from rollout.weights.parts.pairs import PairSlices
+from rollout.weights.parts.receiver import PartReceiver, ReceivedSlice, SliceChannel
 from rollout.weights.shared import SharedReceiver
 from rollout.weights.shm import ShmReceiver
 
@@ -25,8 +27,8 @@ RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {
 }
 
 
-PART_RECEIVERS: dict[str, Callable[[], PartReceiver]] = {"nccl": PartReceiver}
-"""Receivers of versions that stay on the trainer's ranks."""
+SLICE_CHANNELS: dict[str, Callable[[], SliceChannel]] = {"ipc": HandleSlices, "nccl": PairSlices}
+"""Transport by which versions can stay on the trainer's ranks -> how slices of them are received."""
 
 
 class CheckedReceiver:
@@ -79,12 +81,12 @@ def make_part_receiver(transport: str) -> CheckedPartReceiver:
     Raises:
         WeightError: the transport is unknown, or none by which versions stay on the trainer's ranks.
     """
-    make = PART_RECEIVERS.get(transport)
+    make = SLICE_CHANNELS.get(transport)
     if make is None:
         raise WeightError(
-            f"transport {transport!r} has no parts; there are {', '.join(sorted(PART_RECEIVERS))}"
+            f"transport {transport!r} has no parts; there are {', '.join(sorted(SLICE_CHANNELS))}"
         )
-    return CheckedPartReceiver(make())
+    return CheckedPartReceiver(PartReceiver(make))
 
 
 def make_receiver(transport: str) -> WeightReceiver:

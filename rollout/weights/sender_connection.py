@@ -89,6 +89,19 @@ class SenderConnection:
             raise ValueError("the sender sent no JSON object")
         return found
 
+    def raw(self, nbytes: int, deadline: Deadline) -> bytes:
+        """Return the next bytes, which are no line. Raises OSError or WeightError."""
+        parts, missing = [self._rest[:nbytes]], nbytes - len(self._rest[:nbytes])
+        self._rest = self._rest[nbytes:]
+        while missing:
+            self._connection.settimeout(deadline.remaining("waiting for the sender's sums"))
+            part = self._connection.recv(min(missing, 1 << 20))
+            if not part:
+                raise ConnectionError("the sender disconnected")
+            parts.append(part)
+            missing -= len(part)
+        return b"".join(parts)
+
     def readable(self) -> bool:
         """Return whether there is something to read, or the sender has disconnected."""
         if self._rest:
@@ -150,6 +163,10 @@ class SenderLine:
 
     def receive(self) -> dict[str, Any] | None:
         return self._connection.receive(self._deadline) if self._connection.readable() else None
+
+    def raw(self, nbytes: int) -> bytes:
+        """Return the next bytes, which are no line. Raises OSError or WeightError."""
+        return self._connection.raw(nbytes, self._deadline)
 
 
 def parse_address(address: str, location: str) -> tuple[str, int]:

@@ -19,7 +19,7 @@ SIZED_BY_FRACTION = ("sglang", "vllm")
 CONTEXT_GB = 1.5
 """CUDA context, libraries, captured graphs and communicators of one process: they stay while it sleeps."""
 IPC_VERSIONS = 2
-"""Versions that the transport `ipc` keeps on the trainer's GPU."""
+"""Versions of which the transport `ipc` keeps each rank's part on the rank's GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def check_budget(
     memory = GpuMemory(
         engines=workers * engine_gb,
         staging=workers * staging_gb,
-        published=IPC_VERSIONS * version_gb if weights.transport == "ipc" else 0.0,
+        published=IPC_VERSIONS * version_gb / ranks if weights.transport == "ipc" else 0.0,
         trainer=trainer.memory_gb
         or expected_gb
         or _state_gb(parameters, trainer, algorithm, adapters=adapters) / ranks,

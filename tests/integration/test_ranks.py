@@ -15,18 +15,19 @@ from tests.integration.command import audit, processes_of, tether, tether_here, 
 from tests.integration.loop import ROOT
 
 LAYOUTS = [
-    "tensor_model_parallel_size",
-    pytest.param("pipeline_model_parallel_size", marks=pytest.mark.slow),
-    pytest.param("data_parallel_size", marks=pytest.mark.slow),
+    ("tensor_model_parallel_size", "nccl"),
+    pytest.param("tensor_model_parallel_size", "ipc", marks=pytest.mark.slow),
+    pytest.param("pipeline_model_parallel_size", "nccl", marks=pytest.mark.slow),
+    pytest.param("data_parallel_size", "ipc", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_make_all_steps(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "transport"), LAYOUTS)
+def test_two_ranks_make_all_steps(tmp_path: Path, layout: str, transport: str) -> None:
     overrides = (
         f"parallel.{layout}=2",
         "engine.name=hf",
-        "weights.transport=nccl",
+        f"weights.transport={transport}",
         "eval.at_end=false",
         "trainer.checkpoint_every=2",
         "bound.max_staleness=0",
@@ -102,13 +103,21 @@ def test_experts_of_two_ranks_are_served_by_other_engines(tmp_path: Path, engine
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.parametrize("layout", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+@pytest.mark.parametrize(
+    ("layout", "transport"),
+    [
+        ("tensor_model_parallel_size", "ipc"),
+        ("tensor_model_parallel_size", "nccl"),
+        ("pipeline_model_parallel_size", "nccl"),
+    ],
+)
 @pytest.mark.parametrize("engine_ranks", [1, 2])
 def test_ranks_of_vllm_compute_with_the_slices_of_the_trainers_ranks(
-    tmp_path: Path, layout: str, engine_ranks: int
+    tmp_path: Path, layout: str, transport: str, engine_ranks: int
 ) -> None:
     overrides = (
-        f"parallel.{layout}=2", f"engine.tensor_parallel_size={engine_ranks}", "weights.transport=nccl",
+        f"parallel.{layout}=2", f"engine.tensor_parallel_size={engine_ranks}",
+        f"weights.transport={transport}",
         "eval.at_end=false", "services.restarts=0", "bound.max_staleness=0", "run.steps=4",
     )  # fmt: skip
     words = [word for override in overrides for word in ("--set", override)]
@@ -127,7 +136,7 @@ def test_ranks_of_vllm_compute_with_the_slices_of_the_trainers_ranks(
 def test_all_ranks_hold_the_device_of_a_colocated_run_until_the_last_has_ended(tmp_path: Path) -> None:
     overrides = (
         "parallel.tensor_model_parallel_size=2", "engine.name=hf", "eval.at_end=false",
-        "colocated.enabled=true", "run.steps=8", "sampling.max_tokens=24",
+        "colocated.enabled=true", "run.steps=8", "sampling.max_tokens=24", "weights.transport=ipc",
     )  # fmt: skip
     arguments = [
         str(ROOT / "deploy/configs/demo.toml"),

@@ -1,10 +1,11 @@
-"""Defines the commands of trainer rank 0 to the other ranks, and broadcasts them.
+"""Defines the commands of trainer rank 0 to the other ranks, and sends them.
 
-A command is one small message, broadcast as bytes: no pickle between ranks either. Rank 0 decides, every rank
+A command is one small message, sent as bytes: no pickle between ranks either. Rank 0 decides, every rank
 calls the same `Backend` method in the same order.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -131,6 +132,8 @@ Command = (
     | ExitCommand
 )
 _decoder = msgspec.msgpack.Decoder(Command)
+QUEUE = "tether/commands/"
+"""Key of a rank's queue in the store, before its number."""
 
 
 def is_distributed() -> bool:
@@ -140,21 +143,52 @@ def is_distributed() -> bool:
 
 def broadcast_command(command: Command) -> None:
     """Send a command from rank 0 to every other rank. Without other ranks this does nothing."""
-    if is_distributed():
-        data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
-        device = control_device()
-        dist.broadcast(torch.tensor([data.numel()], dtype=torch.int64, device=device), src=0)
-        dist.broadcast(data.to(device), src=0)
+    if not is_distributed():
+        return
+    data = msgspec.msgpack.encode(command)
+    if control_device().type == "cuda":
+        queue_for_others(data)
+        return
+    message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(torch.tensor([message.numel()], dtype=torch.int64), src=0)
+    dist.broadcast(message, src=0)
 
 
 def next_command() -> Command:
-    """Wait for the next command, on a rank other than 0; at most the process group's timeout."""
-    device = control_device()
-    size = torch.empty(1, dtype=torch.int64, device=device)
+    """Wait for the next command, on a rank other than 0; at most the process group's timeout.
+
+    The rank waits on the host: a broadcast over NCCL would be a kernel that runs until the command comes, on
+    a GPU that engines may share.
+    """
+    if control_device().type == "cuda":
+        return _decoder.decode(next_queued())
+    size = torch.empty(1, dtype=torch.int64)
     dist.broadcast(size, src=0)
-    data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    data = torch.empty(int(size.item()), dtype=torch.uint8)
     dist.broadcast(data, src=0)
-    return _decoder.decode(data.cpu().numpy().tobytes())
+    return _decoder.decode(data.numpy().tobytes())
+
+
+def queue_for_others(data: bytes) -> None:
+    """Queue a message of rank 0 for each other rank, in the store where the ranks have met."""
+    store = _store()
+    for rank in range(1, dist.get_world_size()):
+        store.queue_push(f"{QUEUE}{rank}", data)
+
+
+def next_queued() -> bytes:
+    """Wait for the next message of `queue_for_others`, in order, on a rank other than 0.
+
+    Raises:
+        RuntimeError: none comes within the process group's timeout, or the store's host has ended.
+    """
+    # by a connection of its own: meanwhile NCCL's threads use the process's
+    data: bytes = _store().clone().queue_pop(f"{QUEUE}{dist.get_rank()}")
+    return data
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def gather_bytes(data: bytes) -> list[bytes]:

@@ -1,7 +1,7 @@
 """Double-buffers versions: engines read one set of buckets while the next version is written to the other."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,6 +10,9 @@ import torch
 from protocol.errors import WeightError
 
 SETS = 2
+
+Allocate = Callable[[int], torch.Tensor]
+"""Returns a new bucket of so many bytes, uint8."""
 
 
 @dataclass(slots=True)
@@ -26,11 +29,11 @@ class BufferLease:
     The thread that took the set writes them; engines read them until the set is taken again.
     """
 
-    def __init__(self, held: _Set, changed: threading.Condition, device: torch.device) -> None:
+    def __init__(self, held: _Set, changed: threading.Condition, allocate: Allocate) -> None:
         self._set = held
         self._use = held.uses
         self._changed = changed
-        self._device = device
+        self._allocate = allocate
 
     def bucket(self, index: int, nbytes: int) -> torch.Tensor:
         """Return bucket `index`, uint8 of at least `nbytes`.
@@ -39,9 +42,9 @@ class BufferLease:
         """
         buckets = self._set.buckets
         if index == len(buckets):
-            buckets.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            buckets.append(self._allocate(nbytes))
         elif len(buckets[index]) < nbytes:
-            buckets[index] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            buckets[index] = self._allocate(nbytes)
         return buckets[index]
 
     @contextmanager
@@ -66,8 +69,8 @@ class BufferLease:
 class DoubleBuffer:
     """Memory of the last two versions. No set is written to while an engine reads it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, allocate: Allocate) -> None:
+        self._allocate = allocate
         self._sets = [_Set() for _ in range(SETS)]
         self._next = 0
         self._changed = threading.Condition()
@@ -86,7 +89,7 @@ class DoubleBuffer:
                     f"after {timeout_s:g} s"
                 )
             held.uses += 1
-            return BufferLease(held, self._changed, self._device)
+            return BufferLease(held, self._changed, self._allocate)
 
     def published(self) -> None:
         """Mark the set taken last as in use; without this call, `take` returns the same set again."""

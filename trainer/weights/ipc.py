@@ -12,12 +12,12 @@ The trainer neither computes nor waits, and an engine that dies while it copies 
 Versions are double-buffered: none is written over one that an engine still copies.
 """
 
-import base64
 import itertools
 from typing import Any
 
 import torch
 
+from protocol.device.bucket_handles import GpuBuckets, SharedBuckets
 from protocol.errors import SettingsError, WeightError
 from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightManifest
@@ -43,9 +43,9 @@ class IpcSender:
                 "weights.transport 'ipc' shares GPU memory, and there is no GPU here; use shm"
             )
         self._config = config
-        self._memory = DoubleBuffer(torch.device("cuda", torch.cuda.current_device()))
-        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        self._server = VersionServer(config, lambda: _HandleChannel(gpu), keys)
+        memory = GpuBuckets(torch.device("cuda", torch.cuda.current_device()))
+        self._memory = DoubleBuffer(memory.empty)
+        self._server = VersionServer(config, lambda: HandleChannel(memory), keys)
 
     def publish(
         self,
@@ -83,30 +83,31 @@ class IpcSender:
         self._server.close()
 
 
-class _HandleChannel:
-    """Sends IPC handles of buckets to one receiver, each only once."""
+class HandleChannel:
+    """Sends handles of buckets to one receiver, each only once."""
 
-    def __init__(self, gpu: str) -> None:
-        self._gpu = gpu
+    def __init__(self, memory: SharedBuckets) -> None:
+        """Send handles of buckets of this memory."""
+        self._memory = memory
         self._numbers = itertools.count()
         self._sent: dict[int, tuple[int, torch.Tensor]] = {}
         """Address -> (number on the wire, bucket). The reference keeps the address from being reused."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
-        buckets = [self._described(bucket) for bucket in served.buckets]
-        connection.answer({"gpu": self._gpu, "buckets": buckets}, end)
+        connection.answer(self.described(served), end)
         connection.wait_done(served.manifest.version, end)
 
     def close(self) -> None:
         self._sent.clear()
 
-    def _described(self, bucket: torch.Tensor) -> dict[str, Any]:
+    def described(self, served: ServedVersion) -> dict[str, Any]:
+        """Return the answer that describes the buckets of a version."""
+        return {"gpu": self._memory.place, "buckets": [self._bucket(bucket) for bucket in served.buckets]}
+
+    def _bucket(self, bucket: torch.Tensor) -> dict[str, Any]:
         sent = self._sent.get(bucket.data_ptr())
         if sent is not None:
             return {"memory": sent[0]}
         number = next(self._numbers)
         self._sent[bucket.data_ptr()] = (number, bucket)
-        # (device, handle, bytes, offset, reference counter, its offset, event, whether to wait for it)
-        shared = bucket.untyped_storage()._share_cuda_()
-        handle = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in shared]
-        return {"memory": number, "handle": handle}
+        return {"memory": number, "handle": self._memory.handle(bucket)}

@@ -88,8 +88,12 @@ class ReceiverConnection:
 
     def answer(self, answer: dict[str, Any], end: float) -> None:
         """Send a line of JSON."""
+        self.send(json.dumps(answer).encode() + b"\n", end)
+
+    def send(self, data: bytes, end: float) -> None:
+        """Send bytes."""
         self.connection.settimeout(remaining_s(end))
-        self.connection.sendall(json.dumps(answer).encode() + b"\n")
+        self.connection.sendall(data)
 
     def wait_done(self, version: int, end: float) -> None:
         """Wait for the receiver's {"done": version}.

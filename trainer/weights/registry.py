@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +21,8 @@ if TYPE_CHECKING:  # whoever reads settings imports this module for the names
     from trainer.backends.base import Backend
     from trainer.weights.parts.sender import PartSender
 
+log = logging.getLogger("tether.weights")
+
 TRANSPORTS = {
     "disk": "trainer.weights.disk:DiskSender",
     "ipc": "trainer.weights.ipc:IpcSender",
@@ -30,8 +34,10 @@ TRANSPORTS = {
 
 LISTENING = ("ipc", "nccl")
 """Transports whose sender listens for engines on `weights.host`."""
-PARTS = {"nccl": "trainer.weights.parts.sender:PartSender"}
-"""Transport by which versions can stay on the trainer's ranks -> the class of each rank's sender."""
+PARTS = ("ipc", "nccl")
+"""Transports by which versions can stay on the trainer's ranks."""
+PART_SENDER = "trainer.weights.parts.sender:PartSender"
+"""Class of each rank's sender then."""
 
 Masters = Callable[[], "Mapping[str, torch.Tensor]"]
 """Returns name -> tensor."""
@@ -88,6 +94,8 @@ def make_part_sender(
 ) -> PartSender | None:
     """Return a rank's sender of its part of each version; None if versions go through rank 0 alone.
 
+    They do with `ipc` and a trainer of several hosts, of which an engine could map the memory of one alone.
+
     Args:
         config: section `[weights]`.
         rank: that of this process.
@@ -101,8 +109,16 @@ def make_part_sender(
     """
     if config.transport not in PARTS or backend.publication is None:
         return None
-    sender: Callable[..., PartSender] = pkgutil.resolve_name(PARTS[config.transport])
+    if config.transport == "ipc" and not _on_one_host():
+        log.info("weights.gathered transport=ipc reason=several_hosts rank=%d", rank)
+        return None
+    sender: Callable[..., PartSender] = pkgutil.resolve_name(PART_SENDER)
     return sender(config, rank, backend.publication, dtype, _keys(curve_dir))
+
+
+def _on_one_host() -> bool:
+    """Return whether all ranks of the trainer are on this host, as torchrun says."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 def _keys(curve_dir: str) -> SenderKeys | None:

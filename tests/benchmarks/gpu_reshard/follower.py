@@ -1,8 +1,7 @@
 """A rank other than 0 that can say how much memory a publication takes, and that can wait for commands in two
 ways.
 
-`follow_commands` waits for a command of rank 0 in a broadcast. Over NCCL that is a kernel that runs on the
-rank's GPU as long as it waits, beside an engine that shares the GPU. With `host` the rank waits for a line on
+`follow_commands` waits for a command of rank 0 at torchrun's store. With `host` the rank waits for a line on
 its socket first.
 """
 

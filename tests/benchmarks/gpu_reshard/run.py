@@ -4,8 +4,9 @@ and committed while the engine decodes on the same GPUs.
     python -m tests.benchmarks.gpu_reshard.run --out runs/bench-reshard.json --engines vllm:1,vllm:2,sglang:2
 
 ENGINE:N is an engine of N tensor-parallel ranks, on the last N of the trainer's GPUs. It is measured while
-the trainer's other ranks wait for commands on the host, and while they wait as they do today, in a kernel on
-their GPUs; ENGINE:N:host and ENGINE:N:gpu are one of both. The trainer starts once and continues; each engine
+the trainer's other ranks wait for commands on a socket of the benchmark, and while they wait as a trainer's
+do; ENGINE:N:host and ENGINE:N:gpu are one of both (before ranks waited at torchrun's store, `gpu` was a
+kernel on their GPUs). The trainer starts once and continues; each engine
 has processes of its own. What fails or hangs is reported, and the others continue.
 Results are written after every part; the table comes last. Exit code 1 if something failed.
 

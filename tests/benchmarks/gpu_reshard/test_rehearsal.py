@@ -34,7 +34,7 @@ def test_engine_ranks_hold_disjoint_parts_or_all_of_a_tensor(
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["shm", "nccl"])
+@pytest.mark.parametrize("transport", ["shm", "nccl", "ipc"])
 def test_tiny_run_brings_the_weights_of_two_ranks_to_engines_of_one_and_two(
     tmp_path: Path, transport: str
 ) -> None:
@@ -45,7 +45,7 @@ def test_tiny_run_brings_the_weights_of_two_ranks_to_engines_of_one_and_two(
     facts = json.loads(out.read_text())
     assert facts["failed"] == {}, done.stderr[-4000:]
     assert done.returncode == 0
-    assert facts["trainer"]["by_rank"] == (transport == "nccl")
+    assert facts["trainer"]["by_rank"] == (transport != "shm")
     assert list(facts["parts"]) == ["vllm:1 host", "vllm:1 gpu", "vllm:2 host", "vllm:2 gpu"]
     for name, part in facts["parts"].items():
         assert part["verified"] is True

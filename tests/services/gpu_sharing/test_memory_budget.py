@@ -81,8 +81,9 @@ def test_what_does_not_fit_is_refused_with_settings_and_numbers(
     assert [word for word in words if word not in str(error.value)] == []
 
 
-def test_ranks_share_the_trainers_state() -> None:
-    assert shares(80, engine={"memory_fraction": 0.5}, ranks=2).trainer == 63
+def test_ranks_share_the_trainers_state_and_what_is_published() -> None:
+    found = shares(140, engine={"memory_fraction": 0.5}, ranks=2, transport="ipc")
+    assert (found.trainer, found.published) == (63, 14)
 
 
 def test_the_expected_peak_stands_for_the_state_unless_memory_is_given() -> None:

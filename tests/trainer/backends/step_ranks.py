@@ -18,7 +18,7 @@ from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
 from trainer.backends.follow import follow_commands
 from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand
+from trainer.backends.rank_commands import TrainCommand, next_queued, queue_for_others
 from trainer.backends.scripted import ScriptedBackend
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
@@ -30,6 +30,7 @@ REPLICAS = {
     3: (((0, 2), (1,)), ((2, 0), (1,)), ((0,), (1,), (2,))),
 }
 """Number of ranks -> the replicas of each step, which a real backend never changes."""
+MESSAGES = (b"first", b"\0\xff\0", b"x" * 100_000)
 
 
 def command(step: int) -> TrainCommand:
@@ -54,11 +55,30 @@ class WritingBackend(ScriptedBackend):
         return super().train_step(batch)
 
 
+def exchange_by_store(directory: Path, rank: int) -> None:
+    """Queue messages as rank 0; on the others, write down what came of them, and of the wait for another."""
+    if rank == 0:
+        for message in MESSAGES:
+            queue_for_others(message)
+    else:
+        came = [next_queued() for _ in MESSAGES] == list(MESSAGES)
+        store = dist.distributed_c10d._get_default_store()
+        patience = store.timeout
+        store.set_timeout(timedelta(seconds=0.2))
+        try:
+            next_queued()
+        except RuntimeError as error:
+            (directory / f"queued.{rank}").write_text(f"{came}, then {error}")
+        store.set_timeout(patience)
+    dist.barrier()
+
+
 def run(directory: Path) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if on_gpus := torch.cuda.device_count() >= ranks:
         torch.cuda.set_device(rank)
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(seconds=300))
+    exchange_by_store(directory, rank)
     backend = WritingBackend(directory, rank, ranks)
     if rank:
         follow_commands(RankModels(backend))

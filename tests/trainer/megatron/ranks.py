@@ -190,13 +190,13 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
 
 
 def _publish(backend: MegatronBackend, out: Path) -> None:
-    """Publish from all ranks, to an engine of two tensor ranks that rank 0 plays, before and after a step."""
+    """Publish from all ranks, by either transport, to an engine of two tensor ranks that rank 0 plays."""
     assert backend.publication is not None
-    config = WeightConfig(transport="nccl", backend="gloo", bucket_mb=1, timeout_s=DEADLINE_S)
-    sender = PartSender(config, dist.get_rank(), backend.publication, "float32")
     exported = drain(backend)
     shapes = dict(zip(backend.publication.names, backend.publication.shapes, strict=True))
-    for version in (1, 2):
+    for version, transport in enumerate(("ipc", "nccl"), 1):
+        config = WeightConfig(transport=transport, backend="gloo", bucket_mb=1, timeout_s=DEADLINE_S)
+        sender = PartSender(config, dist.get_rank(), backend.publication, "float32")
         manifest = publish_parts(backend, sender, "e1", version)
         if manifest is not None:
             assert manifest.digest == digest_of(exported)
@@ -207,11 +207,11 @@ def _publish(backend: MegatronBackend, out: Path) -> None:
                 assert engine.holds(exported)
                 engine.staging.close()
         dist.barrier()
+        sender.close()
     if _is_writer():
         (out / "published.json").write_text(
             json.dumps({"tensors": len(exported), "parts": len(manifest.parts)})
         )
-    sender.close()
 
 
 def _go_on(

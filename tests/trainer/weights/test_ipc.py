@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from protocol.device.bucket_handles import HostBuckets
 from protocol.errors import SettingsError, WeightError
 from tests.trainer.weights.engines import publish, started, trainer
 from tests.trainer.weights.receiver import COUNT, SIZE
@@ -38,7 +39,7 @@ def test_without_a_gpu_it_is_refused() -> None:
 
 
 def test_double_buffer_never_writes_to_a_set_that_is_read() -> None:
-    sets = DoubleBuffer(torch.device("cpu"))
+    sets = DoubleBuffer(HostBuckets().empty)
     first = sets.take(1)
     memory = first.bucket(0, 64)
     sets.published()

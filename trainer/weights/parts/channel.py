@@ -13,21 +13,10 @@ from collections import deque
 
 import torch
 
-from protocol.device.slice_digests import slice_sums
-from protocol.messages import WeightManifest
 from protocol.weights.boxes import relative, shape_of
-from protocol.weights.slices import (
-    Cut,
-    Transfer,
-    Wanted,
-    decode_wanted,
-    rest_spans,
-    sum_span,
-    transfer_of,
-    untouched,
-    untouched_spans,
-)
+from protocol.weights.slices import Cut, Transfer, decode_wanted, transfer_of
 from trainer.weights.nccl import POLL_S, PairSenderChannel, full_bucket
+from trainer.weights.parts.sums import rest_sums, untouched_sums
 from trainer.weights.receiver_connection import ReceiverConnection, remaining_s
 from trainer.weights.version_server import ServedVersion
 
@@ -55,9 +44,14 @@ class PartChannel(PairSenderChannel):
                 self._pack(cut, memory, connection, served, end)
             self._send_bytes(memory, end)
             self._wait_sent(queued, connection, end)
-        sums = self._rest_sums(transfer, connection, served, end)
+        sums = rest_sums(
+            manifest, self._part, transfer, lambda n: full_bucket(connection, served.streamed, n, end)
+        )
         if self._part == 0:
-            sums += self._untouched_sums(wanted, connection, served, end)
+            others = untouched_sums(
+                manifest, wanted, lambda n: full_bucket(connection, served.collected, n, end)
+            )
+            sums += [found.to(self._device) for found in others]
         if sums:
             self._send_bytes(torch.cat(sums).view(torch.uint8), end)
 
@@ -87,44 +81,3 @@ class PartChannel(PairSenderChannel):
             elif connection.disconnected(POLL_S):
                 raise ValueError("a receiver disconnected in the middle of a version")
             remaining_s(end)
-
-    def _rest_sums(
-        self, transfer: Transfer, connection: ReceiverConnection, served: ServedVersion, end: float
-    ) -> list[torch.Tensor]:
-        """Return the sums of what is not sent of pieces that are sent in part, from what was published."""
-        manifest, found = served.manifest, []
-        spans = rest_spans(manifest, self._part, transfer)
-        for rest, (tensor, first, last) in zip(transfer.rests, spans, strict=True):
-            entry, piece = manifest.tensors[tensor], manifest.parts[self._part].pieces[rest.piece]
-            published = full_bucket(connection, served.streamed, rest.piece, end)
-            sums = torch.zeros(last - first, dtype=torch.int64, device=self._device)
-            for box in rest.boxes:
-                low, high = sum_span(entry, box)
-                part = slice_sums(published[relative(box, piece.box)], entry.shape, box)
-                sums[low - first : high - first] += part
-            found.append(sums)
-        return found
-
-    def _untouched_sums(
-        self, wanted: Wanted, connection: ReceiverConnection, served: ServedVersion, end: float
-    ) -> list[torch.Tensor]:
-        """Return the sums, by tensor, of the pieces of all ranks of which nothing is wanted."""
-        manifest = served.manifest
-        spans = untouched_spans(manifest, wanted)
-        totals = {tensor: torch.zeros(rows, dtype=torch.int64) for tensor, _, rows in spans}
-        numbers = piece_numbers(manifest)
-        for part, number in untouched(manifest, wanted):
-            piece = manifest.parts[part].pieces[number]
-            first, last = sum_span(manifest.tensors[piece.tensor], piece.box)
-            sums = full_bucket(connection, served.collected, numbers[part] + number, end)
-            totals[piece.tensor][first:last] += sums
-        return [totals[tensor].to(self._device) for tensor, _, _ in spans]
-
-
-def piece_numbers(manifest: WeightManifest) -> list[int]:
-    """Return for each part how many pieces the parts before it have."""
-    numbers, total = [], 0
-    for part in manifest.parts:
-        numbers.append(total)
-        total += len(part.pieces)
-    return numbers

@@ -16,13 +16,16 @@ from trainer.backends.base import Publication
 from trainer.weights.bucket_writer import published_dtype
 
 
-def blank_manifest(publication: Publication, dtype: str, bucket_bytes: int) -> WeightManifest:
+def blank_manifest(
+    publication: Publication, dtype: str, bucket_bytes: int, transport: str = "nccl"
+) -> WeightManifest:
     """Return the manifest of no version yet; equal on every rank.
 
     Args:
         publication: that of the model.
         dtype: in which its tensors are published.
         bucket_bytes: size of a bucket.
+        transport: by which engines get it.
     """
     layout = BucketLayout(bucket_bytes)
     entries = []
@@ -33,7 +36,7 @@ def blank_manifest(publication: Publication, dtype: str, bucket_bytes: int) -> W
     return WeightManifest(
         epoch="",
         version=0,
-        transport="nccl",
+        transport=transport,
         location="",
         buckets=tuple(layout.buckets),
         tensors=tuple(entries),

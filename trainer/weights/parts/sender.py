@@ -19,9 +19,8 @@ from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.boxes import shape_of
 from trainer.backends.base import Publication
 from trainer.config import WeightConfig
-from trainer.weights.nccl import backend_of
-from trainer.weights.parts.channel import PartChannel
 from trainer.weights.parts.layout import blank_manifest, complete_manifest, piece_rows
+from trainer.weights.parts.memory import MEMORIES
 from trainer.weights.version_server import ServedVersion, VersionServer
 
 
@@ -56,37 +55,35 @@ class PartSender:
             keys: see `VersionServer`.
 
         Raises:
-            SettingsError: the process group backend is unknown, or cannot be used here.
+            SettingsError: `config.backend` is unknown, or cannot be used here.
             WeightError: the address cannot be listened on.
         """
-        bucket_bytes = config.bucket_mb << 20
         self.rank = rank
         """That of this process."""
-        self._backend, self._device = backend_of(config)
-        self._blank = blank_manifest(publication, dtype, bucket_bytes)
+        self._blank = blank_manifest(publication, dtype, config.bucket_mb << 20, config.transport)
+        self._memory = MEMORIES[config.transport](config, self._blank, rank)
+        self._asked = self._blank
+        """Manifest of the version that `fill` was called for last, without digests."""
         self._filled: ServedVersion | None = None
-        self._server = VersionServer(
-            config,
-            lambda: PartChannel(self._backend, self._device, part=rank, bucket_bytes=bucket_bytes),
-            keys,
-        )
+        self._server = VersionServer(config, self._memory.channel, keys)
 
     @property
     def location(self) -> str:
-        """HOST:PORT/BACKEND of this rank."""
-        return f"{self._server.address}/{self._backend}"
+        """HOST:PORT/WHERE of this rank: a backend of process groups, or the device of shared memory."""
+        return f"{self._server.address}/{self._memory.where}"
 
     def draft(self, epoch: str, version: int) -> WeightDraft | None:
         """Accept requests for a version that the next `fill` will make, and return its announcement.
 
         Returns:
-            None if there is no earlier version of the epoch, whose layout the announcement would name.
+            None if the transport cannot do that, or there is no earlier version of the epoch, whose layout
+            the announcement would name.
         """
         before = self._server.current
-        if before is None or before.manifest.epoch != epoch:
+        if not self._memory.can_draft or before is None or before.manifest.epoch != epoch:
             return None
         self._cancel()
-        self._server.provisional = self._version(epoch, version)
+        self._server.provisional = self._memory.new(replace(self._blank, epoch=epoch, version=version))
         return WeightDraft(epoch=epoch, version=version, like=before.manifest.version)
 
     def fill(self, epoch: str, version: int, pieces: Iterable[torch.Tensor]) -> PartReport:
@@ -95,12 +92,13 @@ class PartSender:
         The version is served once `settle` says so, or before to those who know of its draft.
         """
         check_stuck()
-        served = self._server.provisional
-        if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
-            self._cancel()
-            served = self._version(epoch, version)
-        self._filled = served
+        self._asked = replace(self._blank, epoch=epoch, version=version)
         try:
+            served = self._server.provisional
+            if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
+                self._cancel()
+                served = self._memory.new(self._asked)
+            self._filled = served
             sums = self._copied(served, pieces)
         except (WeightError, torch.OutOfMemoryError) as error:
             return PartReport(self.location, f"rank {self.rank}: {error}", b"")
@@ -115,14 +113,14 @@ class PartSender:
         Raises:
             WeightError: a rank could not make its part; names the first.
         """
-        assert self._filled is not None
         if problem := next((report.error for report in reports if report.error), ""):
-            raise WeightError(f"version {self._filled.manifest.version}: {problem}")
+            raise WeightError(f"version {self._asked.version}: {problem}")
+        assert self._filled is not None
         sums = [
             _int64(report.sums).split(piece_rows(self._blank, part)) for part, report in enumerate(reports)
         ]
         manifest = complete_manifest(
-            self._filled.manifest, sums, [report.location for report in reports], base_model=base_model
+            self._asked, sums, [report.location for report in reports], base_model=base_model
         )
         for rows in (rows for part in sums for rows in part):
             self._filled.collected.add(rows)
@@ -134,26 +132,26 @@ class PartSender:
             self._cancel()
             return
         assert self._filled is not None
+        self._memory.published()
         self._server.current, self._server.provisional, self._filled = self._filled, None, None
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Do nothing: only the current version is kept, and those that are being sent."""
+        """Do nothing: the memory of versions that are no longer needed is used again."""
 
     def close(self) -> None:
         """Stop listening and disconnect every receiver; idempotent."""
         self._cancel()
         self._server.close()
-
-    def _version(self, epoch: str, version: int) -> ServedVersion:
-        return ServedVersion(replace(self._blank, epoch=epoch, version=version))
+        self._memory.close()
 
     def _copied(self, served: ServedVersion, pieces: Iterable[torch.Tensor]) -> bytes:
         sums = []
-        for piece, tensor in zip(self._blank.parts[self.rank].pieces, pieces, strict=True):
+        numbered = enumerate(self._blank.parts[self.rank].pieces)
+        for (number, piece), tensor in zip(numbered, pieces, strict=True):
             shape, entry = shape_of(piece.box), self._blank.tensors[piece.tensor]
             if tuple(tensor.shape) != shape:
                 raise WeightError(f"{entry.name}: a piece of {list(tensor.shape)}, not {list(shape)}")
-            copy = torch.empty(shape, dtype=getattr(torch, entry.dtype), device=self._device).copy_(tensor)
+            copy = self._memory.piece(served, number).copy_(tensor)
             served.streamed.add(copy)
             sums.append(slice_sums(copy, entry.shape, piece.box))
         served.streamed.fail()  # there are no more

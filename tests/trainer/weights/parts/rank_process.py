@@ -1,4 +1,4 @@
-"""A trainer's rank as a process: `python -m tests.trainer.weights.parts.rank_process RANK RANKS`.
+"""A trainer's rank as a process: `python -m tests.trainer.weights.parts.rank_process TRANSPORT RANK RANKS`.
 
 It publishes two versions of the tensors of `receiver.py`, rows of each, prints a report in hex for each, and
 stays until it is killed.
@@ -15,8 +15,9 @@ from tests.trainer.weights.receiver import COUNT, SIZE
 SHAPES = {f"t{i}": (SIZE,) for i in range(COUNT)}
 
 
-def made_of(ranks: int) -> TrainerRanks:
-    return TrainerRanks({name: list(enumerate(halves((SIZE,), 0, ranks))) for name in SHAPES}, SHAPES, ranks)
+def made_of(transport: str, ranks: int) -> TrainerRanks:
+    boxes = {name: list(enumerate(halves((SIZE,), 0, ranks))) for name in SHAPES}
+    return TrainerRanks(boxes, SHAPES, ranks, transport)
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
@@ -24,8 +25,8 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.full((SIZE,), float(100 * version + i)) for i in range(COUNT)}
 
 
-def main(rank: int, ranks: int) -> None:
-    made = made_of(ranks)
+def main(transport: str, rank: int, ranks: int) -> None:
+    made = made_of(transport, ranks)
     for version in (1, 2):
         report = made.senders[rank].fill("e1", version, made.pieces(rank, tensors(version)))
         made.senders[rank].settle(True)
@@ -34,4 +35,4 @@ def main(rank: int, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import pytest
+import torch
 
 from protocol.messages import WeightManifest
 from tests.trainer.weights.engines import ROOT, started
@@ -16,9 +17,9 @@ from trainer.weights.parts.sender import PartReport
 
 
 @contextmanager
-def rank_1() -> Iterator[tuple["subprocess.Popen[str]", list[PartReport]]]:
+def rank_1(transport: str) -> Iterator[tuple["subprocess.Popen[str]", list[PartReport]]]:
     """The second of two ranks as a process, which serves version 2, and its reports of versions 1 and 2."""
-    command = [sys.executable, "-m", "tests.trainer.weights.parts.rank_process", "1", "2"]
+    command = [sys.executable, "-m", "tests.trainer.weights.parts.rank_process", transport, "1", "2"]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -30,16 +31,38 @@ def rank_1() -> Iterator[tuple["subprocess.Popen[str]", list[PartReport]]]:
             process.kill()
 
 
+@pytest.fixture(
+    params=[
+        "ipc",
+        "nccl",
+        pytest.param("ipc:0", marks=pytest.mark.gpu),
+        pytest.param("ipc:1", marks=pytest.mark.gpu),
+    ]
+)
+def transport(request: pytest.FixtureRequest) -> str:
+    """The trainer's ranks are on the first GPU, the engines on GPU N of "ipc:N"."""
+    if (gpu_of(request.param) or 0) >= max(1, torch.cuda.device_count()):
+        pytest.skip("needs two GPUs")
+    return str(request.param)
+
+
+def gpu_of(transport: str) -> int | None:
+    _, _, gpu = transport.partition(":")
+    return int(gpu) if gpu else None
+
+
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as made:
         yield made
 
 
-def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(stack: ExitStack) -> None:
-    engine = stack.enter_context(started())
-    ranks = stack.enter_context(closing(made_of(2)))
-    process, reports = stack.enter_context(rank_1())
+def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(
+    stack: ExitStack, transport: str
+) -> None:
+    engine = stack.enter_context(started(gpu_of(transport)))
+    ranks = stack.enter_context(closing(made_of(transport, 2)))
+    process, reports = stack.enter_context(rank_1(transport))
     manifests: list[WeightManifest] = []
     for version, report in zip((1, 2), reports, strict=True):
         own = ranks.senders[0].fill("e1", version, ranks.pieces(0, tensors(version)))
@@ -55,16 +78,20 @@ def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(stack: Ex
     assert "not complete within" not in str(engine.answer()["error"])
     assert "error" in engine.ask("stage", manifests[1])
     assert engine.ask("digest") == live
-    successors = stack.enter_context(closing(made_of(2)))
+    successors = stack.enter_context(closing(made_of(transport, 2)))
     engine.serve(successors.publish("e2", 3, tensors(3)))
 
 
-def test_engine_that_is_killed_in_the_middle_harms_no_other(stack: ExitStack) -> None:
-    survivor, victim = stack.enter_context(started()), stack.enter_context(started())
-    ranks = stack.enter_context(closing(made_of(2)))
+def test_engine_that_is_killed_in_the_middle_harms_no_other(stack: ExitStack, transport: str) -> None:
+    survivor, victim = (
+        stack.enter_context(started(gpu_of(transport))),
+        stack.enter_context(started(gpu_of(transport))),
+    )
+    ranks = stack.enter_context(closing(made_of(transport, 2)))
     manifest = ranks.publish("e1", 1, tensors(1))
     assert victim.ask("hang", manifest) == {"came": COUNT // 2}
     survivor.tell("stage", manifest)
     victim.process.kill()
     assert survivor.answer() == {"staged": 1}
-    survivor.serve(ranks.publish("e1", 2, tensors(2)))
+    for version in (2, 3, 4):
+        survivor.serve(ranks.publish("e1", version, tensors(version)))

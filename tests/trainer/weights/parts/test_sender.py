@@ -19,7 +19,8 @@ from protocol.weights.buckets import check_manifest
 from protocol.weights.provisional import provisional_manifest
 from protocol.weights.slices import check_parts, decode_wanted, encode_wanted
 from rollout.staging.staging import digest_of
-from rollout.weights.nccl import parse_location
+from rollout.weights.registry import make_part_receiver
+from rollout.weights.sender_connection import parse_address
 from tests.trainer.weights.engines import ROOT
 from tests.trainer.weights.parts.memory_of_rank import made_of
 from tests.trainer.weights.parts.trainer_ranks import (
@@ -27,6 +28,7 @@ from tests.trainer.weights.parts.trainer_ranks import (
     EngineRank,
     TrainerRanks,
     halves,
+    index,
     tensor_ranks,
     trainer_ranks,
 )
@@ -72,17 +74,31 @@ def engines(ranks: int) -> list[EngineRank]:
     return found
 
 
+@pytest.fixture(params=["ipc", "nccl"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def two() -> Iterator[TrainerRanks]:
+def two(transport: str) -> Iterator[TrainerRanks]:
+    with trainer_ranks(of_ranks(2), SHAPES, 2, transport) as made:
+        yield made
+
+
+@pytest.fixture
+def drafting() -> Iterator[TrainerRanks]:
+    """Two ranks from which a version may be received while it is made."""
     with trainer_ranks(of_ranks(2), SHAPES, 2) as made:
         yield made
 
 
 @pytest.mark.parametrize(("trained", "served"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)])
-def test_every_engine_rank_gets_its_slices_and_the_digest_of_the_whole(trained: int, served: int) -> None:
-    with trainer_ranks(of_ranks(trained), SHAPES, trained) as ranks:
+def test_every_engine_rank_gets_its_slices_and_the_digest_of_the_whole(
+    trained: int, served: int, transport: str
+) -> None:
+    with trainer_ranks(of_ranks(trained), SHAPES, trained, transport) as ranks:
         found = engines(served)
-        for version in (1, 2):
+        for version in (1, 2, 3, 4):
             sent = tensors(version)
             manifest = ranks.publish("e1", version, sent)
             check_manifest(manifest)
@@ -135,9 +151,11 @@ def test_version_that_a_rank_could_not_make_is_served_by_none(two: TrainerRanks)
 
 @pytest.mark.parametrize("name", ["embed", "q", "o", "norm"])
 @pytest.mark.parametrize("served", [1, 2])
-def test_bytes_that_a_rank_changed_after_it_published_are_refused(name: str, served: int) -> None:
+def test_bytes_that_a_rank_changed_after_it_published_are_refused(
+    name: str, served: int, transport: str
+) -> None:
     """Whether they are sent or not: the sums of the rest are computed from the same copy."""
-    with trainer_ranks(of_ranks(1), SHAPES, 1) as ranks:
+    with trainer_ranks(of_ranks(1), SHAPES, 1, transport) as ranks:
         manifest = ranks.publish("e1", 1, tensors(1))
         number = list(SHAPES).index(name)
         changed = ranks.senders[0]._server.current.streamed.bucket(number, 0)  # type: ignore[union-attr]
@@ -164,17 +182,17 @@ def test_ranks_of_two_versions_are_not_mixed(two: TrainerRanks) -> None:
 
 
 def test_version_is_received_while_it_is_made_and_committed_under_its_manifest_only(
-    two: TrainerRanks,
+    drafting: TrainerRanks,
 ) -> None:
-    before = two.publish("e1", 1, tensors(1))
-    said = two.draft("e1", 2)
+    before = drafting.publish("e1", 1, tensors(1))
+    said = drafting.draft("e1", 2)
     assert said is not None
     assert (said.version, said.like) == (2, 1)
     draft = provisional_manifest(before, 2)
     found = engines(2)
     with ThreadPoolExecutor() as pool:
         fetched = [pool.submit(engine.fetch, draft) for engine in found]
-        manifest = two.publish("e1", 2, tensors(2))
+        manifest = drafting.publish("e1", 2, tensors(2))
         for done in fetched:
             done.result(DEADLINE_S)
     for engine in found:
@@ -185,22 +203,50 @@ def test_version_is_received_while_it_is_made_and_committed_under_its_manifest_o
         engine.staging.close()
 
 
-def test_receivers_of_a_draft_that_is_not_made_are_disconnected(two: TrainerRanks) -> None:
-    before = two.publish("e1", 1, tensors(1))
-    assert two.draft("e2", 2) is None
-    two.draft("e1", 2)
+def test_receivers_of_a_draft_that_is_not_made_are_disconnected(drafting: TrainerRanks) -> None:
+    before = drafting.publish("e1", 1, tensors(1))
+    assert drafting.draft("e2", 2) is None
+    drafting.draft("e1", 2)
     (engine,) = engines(1)
     with ThreadPoolExecutor() as pool:
         fetched = pool.submit(engine.fetch, provisional_manifest(before, 2))
-        two.fill("e1", 2, tensors(2))
-        for sender in two.senders:
+        drafting.fill("e1", 2, tensors(2))
+        for sender in drafting.senders:
             sender.settle(False)
         with pytest.raises(WeightError, match="version 2"):
             fetched.result(DEADLINE_S)
     assert engine.staging.staged is None
-    engine.fetch(two.publish("e1", 3, tensors(3)))
+    engine.fetch(drafting.publish("e1", 3, tensors(3)))
     assert engine.holds(tensors(3))
     engine.staging.close()
+
+
+def test_version_is_not_announced_where_engines_map_the_memory_of_the_last_two() -> None:
+    with trainer_ranks(of_ranks(2), SHAPES, 2, "ipc") as ranks:
+        ranks.publish("e1", 1, tensors(1))
+        assert ranks.draft("e1", 2) is None
+
+
+def test_memory_that_an_engine_rank_reads_is_not_written(two: TrainerRanks) -> None:
+    """It reads version 2 while two more are published, and has all of version 2 or nothing."""
+    two.publish("e1", 1, tensors(1))
+    manifest = two.publish("e1", 2, tensors(2))
+    receiver = make_part_receiver(manifest.transport)
+    wanted = {name: (whole(shape),) for name, shape in SHAPES.items()}
+    found = receiver.slices(manifest, wanted, DEADLINE_S)
+    first = next(found)
+    assert torch.equal(first.tensor, tensors(2)[first.entry.name][index(first.box)])
+    two.publish("e1", 3, tensors(3))
+    for sender in two.senders:
+        sender._memory._timeout_s = 0.01  # type: ignore[attr-defined]
+    reports = two.fill("e1", 4, tensors(4))
+    problems = [report.error for report in reports if report.error]
+    assert torch.equal(first.tensor, tensors(2)[first.entry.name][index(first.box)])
+    if manifest.transport == "ipc":
+        assert problems == ["rank 1: 1 engine ranks still copy the version before the last after 0.01 s"]
+    with pytest.raises(WeightError, match="the current version is 3"):
+        list(found)
+    receiver.close()
 
 
 @pytest.mark.parametrize(
@@ -218,7 +264,7 @@ def test_slices_that_are_not_the_versions_are_refused(
     manifest = two.publish("e1", 1, tensors(1))
     with pytest.raises(WeightError, match=problem):
         decode_wanted(wanted, manifest)
-    host, port, _ = parse_location(manifest.location)
+    host, port = parse_address(manifest.location.partition("/")[0], manifest.location)
     with socket.create_connection((host, port), timeout=DEADLINE_S) as connection:
         request = {"version": 1, "epoch": "e1", "slices": 1 << 40}
         connection.sendall(json.dumps(request).encode() + b"\n")

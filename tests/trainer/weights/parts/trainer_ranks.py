@@ -50,8 +50,12 @@ class TrainerRanks:
         boxes: Mapping[str, Sequence[tuple[int, Box]]],
         shapes: Mapping[str, tuple[int, ...]],
         ranks: int,
+        transport: str = "nccl",
     ) -> None:
-        """`boxes`: name -> (rank, box) of each piece."""
+        """Make the senders.
+
+        `boxes`: name -> (rank, box) of each piece. `transport`: of host memory, or of the GPU as "ipc:N".
+        """
         self._names = tuple(boxes)
         pieces: list[list[WeightPiece]] = [[] for _ in range(ranks)]
         for number, found in enumerate(boxes.values()):
@@ -60,7 +64,9 @@ class TrainerRanks:
         self.publication = Publication(
             self._names, tuple(shapes[name] for name in boxes), tuple(map(tuple, pieces))
         )
-        config = WeightConfig(transport="nccl", backend="gloo", bucket_mb=1, timeout_s=DEADLINE_S)
+        transport, _, gpu = transport.partition(":")
+        backend = "" if gpu else "gloo"
+        config = WeightConfig(transport=transport, backend=backend, bucket_mb=1, timeout_s=DEADLINE_S)
         self.senders = [PartSender(config, rank, self.publication, "float32") for rank in range(ranks)]
 
     def pieces(self, rank: int, tensors: Tensors) -> Iterator[torch.Tensor]:
@@ -93,9 +99,12 @@ class TrainerRanks:
 
 @contextmanager
 def trainer_ranks(
-    boxes: Mapping[str, Sequence[tuple[int, Box]]], shapes: Mapping[str, tuple[int, ...]], ranks: int
+    boxes: Mapping[str, Sequence[tuple[int, Box]]],
+    shapes: Mapping[str, tuple[int, ...]],
+    ranks: int,
+    transport: str = "nccl",
 ) -> Iterator[TrainerRanks]:
-    made = TrainerRanks(boxes, shapes, ranks)
+    made = TrainerRanks(boxes, shapes, ranks, transport)
     try:
         yield made
     finally:

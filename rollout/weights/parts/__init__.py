@@ -1,0 +1,1 @@
+"""Receives slices of versions that stay on the trainer's ranks."""

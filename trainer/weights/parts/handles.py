@@ -1,0 +1,66 @@
+"""Lets one engine rank map one trainer rank's pieces of a version, on the same host, and sends it sums.
+
+The dialogue is that of `trainer/weights/ipc.py`, with the slices that the receiver wants in the request:
+
+    sender -> receiver   the answer also has {"bucket_bytes": n}. The buckets hold the rank's pieces, at their
+                         `protocol.weights.slices.piece_places`
+    receiver -> sender   {"sums": n}: it has queued its copies and wants n sums, if there are any
+    sender -> receiver   the sums of the rest of the pieces that are read in part, computed from what is
+                         mapped; from rank 0 also those of the pieces that no rank has anything read of.
+                         int64, n of them, without a line
+    receiver -> sender   {"done": v}
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from protocol.device.bucket_handles import SharedBuckets
+from protocol.weights.slices import Wanted, decode_wanted, transfer_of
+from trainer.weights.ipc import HandleChannel
+from trainer.weights.nccl import full_bucket
+from trainer.weights.parts.sums import rest_sums, untouched_sums
+from trainer.weights.receiver_connection import ReceiverConnection
+from trainer.weights.version_server import ServedVersion
+
+
+class PartHandleChannel(HandleChannel):
+    """Sends handles of one rank's pieces, and sums, to one receiver."""
+
+    def __init__(self, memory: SharedBuckets, *, part: int, bucket_bytes: int) -> None:
+        """Send what rank `part` has in this memory, in buckets of this size."""
+        super().__init__(memory)
+        self._part = part
+        self._bucket_bytes = bucket_bytes
+
+    def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        wanted = decode_wanted(connection.wanted, served.manifest)
+        with self._on_stream():
+            connection.answer(self.described(served) | {"bucket_bytes": self._bucket_bytes}, end)
+            sums = self._sums(connection, served, wanted, end)
+        if len(sums):
+            if connection.request(end) != {"sums": len(sums)}:
+                raise ValueError(f"a receiver of version {served.manifest.version} did not ask for its sums")
+            connection.send(sums.numpy().tobytes(), end)
+        connection.wait_done(served.manifest.version, end)
+
+    def _sums(
+        self, connection: ReceiverConnection, served: ServedVersion, wanted: Wanted, end: float
+    ) -> torch.Tensor:
+        """Return all that is sent, int64 on the CPU."""
+        manifest = served.manifest
+        transfer = transfer_of(manifest, self._part, wanted, self._bucket_bytes)
+        found = rest_sums(
+            manifest, self._part, transfer, lambda n: full_bucket(connection, served.streamed, n, end)
+        )
+        sums = [torch.cat(found).cpu()] if found else []
+        if self._part == 0:
+            sums += untouched_sums(
+                manifest, wanted, lambda n: full_bucket(connection, served.collected, n, end)
+            )
+        return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        """Return a context for work on the GPU, beside that of the trainer."""
+        device = self._memory.device
+        return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

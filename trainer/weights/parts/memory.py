@@ -1,0 +1,129 @@
+"""Holds a rank's pieces of each version, the way its transport needs them."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from protocol.device.bucket_handles import buckets_on
+from protocol.messages import WeightManifest
+from protocol.weights.boxes import shape_of
+from protocol.weights.slices import piece_places
+from trainer.config import WeightConfig
+from trainer.weights.double_buffer import DoubleBuffer
+from trainer.weights.nccl import backend_of
+from trainer.weights.parts.channel import PartChannel
+from trainer.weights.parts.handles import PartHandleChannel
+from trainer.weights.version_server import SenderChannel, ServedVersion
+
+
+class PartMemory(Protocol):
+    """Memory of one rank's pieces, and how engines get at them."""
+
+    device: torch.device
+    where: str
+    """Follows HOST:PORT in the location, for the receiver."""
+    can_draft: bool
+    """Whether a version may be received while it is made."""
+
+    def new(self, manifest: WeightManifest) -> ServedVersion:
+        """Return a version without pieces, which `piece` and `ServedVersion.streamed` get.
+
+        Raises:
+            WeightError, OutOfMemoryError: there is no memory for it.
+        """
+
+    def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
+        """Return where a piece of it goes, in the order of the part's pieces."""
+
+    def published(self) -> None:
+        """Keep the version that was made last when the next one is."""
+
+    def channel(self) -> SenderChannel:
+        """Return what serves a connection."""
+
+    def close(self) -> None:
+        """Release what outlives its tensors; idempotent."""
+
+
+class SentPieces:
+    """Pieces that are sent through process groups; a version lives as long as it is current or being sent."""
+
+    can_draft = True
+
+    def __init__(self, config: WeightConfig, blank: WeightManifest, part: int) -> None:
+        """Hold the pieces of rank `part`.
+
+        Raises:
+            SettingsError: the process group backend is unknown, or cannot be used here.
+        """
+        self.where, self.device = backend_of(config)
+        self._part, self._bucket_bytes = part, config.bucket_mb << 20
+
+    def new(self, manifest: WeightManifest) -> ServedVersion:
+        return ServedVersion(manifest)
+
+    def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
+        piece = served.manifest.parts[self._part].pieces[number]
+        dtype = getattr(torch, served.manifest.tensors[piece.tensor].dtype)
+        return torch.empty(shape_of(piece.box), dtype=dtype, device=self.device)
+
+    def published(self) -> None:
+        """Do nothing: every version has memory of its own."""
+
+    def channel(self) -> SenderChannel:
+        return PartChannel(self.where, self.device, part=self._part, bucket_bytes=self._bucket_bytes)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class SharedPieces:
+    """Pieces in buckets that engines map: those of the current version, and those of the one before it.
+
+    On a GPU these are mapped by CUDA IPC handles; without one they are anonymous files.
+    """
+
+    can_draft = False
+
+    def __init__(self, config: WeightConfig, blank: WeightManifest, part: int) -> None:
+        """Hold the pieces of rank `part`; in host memory where `config.backend` is gloo.
+
+        Raises:
+            SettingsError: `config.backend` is unknown, or cannot be used here.
+        """
+        _, self.device = backend_of(config)
+        self.where = self.device.type
+        self._buckets = buckets_on(self.device)
+        self._part, self._timeout_s = part, config.timeout_s
+        self._bucket_bytes = config.bucket_mb << 20
+        self._sizes, self._places = piece_places(blank, part, self._bucket_bytes)
+        self._versions = DoubleBuffer(self._buckets.empty)
+
+    def new(self, manifest: WeightManifest) -> ServedVersion:
+        lease = self._versions.take(self._timeout_s)
+        buckets = tuple(lease.bucket(index, nbytes) for index, nbytes in enumerate(self._sizes))
+        return ServedVersion(manifest, buckets, lease.reading)
+
+    def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
+        place = self._places[number]
+        piece = served.manifest.parts[self._part].pieces[number]
+        raw = served.buckets[place.bucket][place.offset : place.offset + place.nbytes]
+        dtype = getattr(torch, served.manifest.tensors[piece.tensor].dtype)
+        return raw.view(dtype).view(shape_of(piece.box))
+
+    def published(self) -> None:
+        self._versions.published()
+
+    def channel(self) -> SenderChannel:
+        return PartHandleChannel(self._buckets, part=self._part, bucket_bytes=self._bucket_bytes)
+
+    def close(self) -> None:
+        self._buckets.close()
+
+
+MEMORIES: dict[str, Callable[[WeightConfig, WeightManifest, int], PartMemory]] = {
+    "ipc": SharedPieces,
+    "nccl": SentPieces,
+}
+"""Transport -> where a rank's pieces are."""
