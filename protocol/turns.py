@@ -67,11 +67,11 @@ def by_sample(values: Sequence[str], turns: Sequence[Sequence[TurnPlace]]) -> li
 def _check_cover(rollout: Rollout, turns: Sequence[Sequence[TurnPlace]], lengths: Sequence[int]) -> None:
     """Refuse turns that overlap, and sampled tokens in no turn."""
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    count = np.zeros(int(starts[-1]) + 1, dtype=np.int64)
+    mask = checked_array(rollout.group, "loss_mask", rollout.loss_mask, "uint8", (int(starts[-1]),))
+    count = np.zeros(len(mask) + 1, dtype=np.int64)  # as large as what has arrived, whatever `lengths` says
     for turn in (turn for of_sample in turns for turn in of_sample):
         count[starts[turn.row] + turn.first] += 1
         count[starts[turn.row] + turn.end] -= 1
     covered = np.cumsum(count)[:-1]
-    mask = checked_array(rollout.group, "loss_mask", rollout.loss_mask, "uint8", (len(covered),))
     require(bool((covered <= 1).all()), rollout.group, "turns", "overlap")
     require(bool((covered[mask == 1] == 1).all()), rollout.group, "turns", "leave out a sampled token")

@@ -57,3 +57,9 @@ def test_turns_that_contradict_the_rows_are_refused(turns: list[list[int]], says
 def test_texts_of_another_number_of_turns_are_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="group 7: turn_"):
         turns_of(msgspec.structs.replace(ROLLOUT, **changed))
+
+
+def test_lengths_of_more_than_has_arrived_are_refused() -> None:
+    made = msgspec.structs.replace(ROLLOUT, lengths=Array.of([2**31 - 1, 2**31 - 1], "int32"))
+    with pytest.raises(ProtocolError, match="group 7: loss_mask"):
+        turns_of(made)

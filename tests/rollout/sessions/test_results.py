@@ -235,7 +235,7 @@ async def test_a_result_of_a_tool_is_recorded_by_its_name() -> None:
         assert await tried("PUT", "none", b"null") == (200, None)
         assert await tried("GET", "none") == (200, None)
         assert await code("PUT", "x", b"{") == (400, "invalid_json")
-        assert await code("PUT", "x", b"NaN") == (400, "invalid_value")
+        assert await code("PUT", "x", b"NaN") == (400, "invalid_json")
         assert await code("PUT", "x" * 257, b"1") == (400, "invalid_value")
         assert await code("PUT", "x", io.BytesIO(b" " * (2**20 + 1))) == (413, "body_too_large")
         endpoint.end(key, "its episode is over")

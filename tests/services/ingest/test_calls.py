@@ -28,7 +28,7 @@ WRONG: dict[str, tuple[Call, dict[str, Any], str]] = {
     "name without a result": (RESULT, {"result": b""}, "result has no name, or its name no result"),
     "tokens of a result": (RESULT, {"tokens": IDS}, "tokens is not empty, and the call is a result"),
     "context of a result": (RESULT, {"inserted": IDS}, "inserted is not empty"),
-    "number of a result": (RESULT, {"number": -1}, "attempt is 0 of call -1"),
+    "number of a result": (RESULT, {"number": -1}, "number is -1"),
 }
 
 

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+from multiprocessing import forkserver
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +14,7 @@ from rollout.engines.vllm.core_server import SWITCH, server_pid, start_server, s
 
 def test_server_lives_until_its_last_user_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_server, "PRELOADED", ())
+    stop_server_of_other_tests()
     one, other = object(), object()
     start_server(one)
     pid = server_pid()
@@ -28,3 +31,9 @@ def test_server_lives_until_its_last_user_stops_it(monkeypatch: pytest.MonkeyPat
     stop_server(other)
     assert not psutil.pid_exists(pid)
     assert server_pid() is None
+
+
+def stop_server_of_other_tests() -> None:
+    """End a fork server that a test before has left in this process; it starts again where it is needed."""
+    server: Any = forkserver
+    server._forkserver._stop()
