@@ -24,6 +24,13 @@ def config(transport: str) -> WeightConfig:
     return WeightConfig(transport=transport, backend="gloo")
 
 
+@pytest.fixture(autouse=True)
+def of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say what torchrun says to two ranks of one host, whatever a test before has left."""
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+
+
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
 def test_several_ranks_publish_their_own_parts(transport: str) -> None:
     backend = TwoRanks(trainer=TrainerConfig(backend="scripted"))
@@ -47,7 +54,6 @@ def test_one_rank_publishes_all() -> None:
 def test_ranks_of_several_hosts_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = TwoRanks(trainer=TrainerConfig(backend="scripted"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     assert make_part_sender(config("ipc"), 1, backend, "float32") is None
     sender = make_part_sender(config("nccl"), 1, backend, "float32")
     assert sender is not None
