@@ -6,6 +6,10 @@ CUDA := $(VENV)-cuda
 GPU_PYTHON ?= $(CUDA)/bin/python
 GPU_READY := $(if $(filter $(CUDA)/bin/python,$(GPU_PYTHON)),$(CUDA)/.ready)
 SGLANG := $(VENV)-sglang
+CUDA_SGLANG := $(CUDA)-sglang
+# on GPUs too SGLang has an interpreter of its own
+SGLANG_PYTHON ?= $(CUDA_SGLANG)/bin/python
+SGLANG_READY := $(if $(filter $(CUDA_SGLANG)/bin/python,$(SGLANG_PYTHON)),$(CUDA_SGLANG)/.ready)
 TRACKING := $(VENV)-tracking
 BRIDGE := $(VENV)-bridge
 VERIFIERS := $(VENV)-verifiers
@@ -19,7 +23,7 @@ export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-gpu test test-slow test-gpu check docs bench bench-trainer bench-gpu chaos soak test-compose clean
+.PHONY: setup demo demo-gpu test test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-trainer bench-gpu chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -51,6 +55,10 @@ $(CUDA)/.ready: deploy/locks/cuda.txt pyproject.toml deploy/setup.sh
 	PYTHON=python3.12 bash deploy/setup.sh $(CUDA) cuda
 	touch $@
 
+$(CUDA_SGLANG)/.ready: deploy/locks/sglang-cuda.txt pyproject.toml deploy/setup.sh
+	PYTHON=python3.12 bash deploy/setup.sh $(CUDA_SGLANG) sglang-cuda
+	touch $@
+
 demo: $(VENV)/.ready
 	rm -rf runs/demo
 	$(BIN)/tether up deploy/configs/demo.toml --run-dir runs/demo
@@ -68,8 +76,14 @@ test: setup check
 test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m slow
 
-test-gpu: $(GPU_READY)
-	$(GPU_PYTHON) -m pytest -m gpu
+# a process for each GPU, then what needs two; with -k (--keep-going) also if the first fails
+test-gpu: test-one-gpu test-two-gpus
+
+test-one-gpu: $(GPU_READY) $(SGLANG_READY)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -n auto --dist loadgroup --durations 20 -m "gpu and not two_gpus"
+
+test-two-gpus: $(GPU_READY) $(SGLANG_READY)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest --durations 20 -m two_gpus
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -105,4 +119,4 @@ test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(TRACKING) $(VERIFIERS) $(CUDA) runs
+	rm -rf $(VENV) $(SGLANG) $(TRACKING) $(BRIDGE) $(VERIFIERS) $(CUDA) $(CUDA_SGLANG) runs

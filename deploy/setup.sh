@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Build an environment as locked, without resolving anything again.
-# usage: deploy/setup.sh VENV [cpu|cuda]     PYTHON names the interpreter: 3.11 for cpu, 3.12 for cuda
+# usage: deploy/setup.sh VENV [cpu|cuda|sglang-cuda]     PYTHON names the interpreter: 3.11 for cpu, else 3.12
 set -euo pipefail
-venv=${1:?usage: deploy/setup.sh VENV [cpu|cuda]}
+venv=${1:?usage: deploy/setup.sh VENV [cpu|cuda|sglang-cuda]}
 kind=${2:-cpu}
 here=$(cd "$(dirname "$0")/.." && pwd)
 case $kind in
   cpu) version=3.11 ;;  # vLLM's CPU build has wheels for it alone
-  cuda) version=3.12 ;; # what the GPU suite ran with
-  *) echo "deploy/setup.sh: $kind is neither cpu nor cuda" >&2; exit 2 ;;
+  cuda | sglang-cuda) version=3.12 ;; # what the GPU suite ran with
+  *) echo "deploy/setup.sh: $kind is none of cpu, cuda, sglang-cuda" >&2; exit 2 ;;
 esac
 python=${PYTHON:-python$version}
 command -v "$python" >/dev/null || python=python3
@@ -24,6 +24,6 @@ fi
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 "${pip[@]}" --upgrade pip
 # Where PyPI's torch is a CUDA build, PIP_EXTRA_INDEX_URL may name PyTorch's CPU index: it saves gigabytes.
-[ "$kind" = cuda ] || "${pip[@]}" torch==2.13.0
+[ "$kind" != cpu ] || "${pip[@]}" torch==2.13.0
 "${pip[@]}" --no-deps -r "$here/deploy/locks/$kind.txt"
 "${pip[@]}" --no-deps --no-build-isolation --editable "$here"

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from services.runtime.main import raise_fd_limit
-from tests.gpus import without_a_gpu
+from tests.gpus import take_one_gpu, visible_gpus, without_enough_gpus
 
 # A slow machine is no failure, and every run draws the same examples; others are found with `pytest
 # --hypothesis-profile search`.
@@ -24,10 +24,17 @@ settings.load_profile("tether")
 # as every service does: users have 1024 on many systems, and here the ends of many connections are in one
 # process
 raise_fd_limit()
+take_one_gpu(os.environ)
 
 
 @pytest.hookimpl(trylast=True)  # what `-m` leaves out is gone then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if left_out := without_a_gpu(items, config.option.markexpr):
+    if left_out := without_enough_gpus(items, config.option.markexpr):
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """One process for each GPU, if it is GPUs that `-m` asks for."""
+    return len(visible_gpus()) or None if "gpu" in config.option.markexpr.split() else None

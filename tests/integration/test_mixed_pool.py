@@ -8,7 +8,7 @@ import pytest
 
 from services.ledger.event_log.archiver import FILE
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
-from tests.gpus import visible_gpus
+from tests.gpus import TWO_GPUS, visible_gpus
 from tests.integration.command import audit, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 
@@ -38,13 +38,12 @@ def trained_by(run_dir: Path) -> set[str]:
     "on_gpus",
     [
         pytest.param(False, marks=pytest.mark.slow, id="cpu"),
-        pytest.param(True, marks=pytest.mark.gpu, id="gpu"),
+        # an engine that starts looks at what is free on its own GPU
+        pytest.param(True, marks=TWO_GPUS, id="gpu"),
     ],
 )
 def test_a_vllm_and_an_sglang_engine_serve_one_run(tmp_path: Path, on_gpus: bool) -> None:
     gpus = visible_gpus()[:2] if on_gpus else []
-    if on_gpus and len(gpus) < 2:
-        pytest.skip("needs two GPUs: an engine that starts looks at what is free on its own")
     run_dir = tmp_path / "run"
     own = 'attention_backend = "triton"' if on_gpus else f'environment = {{ PYTHONPATH = "{STAND_INS}" }}'
     sglang = f'{{ name = "sglang", python = "{sglang_python()}", {own} }}'

@@ -40,9 +40,8 @@ def test_every_rank_is_given_the_part_of_its_replica(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 def test_ranks_on_gpus_are_given_their_parts_by_nccl(tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     steps(tmp_path, 2)
     assert (tmp_path / "exchange").read_text() == "nccl"
     assert (tmp_path / "imbalance").read_text() == repr([0.0, 6 * 2 / 9 - 1, 6 * 2 / 9 - 1])

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 
 import msgspec
 import pytest
-import torch
 
 from protocol.device import bounded_init
 from protocol.device.bounded_init import MAX_STUCK
@@ -107,9 +106,8 @@ def test_a_sender_that_times_out_drops_the_group_though_its_error_is_logged(
 
 
 @pytest.mark.gpu
+@pytest.mark.two_gpus
 def test_threads_stuck_in_nccl_are_abandoned_until_the_trainer_is_poisoned() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     process = multiprocessing.get_context("spawn").Process(
         target=stick
     )  # no other test could make a group in this one afterwards

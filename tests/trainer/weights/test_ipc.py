@@ -8,13 +8,14 @@ import torch
 
 from protocol.device.bucket_handles import HostBuckets
 from protocol.errors import SettingsError, WeightError
+from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import publish, started, trainer
 from tests.trainer.weights.receiver import COUNT, SIZE
 from trainer.config import WeightConfig
 from trainer.weights.double_buffer import DoubleBuffer
 from trainer.weights.ipc import IpcSender
 
-GPUS = [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu)]
+GPUS = [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=TWO_GPUS)]
 
 
 @pytest.fixture
@@ -26,8 +27,6 @@ def sender() -> Iterator[IpcSender]:
 
 @pytest.fixture(params=GPUS)
 def gpu(request: pytest.FixtureRequest) -> int:
-    if request.param >= torch.cuda.device_count():
-        pytest.skip("needs two GPUs")
     return int(request.param)
 
 

@@ -8,16 +8,15 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import publish, started, trainer
 from tests.trainer.weights.receiver import COUNT
 from trainer.config import WeightConfig
 from trainer.weights.nccl import NcclSender
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 def test_a_receiver_killed_in_the_middle_hurts_neither_sender_nor_the_other(device: str) -> None:
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     gpu = 1 if device == "cuda" else None
     with ExitStack() as stack:
         sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60))
@@ -42,12 +41,10 @@ def test_a_receiver_killed_in_the_middle_hurts_neither_sender_nor_the_other(devi
             engine.serve(third)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 def test_a_trainer_killed_in_the_middle_is_an_error_at_once_and_its_successor_serves_the_engine(
     device: str,
 ) -> None:
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     with ExitStack() as stack:
         engine = stack.enter_context(started(1 if device == "cuda" else None))
         process, (_, second) = stack.enter_context(trainer("nccl", device))

@@ -16,6 +16,7 @@ from protocol.weights.provisional import provisional_manifest
 from rollout.staging.staging import Staging, whole_source
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.registry import make_receiver
+from tests.gpus import TWO_GPUS
 from tests.trainer.weights import receiver as process
 from tests.trainer.weights.engines import ROOT, publish, started
 from tests.trainer.weights.making import WAIT_S, Making
@@ -196,12 +197,10 @@ def test_a_request_that_expects_another_layout_is_refused(sender: NcclSender) ->
         list(receive(receiver, manifest))
 
 
-@pytest.mark.parametrize("gpu", [None, pytest.param(1, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("gpu", [None, pytest.param(1, marks=TWO_GPUS)])
 def test_an_engine_in_a_process_of_its_own_receives_versions_during_their_export(
     workers: ThreadPoolExecutor, gpu: int | None
 ) -> None:
-    if gpu is not None and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     backend, device = ("gloo", "cpu") if gpu is None else ("nccl", "cuda:0")
     with (
         closing(

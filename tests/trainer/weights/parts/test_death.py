@@ -7,9 +7,9 @@ from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import pytest
-import torch
 
 from protocol.messages import WeightManifest
+from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import ROOT, started
 from tests.trainer.weights.parts.rank_process import made_of, tensors
 from tests.trainer.weights.receiver import COUNT
@@ -36,13 +36,11 @@ def rank_1(transport: str) -> Iterator[tuple["subprocess.Popen[str]", list[PartR
         "ipc",
         "nccl",
         pytest.param("ipc:0", marks=pytest.mark.gpu),
-        pytest.param("ipc:1", marks=pytest.mark.gpu),
+        pytest.param("ipc:1", marks=TWO_GPUS),
     ]
 )
 def transport(request: pytest.FixtureRequest) -> str:
     """The trainer's ranks are on the first GPU, the engines on GPU N of "ipc:N"."""
-    if (gpu_of(request.param) or 0) >= max(1, torch.cuda.device_count()):
-        pytest.skip("needs two GPUs")
     return str(request.param)
 
 
