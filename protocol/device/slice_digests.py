@@ -4,14 +4,68 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from protocol.device.digests import ROWS, has_triton, inner_on
+from protocol.device.digests import BATCH_BYTES, BATCH_TENSORS, ROWS, has_triton, inner_on
 from protocol.weights.boxes import Box, dense_blocks, dense_span, relative, size_of
 from protocol.weights.digests import INNER, ROW, row_span
 from protocol.weights.digests import row_sums as host_row_sums
+from protocol.weights.strips import WORD_BYTES, strips_of
 
 ROW_BYTES = 4 * ROW
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 """Bytes of the tensor that are laid out at a time, with zeros where the slice is not."""
+
+
+class SliceSums:
+    """Adds up the sums h of many slices, each at its place, in one array.
+
+    Those of a GPU are added by few kernels, on the stream that is current at each call, which must always be
+    the same: launching one for each slice takes Python's time, which an engine's steps need.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        """Begin with `rows` sums of zero on the device of the slices."""
+        self.total = torch.zeros(rows, dtype=torch.int64, device=device)
+        """int64 [rows], complete after `launch`."""
+        self._strips: list[tuple[int, ...]] = []
+        """Of the slices for which no kernel is queued yet, as `triton_digests.add_strips` takes them."""
+        self._slices: list[torch.Tensor] = []
+        """These slices, so that their memory stays."""
+        self._bytes = 0
+        """Bytes of these slices."""
+
+    def add(self, tensor: torch.Tensor, shape: Sequence[int], box: Box, first: int) -> None:
+        """Add a slice; work that overwrites it must not be queued before `launch`.
+
+        Args:
+            tensor: the elements of `box`, in its shape, dense or not.
+            shape: that of the whole tensor.
+            box: the slice's place in it.
+            first: index of the sum of the tensor's first row; below 0 if there are sums of later rows only.
+        """
+        strips = None
+        if tensor.is_cuda and has_triton() and tensor.data_ptr() % WORD_BYTES == 0:
+            strips = strips_of(tuple(shape), box, tensor.stride(), tensor.element_size())
+        if strips is None:
+            low = first + _rows_of(shape, box, tensor.element_size())[0]
+            sums = slice_sums(tensor, shape, box)
+            self.total[low : low + len(sums)] += sums
+            return
+        address = tensor.data_ptr()
+        for strip in strips:
+            source = address + WORD_BYTES * strip.source
+            self._strips.append((source, *strip[1:], first + strip.start // ROW, strip.rows))
+        self._slices.append(tensor)
+        self._bytes += tensor.nbytes
+        if self._bytes >= BATCH_BYTES or len(self._strips) >= BATCH_TENSORS:
+            self.launch()
+
+    def launch(self) -> None:
+        """Queue what is not queued yet."""
+        strips, self._strips, self._slices, self._bytes = self._strips, [], [], 0
+        if strips:
+            from protocol.device import triton_digests
+
+            triton_digests.add_strips(strips, inner_on(self.total.device), self.total)
 
 
 def slice_sums(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Tensor:
@@ -25,13 +79,17 @@ def slice_sums(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Te
     Returns:
         int64 [rows of `protocol.weights.slices.sum_span`].
     """
-    itemsize = tensor.element_size()
-    start, stop = dense_span(shape, box) if size_of(box) else (0, 0)
-    first, end = row_span(start * itemsize, stop * itemsize)
+    first, end = _rows_of(shape, box, tensor.element_size())
     sums = torch.zeros(end - first, dtype=torch.int64, device=tensor.device)
     for low, rows in _rows(tensor, shape, box):
         sums[low - first : low - first + len(rows)] += _row_sums(rows)
     return sums
+
+
+def _rows_of(shape: Sequence[int], box: Box, itemsize: int) -> tuple[int, int]:
+    """Return the rows (first, after the last) of the tensor that hold a slice."""
+    start, stop = dense_span(shape, box) if size_of(box) else (0, 0)
+    return row_span(start * itemsize, stop * itemsize)
 
 
 def _rows(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> Iterator[tuple[int, torch.Tensor]]:

@@ -1,6 +1,6 @@
-"""Implements `protocol.weights.digests.fold` for many tensors as one Triton kernel; imported on GPUs only.
+"""Digests many tensors, or many slices, by one Triton kernel each; imported on GPUs only.
 
-One pass over the bytes, at the bandwidth of the memory.
+One pass over the bytes, for whole tensors at the bandwidth of the memory.
 """
 
 from collections.abc import Sequence
@@ -50,6 +50,29 @@ def _row_sums(words, inner, sums, ROW: tl.constexpr, BLOCK: tl.constexpr):  # ty
     tl.store(sums + row, tl.sum(total, 0))
 
 
+@triton.jit
+def _strips(table, inner, sums, ROW: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, strip = tl.program_id(0).to(tl.int64), table + 8 * tl.program_id(1)
+    if row < tl.load(strip + 7):
+        words = tl.load(strip).to(tl.pointer_type(tl.int32))
+        start, runs, width = tl.load(strip + 1), tl.load(strip + 2), tl.load(strip + 3)
+        pitch, source_pitch = tl.load(strip + 4), tl.load(strip + 5)
+        behind = (start // ROW + row) * ROW - start  # the row's first word; negative in the first row
+        run = tl.maximum(behind, 0) // pitch
+        offset = (behind - run * pitch).to(tl.int32)
+        pitch_32 = pitch.to(tl.int32)
+        total = tl.zeros([BLOCK], tl.int64)
+        for first in range(0, ROW, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            word = offset + column
+            later = tl.maximum(word, 0) // pitch_32
+            inside = word - later * pitch_32
+            mask = (word >= 0) & (inside < width) & (run + later < runs)
+            found = tl.load(words + (run + later) * source_pitch + inside, mask=mask, other=0)
+            total += found.to(tl.int64) * tl.load(inner + column)
+        tl.atomic_add(sums + tl.load(strip + 6) + row, tl.sum(total, 0))
+
+
 def row_sums(words: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
     """Return the sums h of rows.
 
@@ -83,3 +106,17 @@ def fold(words: Sequence[torch.Tensor], inner: torch.Tensor, outer: torch.Tensor
     aligned = not any(pointer % VECTOR_BYTES for pointer, _ in facts)
     _fold[(rows, len(words))](table, inner, outer, totals, ROW=ROW, BLOCK=BLOCK, ALIGNED=aligned)
     return totals
+
+
+def add_strips(strips: Sequence[tuple[int, ...]], inner: torch.Tensor, sums: torch.Tensor) -> None:
+    """Add the sums h of slices to those of their rows.
+
+    Args:
+        strips: of each (address of its first word, start, runs, width, pitch, source_pitch, index of the sum
+            of its first row, rows), see `protocol.weights.strips.Strip`.
+        inner: [ROW] int64 on the GPU of the slices.
+        sums: int64 on that GPU.
+    """
+    table = torch.tensor(strips, dtype=torch.int64).to(sums.device, non_blocking=True)
+    rows = max(strip[-1] for strip in strips)
+    _strips[(rows, len(strips))](table, inner, sums, ROW=ROW, BLOCK=BLOCK)

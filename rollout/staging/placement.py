@@ -1,6 +1,6 @@
 """Places the bytes of a version in the staging copy: whole tensors, or slices as they come."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,8 @@ class SlicePlacement:
         """Name -> parts of the tensors that have to be whole first."""
         self._whole: dict[str, tuple[torch.Tensor, int]] = {}
         """Name -> (tensor in the making, elements that are missing)."""
+        self._targets: dict[tuple[str, Box], list[tuple[torch.Tensor, tuple[slice, ...] | None]]] = {}
+        """Name and box of a slice that has come before -> see `_targets_of`."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.wanted: dict[str, tuple[Box, ...]] = {}
         """Name -> disjoint boxes; names of which nothing is wanted are absent."""
@@ -77,15 +79,33 @@ class SlicePlacement:
             if wanted := disjoint(found):
                 self.wanted[name] = wanted
 
-    def place(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Copy a slice of a tensor to where it belongs."""
-        if name in self._assembled:
-            self._assemble(name, box, tensor)
-            return
-        for place, target in self._places[name]:
-            shared = intersection(place, box)
-            if shared is not None:
-                target[relative(shared, place)].copy_(tensor[relative(shared, box)])
+    def place(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        """Copy slices of tensors, each (name, box, elements), to where they belong.
+
+        They are copied by one call: each takes Python's time, which an engine's steps need.
+        """
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for name, box, tensor in slices:
+            if name in self._assembled:
+                self._assemble(name, box, tensor)
+                continue
+            for target, part in self._targets_of(name, box):
+                targets.append(target)
+                sources.append(tensor if part is None else tensor[part])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _targets_of(self, name: str, box: Box) -> list[tuple[torch.Tensor, tuple[slice, ...] | None]]:
+        """Return what a slice fills, and which part of it fills that; None: all of it."""
+        found = self._targets.get((name, box))
+        if found is None:
+            found = self._targets[name, box] = []
+            for place, target in self._places[name]:
+                shared = intersection(place, box)
+                if shared is not None:
+                    part = None if shared == box else relative(shared, box)
+                    found.append((target[relative(shared, place)], part))
+        return found
 
     def finish(self) -> None:
         """Check that nothing is left half assembled. Raises WeightError if something is."""

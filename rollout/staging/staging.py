@@ -12,7 +12,7 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest
 from rollout.engines.base import Served
-from rollout.staging.placement import Destinations, ExpectedTensor, Slice, SlicePlacement
+from rollout.staging.placement import ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import CheckedPartReceiver, make_part_receiver, make_receiver
 
@@ -63,6 +63,8 @@ class Staging:
         self._kind = ("", False)
         """Transport of `_receiver`, and whether it fetches slices."""
         self._receiver: WeightReceiver | CheckedPartReceiver | None = None
+        self._placements: dict[tuple[tuple[str, str], ...], SlicePlacement] = {}
+        """Tied names -> where slices go: the same for every version."""
         self._fetching = False
         self._cancelled = threading.Event()
 
@@ -116,17 +118,14 @@ class Staging:
         """
         self._staged = None
         copies = self.check(manifest)
-        destinations: dict[str, list[ExpectedTensor]] = {}
-        for name, source in self._sources.items():
-            destinations.setdefault(copies.get(name, name), []).append(source)
         receiver = self._receiver_of(manifest)
         self._fetching = True
         try:
             with torch.no_grad():
                 if isinstance(receiver, CheckedPartReceiver):
-                    covered = self._place_slices(receiver, manifest, deadline_s, destinations)
+                    covered = self._place_slices(receiver, manifest, deadline_s, copies)
                 else:
-                    covered = self._place_tensors(receiver, manifest, deadline_s, destinations)
+                    covered = self._place_tensors(receiver, manifest, deadline_s, copies)
         except BaseException:
             receiver.close()
             raise
@@ -136,14 +135,22 @@ class Staging:
         self._staged = Served(manifest.epoch, manifest.version, receiver.digest)
         return covered
 
+    def _destinations(self, copies: Mapping[str, str]) -> dict[str, list[ExpectedTensor]]:
+        """Return what each tensor of a version fills, by `check`'s names of tied ones."""
+        found: dict[str, list[ExpectedTensor]] = {}
+        for name, source in self._sources.items():
+            found.setdefault(copies.get(name, name), []).append(source)
+        return found
+
     def _place_tensors(
         self,
         receiver: WeightReceiver,
         manifest: WeightManifest,
         deadline_s: float,
-        destinations: Destinations,
+        copies: Mapping[str, str],
     ) -> int:
         """Receive whole tensors and place them; return their bytes."""
+        destinations = self._destinations(copies)
         covered = 0
         seen: set[str] = set()
         for entry, tensor in receiver.tensors(
@@ -168,14 +175,16 @@ class Staging:
         receiver: CheckedPartReceiver,
         manifest: WeightManifest,
         deadline_s: float,
-        destinations: Destinations,
+        copies: Mapping[str, str],
     ) -> int:
         """Receive only what this rank has a place for; return the bytes of the tensors that were verified."""
-        placement = SlicePlacement(destinations)
+        tied = tuple(copies.items())
+        placement = self._placements.pop(tied, None) or SlicePlacement(self._destinations(copies))
         for found in receiver.slices(manifest, placement.wanted, deadline_s):
             self._refuse_cancelled(manifest)
-            placement.place(found.entry.name, found.box, found.tensor)
+            placement.place((part.entry.name, part.box, part.tensor) for part in found)
         placement.finish()
+        self._placements[tied] = placement  # one that failed may be half filled
         return sum(entry.nbytes for entry in manifest.tensors)
 
     def _refuse_cancelled(self, manifest: WeightManifest) -> None:

@@ -61,7 +61,9 @@ class CheckedPartReceiver:
     def __init__(self, receiver: PartReceiver) -> None:
         self._receiver = receiver
 
-    def slices(self, manifest: WeightManifest, wanted: Wanted, deadline_s: float) -> Iterator[ReceivedSlice]:
+    def slices(
+        self, manifest: WeightManifest, wanted: Wanted, deadline_s: float
+    ) -> Iterator[list[ReceivedSlice]]:
         """Yield every wanted element once, see `PartReceiver`."""
         check_manifest(manifest)
         check_parts(manifest)

@@ -7,22 +7,24 @@ that is read.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from protocol.device.bucket_handles import HOST
 from protocol.device.shared_tensors import gpu_of
 from protocol.errors import WeightError
-from protocol.messages import WeightManifest
+from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import relative, shape_of
 from protocol.weights.slices import Cut, PiecePlace, Transfer, piece_places
 from rollout.weights.ipc import IpcChannel
-from rollout.weights.parts.pairs import cut_in
+from rollout.weights.parts.pairs import cuts_in
 from rollout.weights.parts.receiver import PartTransfer
 from rollout.weights.sender_connection import parse_address
 from rollout.weights.verification import AHEAD
 
+VERSIONS = 2
+"""Versions in the memory of a trainer rank; their buckets are used again."""
 DEVICES = ("cpu", "cuda")
 """Devices on which a rank's pieces may be."""
 
@@ -33,6 +35,13 @@ class HandleSlices(IpcChannel):
     def __init__(self) -> None:
         super().__init__()
         self._device = torch.device("cpu")
+        self._plan: Transfer | None = None
+        self._sizes: tuple[int, ...] = ()
+        """Bytes of the rank's buckets, by the plan."""
+        self._places: tuple[PiecePlace, ...] = ()
+        """Where its pieces are in these."""
+        self._sources: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
+        """Numbers of mapped buckets -> the elements of each cut in these, by buckets of the plan."""
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
         address, _, device = manifest.location.partition("/")
@@ -47,59 +56,77 @@ class HandleSlices(IpcChannel):
             )
         return parse_address(address, manifest.location)
 
-    def slices(self, transfer: PartTransfer) -> Iterator[tuple[Cut, torch.Tensor]]:
-        manifest, answer = transfer.manifest, transfer.answer
-        sizes, places = piece_places(manifest, transfer.part, int(answer["bucket_bytes"]))
-        mapped = self.mapped(answer, sizes, manifest)
+    def slices(self, transfer: PartTransfer) -> Iterator[Iterable[tuple[Cut, torch.Tensor]]]:
+        answer, buckets = transfer.answer, transfer.plan.buckets
+        sources = self._sources_of(transfer)
         on_gpu = answer["gpu"] != HOST
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-        def source(cut: Cut) -> torch.Tensor:
-            return _source(transfer, cut, places[cut.piece], mapped)
-
         if on_gpu and answer["gpu"] != gpu_of(self._device):
-            yield from _from_peer(transfer, source)
-            return
-        for bucket in transfer.plan.buckets:
-            for cut in bucket:
-                yield cut, source(cut)
+            copies = _copies_of_peer(transfer, sources)
+        else:
+            copies = iter(sources)
+        for bucket, tensors in zip(buckets, copies, strict=True):
+            yield zip(bucket, tensors, strict=True)
 
     def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
         transfer.line.send({"sums": count})
-        data = bytearray(transfer.line.raw(8 * count))
-        return torch.frombuffer(data, dtype=torch.int64).to(self._device)
+        return torch.frombuffer(bytearray(transfer.line.raw(8 * count)), dtype=torch.int64)
+
+    def release(self) -> None:
+        super().release()
+        self._plan, self._sources = None, {}
+
+    def _sources_of(self, transfer: PartTransfer) -> list[list[torch.Tensor]]:
+        """Return the elements of each cut of each bucket in the memory of its trainer rank."""
+        manifest, answer, plan = transfer.manifest, transfer.answer, transfer.plan
+        if plan is not self._plan:
+            self._plan, self._sources = plan, {}
+            self._sizes, self._places = piece_places(manifest, transfer.part, int(answer["bucket_bytes"]))
+        mapped = self.mapped(answer, self._sizes, manifest)
+        key = tuple(int(bucket["memory"]) for bucket in answer["buckets"])
+        if key not in self._sources:
+            if len(self._sources) == VERSIONS:
+                self._sources = {}
+            pieces = [
+                _piece(manifest, piece, mapped[place.bucket], place)
+                for piece, place in zip(manifest.parts[transfer.part].pieces, self._places, strict=True)
+            ]
+            boxes = [piece.box for piece in manifest.parts[transfer.part].pieces]
+            self._sources[key] = [
+                [pieces[cut.piece][relative(cut.box, boxes[cut.piece])] for cut in bucket]
+                for bucket in plan.buckets
+            ]
+        return self._sources[key]
 
 
-def _source(transfer: PartTransfer, cut: Cut, place: PiecePlace, mapped: list[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of a cut in the memory of its trainer rank."""
-    manifest = transfer.manifest
-    box = manifest.parts[transfer.part].pieces[cut.piece].box
-    raw = mapped[place.bucket][place.offset : place.offset + place.nbytes]
-    piece = raw.view(getattr(torch, manifest.tensors[cut.tensor].dtype)).view(shape_of(box))
-    return piece[relative(cut.box, box)]
+def _piece(
+    manifest: WeightManifest, piece: WeightPiece, bucket: torch.Tensor, place: PiecePlace
+) -> torch.Tensor:
+    """Return a piece in the bucket in which it lies, in its shape."""
+    raw = bucket[place.offset : place.offset + place.nbytes]
+    return raw.view(getattr(torch, manifest.tensors[piece.tensor].dtype)).view(shape_of(piece.box))
 
 
-def _from_peer(
-    transfer: PartTransfer, source: Callable[[Cut], torch.Tensor]
-) -> Iterator[tuple[Cut, torch.Tensor]]:
-    """Yield cuts of another GPU, copied to memory of ours, a few buckets ahead."""
+def _copies_of_peer(
+    transfer: PartTransfer, sources: Sequence[list[torch.Tensor]]
+) -> Iterator[list[torch.Tensor]]:
+    """Yield the cuts of each bucket of another GPU, copied to memory of ours, a few buckets ahead."""
     reading, copying = torch.cuda.current_stream(), torch.cuda.Stream()
-    queued: deque[tuple[tuple[Cut, ...], list[torch.Tensor], torch.cuda.Event]] = deque()
+    queued: deque[tuple[list[torch.Tensor], torch.cuda.Event]] = deque()
 
-    def first() -> Iterator[tuple[Cut, torch.Tensor]]:
-        bucket, copies, event = queued.popleft()
+    def first() -> list[torch.Tensor]:
+        copies, event = queued.popleft()
         reading.wait_event(event)
-        yield from zip(bucket, copies, strict=True)
+        return copies
 
-    for bucket in transfer.plan.buckets:
+    for bucket, cuts in zip(transfer.plan.buckets, sources, strict=True):
         memory = torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=reading.device)
-        copies = [cut_in(memory, cut, transfer.manifest.tensors[cut.tensor]) for cut in bucket]
+        copies = cuts_in(memory, bucket, transfer.manifest)
         copying.wait_stream(reading)  # reused memory may still be read
         with torch.cuda.stream(copying):
-            for cut, copy in zip(bucket, copies, strict=True):
-                copy.copy_(source(cut), non_blocking=True)
-            queued.append((bucket, copies, copying.record_event()))
+            torch._foreach_copy_(copies, cuts, non_blocking=True)
+            queued.append((copies, copying.record_event()))
         if len(queued) == AHEAD:
-            yield from first()
+            yield first()
     while queued:
-        yield from first()
+        yield first()

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from protocol.messages import TensorEntry
+from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
 from protocol.weights.slices import Cut, Transfer
 from rollout.weights.nccl import PairChannel
@@ -18,12 +18,11 @@ class PairSlices(PairChannel):
         super().__init__()
         self._device = torch.device("cpu")
 
-    def slices(self, transfer: PartTransfer) -> Iterator[tuple[Cut, torch.Tensor]]:
+    def slices(self, transfer: PartTransfer) -> Iterator[list[tuple[Cut, torch.Tensor]]]:
         self._device = self.join(transfer.answer, transfer.manifest, transfer.deadline, transfer.line)
         memories = _memories(transfer.plan.buckets, self._device)
         for bucket, memory in self.received(memories, transfer.deadline, transfer.disconnected):
-            for cut in bucket:
-                yield cut, cut_in(memory, cut, transfer.manifest.tensors[cut.tensor])
+            yield list(zip(bucket, cuts_in(memory, bucket, transfer.manifest), strict=True))
 
     def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
         sums = torch.empty(count, dtype=torch.int64, device=self._device)
@@ -32,10 +31,13 @@ class PairSlices(PairChannel):
         return sums
 
 
-def cut_in(memory: torch.Tensor, cut: Cut, entry: TensorEntry) -> torch.Tensor:
-    """Return the elements of a cut in the memory of its bucket, in their shape."""
-    part = memory[cut.offset : cut.offset + cut.nbytes].view(getattr(torch, entry.dtype))
-    return part.view(shape_of(cut.box))
+def cuts_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifest) -> list[torch.Tensor]:
+    """Return the elements of each cut in the memory of their bucket, in their shape."""
+    found = []
+    for cut in bucket:
+        part = memory[cut.offset : cut.offset + cut.nbytes]
+        found.append(part.view(getattr(torch, manifest.tensors[cut.tensor].dtype)).view(shape_of(cut.box)))
+    return found
 
 
 def _memories(

@@ -8,7 +8,7 @@ sends the sums of what none has sent, with which the digests of all whole tensor
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,17 +16,9 @@ from msgspec.structs import replace
 
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.boxes import Box
-from protocol.weights.slices import (
-    Cut,
-    Transfer,
-    Wanted,
-    encode_wanted,
-    rest_spans,
-    senders_of,
-    transfer_of,
-    untouched_spans,
-)
+from protocol.weights.slices import Cut, Transfer, Wanted
 from rollout.weights.connected_receiver import ConnectedReceiver, ReceiverChannel
+from rollout.weights.parts.plans import ReceiverPlans
 from rollout.weights.parts.verification import SliceVerification
 from rollout.weights.sender_connection import SenderLine
 from rollout.weights.verification import Deadline
@@ -38,7 +30,7 @@ class ReceivedSlice(NamedTuple):
     entry: TensorEntry
     box: Box
     tensor: torch.Tensor
-    """Just these elements, in their shape; valid until the next slice is requested."""
+    """Just these elements, in their shape."""
 
 
 class PartTransfer(NamedTuple):
@@ -59,8 +51,8 @@ class PartTransfer(NamedTuple):
 class SliceChannel(ReceiverChannel, Protocol):
     """How a connection to one trainer rank transfers slices."""
 
-    def slices(self, transfer: PartTransfer) -> Iterator[tuple[Cut, torch.Tensor]]:
-        """Yield every cut of the plan with its elements, in its shape; valid until the next one."""
+    def slices(self, transfer: PartTransfer) -> Iterator[Iterable[tuple[Cut, torch.Tensor]]]:
+        """Yield every cut of the plan with its elements, in its shape: many at a time, until the next."""
 
     def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
         """Return the sums that the rank sends behind the slices: int64 [count], where the slices were."""
@@ -76,11 +68,16 @@ class PartReceiver:
         """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
         self._connections: dict[str, tuple[SliceChannel, ConnectedReceiver]] = {}
         """By location."""
+        self._plans = ReceiverPlans()
         self._closed = threading.Event()
         """`close` was called since the last `slices` began."""
 
-    def slices(self, manifest: WeightManifest, wanted: Wanted, deadline_s: float) -> Iterator[ReceivedSlice]:
-        """Yield every wanted element once. All is verified only once the iterator has ended without an error.
+    def slices(
+        self, manifest: WeightManifest, wanted: Wanted, deadline_s: float
+    ) -> Iterator[list[ReceivedSlice]]:
+        """Yield every wanted element once: many slices at a time, which are valid until the next ones.
+
+        All is verified only once the iterator has ended without an error.
 
         Args:
             manifest: a version with parts.
@@ -94,10 +91,11 @@ class PartReceiver:
         deadline = Deadline(manifest, deadline_s)
         self._forget_others({part.location for part in manifest.parts})
         verification = SliceVerification(manifest)
+        self._plans.use(manifest, wanted)
         complete = False
         try:
-            for part in _rotated(senders_of(manifest, wanted)):
-                yield from self._from_part(part, manifest, wanted, deadline, verification)
+            for part in _rotated(self._plans.senders):
+                yield from self._from_part(part, manifest, deadline, verification)
             complete = True
         finally:
             if not complete:
@@ -114,23 +112,24 @@ class PartReceiver:
         self,
         part: int,
         manifest: WeightManifest,
-        wanted: Wanted,
         deadline: Deadline,
         verification: SliceVerification,
-    ) -> Iterator[ReceivedSlice]:
+    ) -> Iterator[list[ReceivedSlice]]:
         location = manifest.parts[part].location
         channel, receiver = self._connections.get(location) or self._connect(location)
 
-        def receive(answer: dict[str, Any], line: SenderLine) -> Iterator[ReceivedSlice]:
-            plan = transfer_of(manifest, part, wanted, int(answer["bucket_bytes"]))
+        def receive(answer: dict[str, Any], line: SenderLine) -> Iterator[list[ReceivedSlice]]:
+            plan, spans = self._plans.of_part(manifest, part, int(answer["bucket_bytes"]))
             transfer = PartTransfer(there, part, answer, plan, deadline, receiver.disconnected, line)
-            for cut, tensor in channel.slices(transfer):
+            for bucket in channel.slices(transfer):
                 if self._closed.is_set():
                     raise ConnectionError("the receiver was closed")
-                verification.add(cut.tensor, cut.box, tensor)
-                yield ReceivedSlice(manifest.tensors[cut.tensor], cut.box, tensor)
-            spans = rest_spans(manifest, part, plan)
-            spans += untouched_spans(manifest, wanted) if part == 0 else []
+                found = []
+                for cut, tensor in bucket:
+                    verification.add(cut.tensor, cut.box, tensor)
+                    found.append(ReceivedSlice(manifest.tensors[cut.tensor], cut.box, tensor))
+                verification.launch()
+                yield found
             if count := sum(end - first for _, first, end in spans):
                 verification.add_sums(spans, channel.sums(transfer, count))
 
@@ -140,7 +139,7 @@ class PartReceiver:
                 verification.finish()
 
         there = replace(manifest, location=location)
-        yield from receiver.transfer(there, deadline, receive, finish, encode_wanted(wanted))
+        yield from receiver.transfer(there, deadline, receive, finish, self._plans.encoded)
 
     def _connect(self, location: str) -> tuple[SliceChannel, ConnectedReceiver]:
         channel = self._make_channel()

@@ -1,16 +1,18 @@
 """Verifies every whole tensor of a version of which slices were received."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from protocol.device.slice_digests import slice_sums
+from protocol.device.slice_digests import SliceSums
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import Box
 from protocol.weights.buckets import manifest_digest
 from protocol.weights.digests import digest_of_sums, rows_of
 from protocol.weights.provisional import is_provisional, with_digests
-from protocol.weights.slices import sum_span
 from rollout.weights.verification import Deadline, compare, refuse_if, wait_for_queue
 
 
@@ -19,27 +21,34 @@ class SliceVerification:
 
     def __init__(self, manifest: WeightManifest) -> None:
         self._manifest = manifest
-        self._sums: dict[int, torch.Tensor] = {}
-        """Index of the tensor -> sums of all of its rows, where its slices lie."""
+        self._firsts = list(accumulate((rows_of(entry.nbytes) for entry in manifest.tensors), initial=0))
+        """Index of the sum of each tensor's first row, and the number of all."""
+        self._received: SliceSums | None = None
+        """Sums of the received slices, where these lie."""
+        self._sent: list[tuple[Sequence[tuple[int, int, int]], torch.Tensor]] = []
+        """Sums that the trainer's ranks have sent, with their spans."""
         self.digest = 0
         """That of the version, once `finish` has returned."""
 
     def add(self, index: int, box: Box, tensor: torch.Tensor) -> None:
-        """Add a received slice; it is read on the current stream."""
-        entry = self._manifest.tensors[index]
-        first, end = sum_span(entry, box)
-        self._of(index, tensor.device)[first:end] += slice_sums(tensor, entry.shape, box)
+        """Add a received slice; it is read on the current stream, at the latest by `launch`."""
+        if self._received is None:
+            self._received = SliceSums(self._firsts[-1], tensor.device)
+        self._received.add(tensor, self._manifest.tensors[index].shape, box, self._firsts[index])
 
-    def add_sums(self, spans: Iterable[tuple[int, int, int]], sums: torch.Tensor) -> None:
+    def launch(self) -> None:
+        """Queue the reads of all slices that were added: their memory may be used again behind that."""
+        if self._received is not None:
+            self._received.launch()
+
+    def add_sums(self, spans: Sequence[tuple[int, int, int]], sums: torch.Tensor) -> None:
         """Add sums that follow each other: (tensor, first row, after the last) of each."""
-        position = 0
-        for index, first, end in spans:
-            self._of(index, sums.device)[first:end] += sums[position : position + end - first]
-            position += end - first
+        self._sent.append((spans, sums))
 
     def wait(self, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
         """Wait for what was queued on a GPU. Raises WeightError if it does not come, or not in time."""
-        if any(sums.is_cuda for sums in self._sums.values()):
+        received = [self._received.total] if self._received is not None else []
+        if any(sums.is_cuda for sums in [*received, *(sums for _, sums in self._sent)]):
             wait_for_queue(self._manifest, deadline, disconnected)
         else:
             refuse_if(disconnected, self._manifest)
@@ -50,12 +59,11 @@ class SliceVerification:
         Raises:
             WeightError: a tensor's bytes do not match its digest; names the tensor.
         """
-        manifest = self._manifest
-        digests = []
-        for index, entry in enumerate(manifest.tensors):
-            sums = self._sums.get(index)
-            rows = torch.zeros(rows_of(entry.nbytes), dtype=torch.int64) if sums is None else sums.cpu()
-            digests.append(digest_of_sums(rows.numpy(), entry.nbytes))
+        manifest, sums = self._manifest, self._added_up()
+        digests = [
+            digest_of_sums(sums[first:end], entry.nbytes)
+            for entry, (first, end) in zip(manifest.tensors, pairwise(self._firsts), strict=True)
+        ]
         if is_provisional(manifest):
             self.digest = manifest_digest(with_digests(manifest, digests).tensors)
             return
@@ -63,8 +71,16 @@ class SliceVerification:
             compare(entry, found)
         self.digest = manifest.digest
 
-    def _of(self, index: int, device: torch.device) -> torch.Tensor:
-        if index not in self._sums:
-            rows = rows_of(self._manifest.tensors[index].nbytes)
-            self._sums[index] = torch.zeros(rows, dtype=torch.int64, device=device)
-        return self._sums[index]
+    def _added_up(self) -> NDArray[np.int64]:
+        """Return the sums of all rows of all tensors: int64 [rows]."""
+        if self._received is None:
+            total = np.zeros(self._firsts[-1], np.int64)
+        else:
+            total = self._received.total.cpu().numpy()  # waits once, for all tensors
+        for spans, sent in self._sent:
+            position, sums = 0, sent.cpu().numpy()
+            for index, first, end in spans:
+                row = self._firsts[index]
+                total[row + first : row + end] += sums[position : position + end - first]
+                position += end - first
+        return total

@@ -14,8 +14,7 @@ ROWS = [((0, 1), (0, 6)), ((1, 4), (0, 6))]
 
 def placed(slices: tuple[Slice, ...], boxes: list[tuple[tuple[int, int], ...]]) -> SlicePlacement:
     made = SlicePlacement({"a": [ExpectedTensor("float32", SHAPE, slices)]})
-    for box in boxes:
-        made.place("a", box, SOURCE[tuple(slice(*side) for side in box)])
+    made.place(("a", box, SOURCE[tuple(slice(*side) for side in box)]) for box in boxes)
     made.finish()
     return made
 
@@ -55,8 +54,7 @@ def test_tied_tensors_are_received_once_and_placed_twice() -> None:
     ]
     made = SlicePlacement({"a": expected})
     assert made.wanted == {"a": (whole(SHAPE),)}
-    for box in ROWS:
-        made.place("a", box, SOURCE[box[0][0] : box[0][1]])
+    made.place(("a", box, SOURCE[box[0][0] : box[0][1]]) for box in ROWS)
     assert torch.equal(first, SOURCE)
     assert torch.equal(second, SOURCE[2:])
 

@@ -32,7 +32,8 @@ def stream_of(manifest: WeightManifest) -> Iterable[object]:
     """What a receiver yields of a version: tensors, or slices where it is in parts."""
     if manifest.parts:
         wanted = {entry.name: (whole(entry.shape),) for entry in manifest.tensors}
-        return make_part_receiver(manifest.transport).slices(manifest, wanted, DEADLINE_S)
+        found = make_part_receiver(manifest.transport).slices(manifest, wanted, DEADLINE_S)
+        return (part for parts in found for part in parts)
     return make_receiver(manifest.transport).tensors(manifest, DEADLINE_S)
 
 

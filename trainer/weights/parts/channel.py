@@ -14,8 +14,9 @@ from collections import deque
 import torch
 
 from protocol.weights.boxes import relative, shape_of
-from protocol.weights.slices import Cut, Transfer, decode_wanted, transfer_of
+from protocol.weights.slices import Cut, Transfer
 from trainer.weights.nccl import POLL_S, PairSenderChannel, full_bucket
+from trainer.weights.parts.plans import SenderPlans
 from trainer.weights.parts.sums import rest_sums, untouched_sums
 from trainer.weights.receiver_connection import ReceiverConnection, remaining_s
 from trainer.weights.version_server import ServedVersion
@@ -31,29 +32,29 @@ class PartChannel(PairSenderChannel):
         """Send from `device` what rank `part` has, in buckets of this size."""
         super().__init__(backend, device, {"bucket_bytes": bucket_bytes})
         self._part = part
-        self._bucket_bytes = bucket_bytes
+        self._plans = SenderPlans(part, bucket_bytes)
 
     def _broadcast(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         manifest = served.manifest
-        wanted = decode_wanted(connection.wanted, manifest)
-        transfer = transfer_of(manifest, self._part, wanted, self._bucket_bytes)
+        plan = self._plans.plan(connection.wanted, manifest)
         queued: deque[torch.cuda.Event] = deque()
-        for bucket in transfer.buckets:
+        for bucket in plan.transfer.buckets:
             memory = torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=self._device)
             for cut in bucket:
                 self._pack(cut, memory, connection, served, end)
             self._send_bytes(memory, end)
             self._wait_sent(queued, connection, end)
-        sums = rest_sums(
-            manifest, self._part, transfer, lambda n: full_bucket(connection, served.streamed, n, end)
-        )
-        if self._part == 0:
-            others = untouched_sums(
-                manifest, wanted, lambda n: full_bucket(connection, served.collected, n, end)
-            )
-            sums += [found.to(self._device) for found in others]
-        if sums:
-            self._send_bytes(torch.cat(sums).view(torch.uint8), end)
+
+        def published(number: int) -> torch.Tensor:
+            return full_bucket(connection, served.streamed, number, end)
+
+        def collected(number: int) -> torch.Tensor:
+            return full_bucket(connection, served.collected, number, end)
+
+        rest = rest_sums(manifest, self._part, plan, published, self._device)
+        others = untouched_sums(manifest, plan, collected)
+        if len(rest) + len(others):
+            self._send_bytes(torch.cat([rest, others.to(self._device)]).view(torch.uint8), end)
 
     def _pack(
         self,

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from protocol.device.bucket_handles import SharedBuckets
-from protocol.weights.slices import Wanted, decode_wanted, transfer_of
 from trainer.weights.ipc import HandleChannel
 from trainer.weights.nccl import full_bucket
+from trainer.weights.parts.plans import SenderPlan, SenderPlans
 from trainer.weights.parts.sums import rest_sums, untouched_sums
 from trainer.weights.receiver_connection import ReceiverConnection
 from trainer.weights.version_server import ServedVersion
@@ -32,12 +32,13 @@ class PartHandleChannel(HandleChannel):
         super().__init__(memory)
         self._part = part
         self._bucket_bytes = bucket_bytes
+        self._plans = SenderPlans(part, bucket_bytes)
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
-        wanted = decode_wanted(connection.wanted, served.manifest)
+        plan = self._plans.plan(connection.wanted, served.manifest)
         with self._on_stream():
             connection.answer(self.described(served) | {"bucket_bytes": self._bucket_bytes}, end)
-            sums = self._sums(connection, served, wanted, end)
+            sums = self._sums(connection, served, plan, end)
         if len(sums):
             if connection.request(end) != {"sums": len(sums)}:
                 raise ValueError(f"a receiver of version {served.manifest.version} did not ask for its sums")
@@ -45,20 +46,18 @@ class PartHandleChannel(HandleChannel):
         connection.wait_done(served.manifest.version, end)
 
     def _sums(
-        self, connection: ReceiverConnection, served: ServedVersion, wanted: Wanted, end: float
+        self, connection: ReceiverConnection, served: ServedVersion, plan: SenderPlan, end: float
     ) -> torch.Tensor:
         """Return all that is sent, int64 on the CPU."""
-        manifest = served.manifest
-        transfer = transfer_of(manifest, self._part, wanted, self._bucket_bytes)
-        found = rest_sums(
-            manifest, self._part, transfer, lambda n: full_bucket(connection, served.streamed, n, end)
-        )
-        sums = [torch.cat(found).cpu()] if found else []
-        if self._part == 0:
-            sums += untouched_sums(
-                manifest, wanted, lambda n: full_bucket(connection, served.collected, n, end)
-            )
-        return torch.cat(sums) if sums else torch.empty(0, dtype=torch.int64)
+
+        def published(number: int) -> torch.Tensor:
+            return full_bucket(connection, served.streamed, number, end)
+
+        def collected(number: int) -> torch.Tensor:
+            return full_bucket(connection, served.collected, number, end)
+
+        rest = rest_sums(served.manifest, self._part, plan, published, self._memory.device)
+        return torch.cat([rest.cpu(), untouched_sums(served.manifest, plan, collected)])
 
     def _on_stream(self) -> AbstractContextManager[object]:
         """Return a context for work on the GPU, beside that of the trainer."""

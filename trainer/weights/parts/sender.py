@@ -12,11 +12,12 @@ import torch
 from msgspec.structs import replace
 
 from protocol.device.bounded_init import check_stuck
-from protocol.device.slice_digests import slice_sums
+from protocol.device.slice_digests import SliceSums
 from protocol.errors import WeightError
 from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.boxes import shape_of
+from protocol.weights.slices import sum_span
 from trainer.backends.base import Publication
 from trainer.config import WeightConfig
 from trainer.weights.parts.layout import blank_manifest, complete_manifest, piece_rows
@@ -145,7 +146,8 @@ class PartSender:
         self._memory.close()
 
     def _copied(self, served: ServedVersion, pieces: Iterable[torch.Tensor]) -> bytes:
-        sums = []
+        rows = piece_rows(self._blank, self.rank)
+        sums, position = SliceSums(sum(rows), self._memory.device), 0
         numbered = enumerate(self._blank.parts[self.rank].pieces)
         for (number, piece), tensor in zip(numbered, pieces, strict=True):
             shape, entry = shape_of(piece.box), self._blank.tensors[piece.tensor]
@@ -153,9 +155,11 @@ class PartSender:
                 raise WeightError(f"{entry.name}: a piece of {list(tensor.shape)}, not {list(shape)}")
             copy = self._memory.piece(served, number).copy_(tensor)
             served.streamed.add(copy)
-            sums.append(slice_sums(copy, entry.shape, piece.box))
+            sums.add(copy, entry.shape, piece.box, position - sum_span(entry, piece.box)[0])
+            position += rows[number]
         served.streamed.fail()  # there are no more
-        return torch.cat(sums).cpu().numpy().tobytes() if sums else b""
+        sums.launch()
+        return sums.total.cpu().numpy().tobytes()
 
     def _cancel(self) -> None:
         """Disconnect the receivers of a version that is not served yet, if there is one."""

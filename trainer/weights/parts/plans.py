@@ -1,0 +1,62 @@
+"""Keeps what one rank plans to send to one receiver: the same for every version, as all have one layout."""
+
+from dataclasses import dataclass
+
+from protocol.messages import WeightManifest
+from protocol.weights.slices import (
+    Transfer,
+    decode_wanted,
+    rest_spans,
+    transfer_of,
+    untouched,
+    untouched_spans,
+)
+
+Spans = list[tuple[int, int, int]]
+"""(tensor, first row, after the last) of each message of sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderPlan:
+    """What a rank sends."""
+
+    transfer: Transfer
+    rests: Spans
+    """Of the sums of what is not sent of pieces that are sent in part."""
+    untouched: list[tuple[int, int]]
+    """(part, index of the piece) of the pieces of all ranks of which nothing is wanted; for rank 0 alone."""
+    untouched_spans: Spans
+    """Of the sums of these."""
+
+
+class SenderPlans:
+    """The plan for what the receiver of a connection wanted last."""
+
+    def __init__(self, part: int, bucket_bytes: int) -> None:
+        """Plan what rank `part` sends, in buckets of this size."""
+        self._part, self._bucket_bytes = part, bucket_bytes
+        self._wanted: bytes | None = None
+        self._plan: SenderPlan | None = None
+
+    def plan(self, wanted: bytes, manifest: WeightManifest) -> SenderPlan:
+        """Return the plan for what a receiver wants of a version.
+
+        Args:
+            wanted: as it was received.
+            manifest: the version; its layout is always the same.
+
+        Raises:
+            WeightError: the receiver wants what there is not.
+        """
+        if self._plan is None or wanted != self._wanted:
+            boxes = decode_wanted(wanted, manifest)
+            transfer = transfer_of(manifest, self._part, boxes, self._bucket_bytes)
+            is_first = self._part == 0
+            self._plan = SenderPlan(
+                transfer,
+                rest_spans(manifest, self._part, transfer),
+                untouched(manifest, boxes) if is_first else [],
+                untouched_spans(manifest, boxes) if is_first else [],
+            )
+            self._wanted = wanted
+        return self._plan
