@@ -27,7 +27,7 @@ class SliceSums:
         self.total = torch.zeros(rows, dtype=torch.int64, device=device)
         """int64 [rows], complete after `launch`."""
         self._strips: list[tuple[int, ...]] = []
-        """Of the slices for which no kernel is queued yet, as `triton_digests.add_strips` takes them."""
+        """Strips of slices for which no kernel is queued yet, as `triton_digests.add_strips` takes them."""
         self._slices: list[torch.Tensor] = []
         """These slices, so that their memory stays."""
         self._bytes = 0

@@ -29,7 +29,7 @@ class Strip(NamedTuple):
     pitch: int
     """Words in the tensor from the start of a run to the next one's."""
     source_pitch: int
-    """The same in the memory of the slice."""
+    """Words in the memory of the slice between the same two."""
 
     @property
     def rows(self) -> int:

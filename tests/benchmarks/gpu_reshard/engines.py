@@ -18,7 +18,7 @@ STEPS = "BENCH_STEPS"
 ROW = struct.Struct("<dI?")
 """A step in that file: seconds of the monotonic clock, requests, whether it computes prompts."""
 CLOCK = "bench = tests.benchmarks.gpu_reshard.sglang_clock:load\n"
-MEMORY = {("vllm", 1): 0.2, ("vllm", 2): 0.1, ("sglang", 1): 0.45, ("sglang", 2): 0.5}
+MEMORY = {("vllm", 1): 0.17, ("vllm", 2): 0.1, ("sglang", 1): 0.45, ("sglang", 2): 0.5}
 """Engine and ranks -> `memory_fraction`: vLLM's is of the whole GPU, SGLang's of what the trainer leaves."""
 UNBALANCED = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 """The trainer's ranks, of which the first keeps the versions, leave unequal room."""

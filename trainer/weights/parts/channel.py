@@ -13,11 +13,12 @@ from collections import deque
 
 import torch
 
+from protocol.messages import WeightManifest
 from protocol.weights.boxes import relative, shape_of
 from protocol.weights.slices import Cut, Transfer
 from trainer.weights.nccl import POLL_S, PairSenderChannel, full_bucket
 from trainer.weights.parts.plans import SenderPlans
-from trainer.weights.parts.sums import rest_sums, untouched_sums
+from trainer.weights.parts.sums import Numbered, rest_sums, untouched_sums
 from trainer.weights.receiver_connection import ReceiverConnection, remaining_s
 from trainer.weights.version_server import ServedVersion
 
@@ -37,13 +38,6 @@ class PartChannel(PairSenderChannel):
     def _broadcast(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         manifest = served.manifest
         plan = self._plans.plan(connection.wanted, manifest)
-        queued: deque[torch.cuda.Event] = deque()
-        for bucket in plan.transfer.buckets:
-            memory = torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=self._device)
-            for cut in bucket:
-                self._pack(cut, memory, connection, served, end)
-            self._send_bytes(memory, end)
-            self._wait_sent(queued, connection, end)
 
         def published(number: int) -> torch.Tensor:
             return full_bucket(connection, served.streamed, number, end)
@@ -51,23 +45,26 @@ class PartChannel(PairSenderChannel):
         def collected(number: int) -> torch.Tensor:
             return full_bucket(connection, served.collected, number, end)
 
+        queued: deque[torch.cuda.Event] = deque()
+        for bucket in plan.transfer.buckets:
+            self._send_bytes(self._packed(bucket, manifest, published), end)
+            self._wait_sent(queued, connection, end)
         rest = rest_sums(manifest, self._part, plan, published, self._device)
         others = untouched_sums(manifest, plan, collected)
         if len(rest) + len(others):
             self._send_bytes(torch.cat([rest, others.to(self._device)]).view(torch.uint8), end)
 
-    def _pack(
-        self,
-        cut: Cut,
-        memory: torch.Tensor,
-        connection: ReceiverConnection,
-        served: ServedVersion,
-        end: float,
-    ) -> None:
-        piece = full_bucket(connection, served.streamed, cut.piece, end)
-        box = served.manifest.parts[self._part].pieces[cut.piece].box
-        target = memory[cut.offset : cut.offset + cut.nbytes].view(piece.dtype).view(shape_of(cut.box))
-        target.copy_(piece[relative(cut.box, box)])
+    def _packed(self, bucket: tuple[Cut, ...], manifest: WeightManifest, published: Numbered) -> torch.Tensor:
+        """Return the bytes of a bucket; waits for its pieces."""
+        memory = torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=self._device)
+        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        for cut in bucket:
+            piece, box = published(cut.piece), manifest.parts[self._part].pieces[cut.piece].box
+            part = memory[cut.offset : cut.offset + cut.nbytes]
+            targets.append(part.view(piece.dtype).view(shape_of(cut.box)))
+            sources.append(piece[relative(cut.box, box)])
+        torch._foreach_copy_(targets, sources)
+        return memory
 
     def _wait_sent(self, queued: deque[torch.cuda.Event], connection: ReceiverConnection, end: float) -> None:
         """On a GPU, wait until all but the last buckets are sent, so that their memory is used again."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 
@@ -44,14 +45,14 @@ def blank_manifest(
     )
 
 
-def piece_rows(blank: WeightManifest, part: int) -> list[int]:
-    """Return of how many rows each piece of a rank has sums."""
-    spans = (sum_span(blank.tensors[piece.tensor], piece.box) for piece in blank.parts[part].pieces)
-    return [end - first for first, end in spans]
+def piece_spans(blank: WeightManifest, part: int) -> list[tuple[int, int]]:
+    """Return the rows (first, after the last) of its tensor of which the sums of each piece of a rank are."""
+    return [sum_span(blank.tensors[piece.tensor], piece.box) for piece in blank.parts[part].pieces]
 
 
 def complete_manifest(
     blank: WeightManifest,
+    spans: Sequence[Sequence[tuple[int, int]]],
     sums: Sequence[Sequence[torch.Tensor]],
     locations: Sequence[str],
     *,
@@ -61,17 +62,17 @@ def complete_manifest(
 
     Args:
         blank: its epoch, version and layout.
+        spans: `piece_spans` of each rank.
         sums: by rank, those of each piece, int64 on the CPU.
         locations: by rank, where its part is served.
         base_model: architecture name from the model's config.json.
     """
-    totals = [torch.zeros(rows_of(entry.nbytes), dtype=torch.int64) for entry in blank.tensors]
-    for part, found in zip(blank.parts, sums, strict=True):
-        for piece, rows in zip(part.pieces, found, strict=True):
-            first, end = sum_span(blank.tensors[piece.tensor], piece.box)
-            totals[piece.tensor][first:end] += rows
+    totals = [np.zeros(rows_of(entry.nbytes), np.int64) for entry in blank.tensors]
+    for part, places, found in zip(blank.parts, spans, sums, strict=True):
+        for piece, (first, end), rows in zip(part.pieces, places, found, strict=True):
+            totals[piece.tensor][first:end] += rows.numpy()
     entries = tuple(
-        replace(entry, digest=digest_of_sums(total.numpy(), entry.nbytes))
+        replace(entry, digest=digest_of_sums(total, entry.nbytes))
         for entry, total in zip(blank.tensors, totals, strict=True)
     )
     if not entries:

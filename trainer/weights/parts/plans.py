@@ -22,11 +22,11 @@ class SenderPlan:
 
     transfer: Transfer
     rests: Spans
-    """Of the sums of what is not sent of pieces that are sent in part."""
+    """Spans of the sums of what is not sent of pieces that are sent in part."""
     untouched: list[tuple[int, int]]
     """(part, index of the piece) of the pieces of all ranks of which nothing is wanted; for rank 0 alone."""
     untouched_spans: Spans
-    """Of the sums of these."""
+    """Spans of the sums of these."""
 
 
 class SenderPlans:

@@ -17,10 +17,9 @@ from protocol.errors import WeightError
 from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.boxes import shape_of
-from protocol.weights.slices import sum_span
 from trainer.backends.base import Publication
 from trainer.config import WeightConfig
-from trainer.weights.parts.layout import blank_manifest, complete_manifest, piece_rows
+from trainer.weights.parts.layout import blank_manifest, complete_manifest, piece_spans
 from trainer.weights.parts.memory import MEMORIES
 from trainer.weights.version_server import ServedVersion, VersionServer
 
@@ -62,6 +61,8 @@ class PartSender:
         self.rank = rank
         """That of this process."""
         self._blank = blank_manifest(publication, dtype, config.bucket_mb << 20, config.transport)
+        self._spans = [piece_spans(self._blank, part) for part in range(len(self._blank.parts))]
+        """Rows of the sums of each piece of each rank."""
         self._memory = MEMORIES[config.transport](config, self._blank, rank)
         self._asked = self._blank
         """Manifest of the version that `fill` was called for last, without digests."""
@@ -118,10 +119,11 @@ class PartSender:
             raise WeightError(f"version {self._asked.version}: {problem}")
         assert self._filled is not None
         sums = [
-            _int64(report.sums).split(piece_rows(self._blank, part)) for part, report in enumerate(reports)
+            _int64(report.sums).split([end - first for first, end in spans])
+            for report, spans in zip(reports, self._spans, strict=True)
         ]
         manifest = complete_manifest(
-            self._asked, sums, [report.location for report in reports], base_model=base_model
+            self._asked, self._spans, sums, [report.location for report in reports], base_model=base_model
         )
         for rows in (rows for part in sums for rows in part):
             self._filled.collected.add(rows)
@@ -146,8 +148,8 @@ class PartSender:
         self._memory.close()
 
     def _copied(self, served: ServedVersion, pieces: Iterable[torch.Tensor]) -> bytes:
-        rows = piece_rows(self._blank, self.rank)
-        sums, position = SliceSums(sum(rows), self._memory.device), 0
+        spans = self._spans[self.rank]
+        sums, position = SliceSums(sum(end - first for first, end in spans), self._memory.device), 0
         numbered = enumerate(self._blank.parts[self.rank].pieces)
         for (number, piece), tensor in zip(numbered, pieces, strict=True):
             shape, entry = shape_of(piece.box), self._blank.tensors[piece.tensor]
@@ -155,8 +157,9 @@ class PartSender:
                 raise WeightError(f"{entry.name}: a piece of {list(tensor.shape)}, not {list(shape)}")
             copy = self._memory.piece(served, number).copy_(tensor)
             served.streamed.add(copy)
-            sums.add(copy, entry.shape, piece.box, position - sum_span(entry, piece.box)[0])
-            position += rows[number]
+            first, end = spans[number]
+            sums.add(copy, entry.shape, piece.box, position - first)
+            position += end - first
         served.streamed.fail()  # there are no more
         sums.launch()
         return sums.total.cpu().numpy().tobytes()
