@@ -34,7 +34,6 @@ class HandleSlices(IpcChannel):
 
     def __init__(self) -> None:
         super().__init__()
-        self._device = torch.device("cpu")
         self._plan: Transfer | None = None
         self._sizes: tuple[int, ...] = ()
         """Bytes of the rank's buckets, by the plan."""
@@ -57,15 +56,12 @@ class HandleSlices(IpcChannel):
         return parse_address(address, manifest.location)
 
     def slices(self, transfer: PartTransfer) -> Iterator[Iterable[tuple[Cut, torch.Tensor]]]:
-        answer, buckets = transfer.answer, transfer.plan.buckets
-        sources = self._sources_of(transfer)
-        on_gpu = answer["gpu"] != HOST
-        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        if on_gpu and answer["gpu"] != gpu_of(self._device):
-            copies = _copies_of_peer(transfer, sources)
+        gpu, sources = transfer.answer["gpu"], self._sources_of(transfer)
+        if gpu == HOST or gpu == gpu_of(torch.device("cuda", torch.cuda.current_device())):
+            found = iter(sources)
         else:
-            copies = iter(sources)
-        for bucket, tensors in zip(buckets, copies, strict=True):
+            found = _copies_of_peer(transfer, sources)
+        for bucket, tensors in zip(transfer.plan.buckets, found, strict=True):
             yield zip(bucket, tensors, strict=True)
 
     def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
