@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import eval_engine, ks_of
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
+
+log = logging.getLogger(__name__)
 
 MAX_RUNNING_SAMPLES = 64
 """Samples that are generated at once, if the engine does not run more."""
@@ -197,16 +200,15 @@ async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPT
 
     Raises:
         SettingsError: engine, renderer, environment or verifiers cannot be made.
-        EngineError: the engine does not start.
+        EngineError: the engine does not start, nor when it is started once more.
     """
     modules = add_user_modules(settings)
     fetch_with_keys(settings.bus.curve_dir)
     await asyncio.to_thread(fetch_model, settings)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
-    engine = make_engine(eval_engine(settings), settings.model_dir, name, lora)
+    engine = await _started(settings, name, lora)
     try:
         async with ScorePool(settings.reward, modules) as pool:
-            await engine.start()
             scorer = Scorer(settings, engine, pool, renderer)
             try:
                 yield scorer
@@ -214,3 +216,26 @@ async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPT
                 await scorer.close()
     finally:
         await engine.close()
+
+
+async def _started(settings: Settings, name: str, lora: LoraConfig) -> Engine:
+    """Return an engine that is ready. Raises as `open_scorer`.
+
+    vLLM refuses to start while another process returns memory on its GPU, as those of a run do that has just
+    ended, so one failure is not the last word.
+    """
+    try:
+        return await _start(settings, name, lora)
+    except EngineError as error:
+        log.warning("evaluation.engine_failed error=%s; it is started once more", error)
+    return await _start(settings, name, lora)
+
+
+async def _start(settings: Settings, name: str, lora: LoraConfig) -> Engine:
+    engine = make_engine(eval_engine(settings), settings.model_dir, name, lora)
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine

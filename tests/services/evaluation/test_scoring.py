@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from protocol.errors import EngineError
 from protocol.messages import WeightManifest
 from rollout.prompts.base import Prompt
+from services.evaluation import scoring as scoring_module
 from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
 from services.runtime.errors import innermost
 from services.settings.load import load_settings
@@ -97,3 +99,39 @@ async def test_sample_of_another_version_is_an_error(tmp_path: Path) -> None:
         await score_across_a_commit()
     assert isinstance(innermost(caught.value), EngineError)
     assert "sampled under version 4 while version 3 was evaluated" in str(innermost(caught.value))
+
+
+class Repair(logging.Handler):
+    """Gives a model its weights back when an engine was found not to start without them."""
+
+    def __init__(self, model_dir: Path) -> None:
+        super().__init__()
+        self._weights = model_dir / "model.safetensors"
+        self._hidden = model_dir / "hidden"
+        self._weights.rename(self._hidden)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        self._hidden.rename(self._weights)
+
+
+async def test_engine_that_does_not_start_is_started_once_more_and_that_is_said(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "engine.name=hf", "engine.dtype=float32")
+    repair = Repair(settings.model_dir)
+    scoring_module.log.addHandler(repair)
+    try:
+        async with open_scorer(settings, "eval") as scorer:
+            await scorer.engine.check()
+    finally:
+        scoring_module.log.removeHandler(repair)
+    assert len(repair.said) == 1
+    assert "evaluation.engine_failed error=engine hf cannot load" in repair.said[0]
+
+
+async def test_engine_that_never_starts_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, "engine.name=hf", "engine.dtype=float32")
+    (settings.model_dir / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match="engine hf cannot load"):
+        async with open_scorer(settings, "eval"):
+            pass
