@@ -102,18 +102,18 @@ async def test_sample_of_another_version_is_an_error(tmp_path: Path) -> None:
 
 
 class Repair(logging.Handler):
-    """Gives a model its weights back when an engine was found not to start without them."""
+    """Makes a model one that no engine loads, and mends it when an engine was found not to start."""
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__()
-        self._weights = model_dir / "model.safetensors"
-        self._hidden = model_dir / "hidden"
-        self._weights.rename(self._hidden)
+        self._config = model_dir / "config.json"
+        self._before = self._config.read_text()
+        self._config.write_text(self._before.replace('"model_type": "qwen2"', '"model_type": "none"'))
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
-        self._hidden.rename(self._weights)
+        self._config.write_text(self._before)
 
 
 async def test_engine_that_does_not_start_is_started_once_more_and_that_is_said(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ async def test_engine_that_does_not_start_is_started_once_more_and_that_is_said(
 
 async def test_engine_that_never_starts_is_an_error_with_its_reason(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "engine.name=hf", "engine.dtype=float32")
-    (settings.model_dir / "model.safetensors").unlink()
+    Repair(settings.model_dir)
     with pytest.raises(EngineError, match="engine hf cannot load"):
         async with open_scorer(settings, "eval"):
             pass
