@@ -102,7 +102,7 @@ async def test_sample_of_another_version_is_an_error(tmp_path: Path) -> None:
 
 
 class Repair(logging.Handler):
-    """Makes a model one that no engine loads, and mends it when an engine was found not to start."""
+    """Makes a model one that no engine loads, and repairs it when an engine was found not to start."""
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__()
