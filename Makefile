@@ -6,7 +6,7 @@ CUDA := $(VENV)-cuda
 GPU_PYTHON ?= $(CUDA)/bin/python
 GPU_READY := $(if $(filter $(CUDA)/bin/python,$(GPU_PYTHON)),$(CUDA)/.ready)
 SGLANG := $(VENV)-sglang
-CUDA_SGLANG := $(CUDA)-sglang
+CUDA_SGLANG := $(abspath $(CUDA)-sglang)
 # on GPUs too SGLang has an interpreter of its own
 SGLANG_PYTHON ?= $(CUDA_SGLANG)/bin/python
 SGLANG_READY := $(if $(filter $(CUDA_SGLANG)/bin/python,$(SGLANG_PYTHON)),$(CUDA_SGLANG)/.ready)
