@@ -8,10 +8,12 @@ import numpy as np
 
 from tests.benchmarks.staleness.bands import band, mean_of
 from tests.benchmarks.staleness.curve import Curve
-from tests.benchmarks.staleness.grid import TASKS, Cell
+from tests.benchmarks.staleness.grid import CORRECTIONS, TASKS, Cell
 from tests.benchmarks.staleness.summary import Key, Summary, by_key, points_of
 
 DPI = 110
+BESIDE = 0.06
+"""Distance of two corrections at one bound, so that their intervals are not on top of each other."""
 
 
 def _pyplot() -> Any:
@@ -75,12 +77,15 @@ def draw_summary(summaries: Mapping[Key, Summary], path: Path) -> None:
     pyplot = _pyplot()
     figure, grid = pyplot.subplots(len(tasks), 4, figsize=(17, 3.8 * len(tasks)), squeeze=False)
     for task, row in zip(tasks, grid, strict=True):
-        for correction in dict.fromkeys(key[1] for key in summaries if key[0] == task):
+        corrections = list(dict.fromkeys(key[1] for key in summaries if key[0] == task))
+        for place, correction in enumerate(corrections):
+            style = {"color": f"C{list(CORRECTIONS).index(correction)}", "label": correction}
+            beside = BESIDE * (place - (len(corrections) - 1) / 2)
             mine = sorted(
                 (key[2], found) for key, found in summaries.items() if key[:2] == (task, correction)
             )
             for axes, name in zip(row, ("samples_to", "seconds_to", "final", "late_lag"), strict=True):
-                _line(axes, correction, [(bound, getattr(found, name)) for bound, found in mine])
+                _line(axes, [(bound + beside, getattr(found, name)) for bound, found in mine], style)
         threshold = TASKS[task].threshold
         titles = (
             f"samples to {threshold:g}",
@@ -92,13 +97,13 @@ def draw_summary(summaries: Mapping[Key, Summary], path: Path) -> None:
             axes.set_ylabel(f"{task}: {title}")
             axes.set_xlabel("bound E")
             axes.grid(alpha=0.3)
-        row[2].legend(frameon=False, fontsize=8)
+        row[3].legend(frameon=False, fontsize=8, loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=DPI)
     pyplot.close(figure)
 
 
-def _line(axes: Any, label: str, values: list[tuple[int, Any]]) -> None:
+def _line(axes: Any, values: list[tuple[float, Any]], style: dict[str, str]) -> None:
     """Draw a mean for each bound with its interval; a bound where a seed never got there is left out."""
     drawn = []
     for bound, value in values:
@@ -109,4 +114,4 @@ def _line(axes: Any, label: str, values: list[tuple[int, Any]]) -> None:
         drawn.append((bound, value.value, value.half or 0.0))
     if drawn:
         bounds, means, halves = zip(*drawn, strict=True)
-        axes.errorbar(bounds, means, yerr=halves, marker="o", ms=3, capsize=2, lw=1, label=label)
+        axes.errorbar(bounds, means, yerr=halves, marker="o", ms=3, capsize=2, lw=1, **style)
