@@ -43,7 +43,7 @@ class SglangEngine(MultiProcessEngine):
         self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
     ) -> None:
         self._server = SglangServer(config, model_dir, incarnation, lora)
-        self._ranks = RankRpcClient(incarnation, on_lost=self._server.kill)
+        self._ranks = RankRpcClient(incarnation, on_lost=self._server.give_up)
         super().__init__(config, model_dir, incarnation, call=self._ranks.call, call_anytime=self._ranks.call)
         self.capabilities = Capabilities(seeds=False, sleep=config.enable_sleep_mode)
         self._lora = lora
@@ -212,6 +212,7 @@ class SglangEngine(MultiProcessEngine):
                     reason = answer[:500].decode(errors="replace")
                     raise EngineError(f"SGLang answers with status {response.status}: {reason}")
         except (aiohttp.ClientError, RuntimeError) as error:
+            self._server.give_up()  # its sockets close before the system says that it has ended
             raise EngineError(f"SGLang's server does not answer: {error!r}") from error
         return msgspec.json.decode(answer) if answer else None
 

@@ -57,6 +57,7 @@ class SglangServer:
         self._model_dir = model_dir
         self._incarnation = incarnation
         self._process: asyncio.subprocess.Process | None = None
+        self._given_up = False
         self.directory = Path()
         self.url = ""
         self.key = secrets.token_hex(16)
@@ -105,10 +106,12 @@ class SglangServer:
             await asyncio.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raise EngineError if the server has ended."""
+        """Raise EngineError if the server has ended, or was given up."""
         code = self._process.returncode if self._process is not None else None
         if code is not None:
             raise EngineError(f"SGLang's server ended with code {code}: {self.log_tail()}")
+        if self._given_up:
+            raise EngineError(f"SGLang's server, or one of its ranks, ended: {self.log_tail()}")
 
     def log_tail(self) -> str:
         """Return the end of the server's log, in one line."""
@@ -116,6 +119,12 @@ class SglangServer:
             lines = (self.directory / "log").read_text(errors="replace").splitlines()
             return " / ".join(line.strip() for line in lines[-8:])[-LOG_TAIL:]
         return "no log"
+
+    def give_up(self) -> None:
+        """Count the server as ended, because a part of it does not answer, and kill the rest. Idempotent."""
+        if not self._given_up:
+            self._given_up = True
+            self.kill()
 
     def kill(self) -> None:
         """Kill all of its processes at once, but for Python's resource tracker.

@@ -175,8 +175,8 @@ class VllmEngine(MultiProcessEngine):
         await super().check()
         if self._vllm.llm is None:
             raise EngineError(f"engine {self._name} is not started")
-        if self._vllm.llm.errored:
-            raise EngineError(f"engine {self._name}: vLLM's engine process died")
+        if self._vllm.llm.errored or self._vllm.rank_lost:
+            raise EngineError(f"engine {self._name}: vLLM's engine process, or one of its ranks, died")
 
     async def close(self) -> None:
         self._closed = True

@@ -51,7 +51,7 @@ class VllmProcesses:
         self._numbered = NumberedCalls(name)
         self._calls: set[asyncio.Timeout] = set()
         """Limits of the calls that wait for an answer."""
-        self._rank_lost = False
+        self.rank_lost = False
         """Whether a rank's process has ended."""
         self._pids: set[int] = set()
         self._files: set[Path] = set()
@@ -155,13 +155,13 @@ class VllmProcesses:
         Raises:
             EngineError: there was none, or it was an error.
         """
-        limit = asyncio.timeout(0 if self._rank_lost else CALL_TIMEOUT_S)
+        limit = asyncio.timeout(0 if self.rank_lost else CALL_TIMEOUT_S)
         try:
             async with limit:
                 self._calls.add(limit)
                 return await answer
         except TimeoutError:
-            cause = "a rank's process has ended" if self._rank_lost else f"none within {CALL_TIMEOUT_S:g} s"
+            cause = "a rank's process has ended" if self.rank_lost else f"none within {CALL_TIMEOUT_S:g} s"
             raise EngineError(f"engine {self._name}: no answer to {call}: {cause}") from None
         except Exception as error:
             raise EngineError(f"engine {self._name}: {call}: {error!r}") from error
@@ -170,7 +170,7 @@ class VllmProcesses:
 
     def _on_rank_lost(self) -> None:
         """End the calls that wait: vLLM reports a dead process only to those that wait for a request."""
-        self._rank_lost = True
+        self.rank_lost = True
         for limit in self._calls:
             limit.reschedule(0)
 

@@ -20,7 +20,7 @@ from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.multi_process.routed_experts import Mixture
 from rollout.engines.registry import make_engine
-from rollout.engines.sglang.engine import completion_of, new_session
+from rollout.engines.sglang.engine import SglangEngine, completion_of, new_session
 from rollout.engines.sglang.sampling import VERSIONS
 from tests.contracts.engine_models import tiny_model, weights, write_shm
 from tests.contracts.sglang_environment import sglang_settings
@@ -50,6 +50,24 @@ def abandoned() -> set[str]:
         for name in os.listdir("/dev/shm")
         if name.startswith("sglang") and not any(name in text for text in maps)
     }
+
+
+async def test_an_engine_whose_server_does_not_answer_counts_as_dead(tmp_path: Path) -> None:
+    async def hang_up(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/generate", hang_up)
+    engine = SglangEngine(EngineConfig(name="sglang"), tmp_path, "rollout.0.a")
+    async with TestServer(app) as server, new_session("key") as session:
+        engine._http, engine._server.url = session, str(server.make_url("")).rstrip("/")
+        await engine.check()
+        with pytest.raises(EngineError, match="does not answer"):
+            await engine._complete(REQUEST, "0:r/0")
+        with pytest.raises(EngineError, match="SGLang's server, or one of its ranks, ended"):
+            await engine.check()
 
 
 def test_completion_has_a_version_for_every_token() -> None:

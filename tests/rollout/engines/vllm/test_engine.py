@@ -5,14 +5,28 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from protocol.errors import PoisonedError
+from protocol.errors import EngineError, PoisonedError
 from rollout.engines.base import EngineConfig
-from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S
+from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, socket_path
 from rollout.engines.registry import make_engine
+from rollout.engines.vllm.engine import VllmEngine
 from tests.contracts.engine_models import tiny_model, weights, write_shm
+
+
+async def test_an_engine_that_has_lost_a_rank_counts_as_dead(tmp_path: Path) -> None:
+    engine = VllmEngine(EngineConfig(), tmp_path, "e")
+    engine._vllm.llm = SimpleNamespace(errored=False)  # vLLM notices later
+    async with await asyncio.start_unix_server(lambda _, writer: writer.close(), socket_path(tmp_path, 0)):
+        await engine.check()
+        await engine._vllm.connect(tmp_path, 1)
+        while not engine._vllm.rank_lost:  # noqa: ASYNC110 (told by a callback)
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="died"):
+            await engine.check()
 
 
 @pytest.mark.engine
