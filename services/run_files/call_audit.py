@@ -6,7 +6,7 @@ It reads what is on disk: spool and archive. Of each group with calls it compare
 or waits to be with the journal.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -244,11 +244,32 @@ def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable
     if path.is_file():
         try:
             with closing(Spool(path, read_only=True)) as spool:
-                store = CallStore(spool)
-                groups = [group for group in store.record_groups() if group not in archived]
-                yield "spool", spool.find(groups), store.of_groups({*groups, *store.groups()} - archived)
+                yield "spool", *read_spool(spool, CallStore(spool), archived)
         except SpoolError as error:
             violations.append(str(error))
+
+
+def read_spool(spool: Spool, store: CallStore, archived: Set[int]) -> tuple[list[bytes], list[bytes]]:
+    """Return records and calls of the groups that are not archived.
+
+    A record that the trainer forgets meanwhile is left out: its calls go with it. A spool of a release
+    without sessions, which no later one has opened, has no calls.
+    """
+    records = {
+        group: payload
+        for group in store.record_groups()
+        if group not in archived
+        for payload in spool.find([group])
+    }
+    calls = store.of_groups({*records, *store.groups()} - archived) if _has_calls(spool) else []
+    kept = set(store.record_groups())
+    return [payload for group, payload in records.items() if group in kept], calls
+
+
+def _has_calls(spool: Spool) -> bool:
+    with spool.transaction("read", "BEGIN") as connection:
+        query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'calls'"
+        return connection.execute(query).fetchone() is not None
 
 
 def _versions(call: Call) -> list[int]:

@@ -2,7 +2,7 @@
 
 import json
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 from protocol.codec import decode_payload, encode_payload
 from protocol.messages import Call, ScoredRollout
 from protocol.tensors import Array
-from services.run_files.call_audit import audit_calls, call_facts, calls_of_group, render_calls
+from services.run_files.call_audit import audit_calls, call_facts, calls_of_group, read_spool, render_calls
 from tests.protocol.samples import CALL, RESULT
 from tests.rollout.sessions.durable import Worker, play, rollout_of
 from trainer.storage.archive import Archive
@@ -47,6 +47,23 @@ async def test_calls_in_the_spool_belong_to_their_record(tmp_path: Path) -> None
     found = audit_calls(tmp_path)
     assert (found.calls, found.tokens, found.violations, found.results) == (TURNS, 3 * TURNS, (), 1)
     assert [call.number for call in calls_of_group(tmp_path, 1)] == list(range(TURNS + 1))
+
+
+class Overtaken(CallStore):
+    """The calls of a spool of which the trainer forgets group 1 just before they are read."""
+
+    def of_groups(self, groups: Iterable[int]) -> list[bytes]:
+        with closing(Spool(self._spool.path)) as trainer:
+            trainer.forget([1])
+        return super().of_groups(groups)
+
+
+async def test_a_record_that_is_forgotten_meanwhile_is_not_compared(tmp_path: Path) -> None:
+    payload = await recorded(tmp_path)
+    with closing(Spool(tmp_path / "spool.sqlite", read_only=True)) as spool:
+        assert read_spool(spool, CallStore(spool), set())[0] == [payload]
+        assert read_spool(spool, CallStore(spool), {1}) == ([], [])
+        assert read_spool(spool, Overtaken(spool), set()) == ([], [])
 
 
 async def test_calls_move_to_the_archive_with_their_record(tmp_path: Path) -> None:

@@ -6,11 +6,17 @@ import pytest
 
 from protocol.errors import SettingsError
 from services.tools.verification import render_verification, verify_run
+from tests.services.monitor.runs import recorded_run
 
 
 def test_a_directory_without_a_log_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="give the directory of a run"):
         verify_run(tmp_path)
+
+
+def test_a_run_of_a_release_without_sessions_is_verified(tmp_path: Path) -> None:
+    facts = verify_run(recorded_run(tmp_path))
+    assert (facts["violations"], facts["trained"]) == ([], 21)
 
 
 def test_violations_are_counted_and_listed() -> None:
