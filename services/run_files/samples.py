@@ -69,26 +69,30 @@ class SampleBrowser:
         )
         return _nothing(steps, where)
 
-    def read_step(self, step: int) -> list[ScoredRollout]:
-        """Return the groups of a step, at most `MAX_GROUPS`; empty if their records are nowhere.
+    def read_step(self, step: int, group: int | None = None) -> list[ScoredRollout]:
+        """Return `group` of a step, or its groups, at most `MAX_GROUPS`; empty if their records are nowhere.
 
         Raises:
             TetherError: a record cannot be read; names it.
         """
-        return _scored(self._records(step))
+        return _scored(self._records(step, group))
 
     def read_group(self, group: int, token: str) -> list[ScoredRollout]:
         """Return a group that was accepted and is not archived yet; empty if the spool does not have it."""
         return _scored(self._from_spool([(group, token)]))
 
-    def _records(self, step: int) -> Sequence[bytes]:
-        """Read the encoded groups of a step: from the spool, else from the archive.
+    def _records(self, step: int, group: int | None) -> Sequence[bytes]:
+        """Read the encoded groups of a step, or one: from the spool, else from the archive.
 
         In this order a step that the trainer moves meanwhile is not missed.
         """
-        return self._from_spool(self._tail.trained_groups(step)[:MAX_GROUPS]) or [
-            record.payload for record in self._archive.records(step)[:MAX_GROUPS]
-        ]
+        keys = [key for key in self._tail.trained_groups(step) if group in (None, key[0])]
+        return (
+            self._from_spool(keys[:MAX_GROUPS])
+            or [record.payload for record in self._archive.records(step) if group in (None, record.group)][
+                :MAX_GROUPS
+            ]
+        )
 
     def _from_spool(self, keys: Sequence[tuple[int, str]]) -> Sequence[bytes]:
         if keys and self._spool.is_file():

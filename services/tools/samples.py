@@ -46,7 +46,7 @@ def find_samples(run_dir: Path, step: int | None, group: int | None, limit: int)
             return {**_limited(None, [], limit), "filtered": [filtered]}
         step, messages = _of_moments(browser, group, moments)
     else:
-        step, messages = _of_step(run_dir, browser, tail, step)
+        step, messages = _of_step(run_dir, browser, tail, step, group)
     if group is not None:
         chosen = [message for message in messages if message.rollout.group == group]
         if not chosen:
@@ -76,11 +76,12 @@ def _open_browser(run_dir: Path) -> tuple[SampleBrowser, EventTail]:
 
 
 def _of_step(
-    run_dir: Path, browser: SampleBrowser, tail: EventTail, step: int | None
+    run_dir: Path, browser: SampleBrowser, tail: EventTail, step: int | None, group: int | None
 ) -> tuple[int, list[ScoredRollout]]:
+    """Return a step with its group of that number; if it has none such, with the first of its groups."""
     steps = browser.steps()
     for candidate in [step] if step is not None else steps[::-1]:
-        if messages := browser.read_step(candidate):
+        if messages := browser.read_step(candidate, group) or browser.read_step(candidate):
             return candidate, messages
     if not (run_dir / FILE).is_file():
         raise SettingsError(f"no run in {run_dir}: there is no {FILE}; give the directory of a run")
@@ -131,7 +132,7 @@ def _of_moments(
     last = moments[-1]
     if last.state is GroupState.TRAINED:
         step = int(last.facts["step"])
-        if messages := browser.read_step(step):
+        if messages := browser.read_step(step, group):
             return step, messages
         steps = browser.steps()
         kept = f"the archive holds steps {steps[0]} to {steps[-1]}" if steps else "the archive is empty"

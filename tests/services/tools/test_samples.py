@@ -12,7 +12,7 @@ from protocol.errors import SettingsError
 from protocol.messages import Remark, ScoredRollout
 from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import trace
-from services.run_files.samples import describe_group
+from services.run_files.samples import MAX_GROUPS, describe_group
 from services.tools.samples import find_samples, render_samples, samples_of_trace
 from tests.protocol.samples import SAMPLES
 from tests.services.monitor.runs import put_branched, recorded_run
@@ -66,6 +66,24 @@ def test_samples_that_are_missing_are_explained(
 ) -> None:
     with pytest.raises(SettingsError, match=f"^{says}$"):
         find_samples(run_dir, step, group, 8)
+
+
+def test_a_group_is_found_wherever_it_stands_in_a_large_step(run_dir: Path) -> None:
+    archive = Archive(run_dir / "archive", 100)
+    message = decode_payload(archive.records(2)[0].payload)
+    assert isinstance(message, ScoredRollout)
+    groups = [msgspec.structs.replace(message.rollout, group=1000 + number) for number in range(MAX_GROUPS)]
+    last = msgspec.structs.replace(message.rollout, group=6)  # group 6 is of step 2
+    records = [
+        (rollout.group, rollout.token, encode_payload(msgspec.structs.replace(message, rollout=rollout)))
+        for rollout in (*groups, last)
+    ]
+    (run_dir / "spool.sqlite").unlink()
+    archive.put(2, records)
+    for step in (2, None):
+        assert [group["group"] for group in find_samples(run_dir, step, 6, 8)["groups"]] == [6]
+    with pytest.raises(SettingsError, match="step 2 did not train group 5; its groups: 1000, 1001, "):
+        find_samples(run_dir, 2, 5, 8)
 
 
 def test_turns_that_were_scored_are_shown_below_their_sample() -> None:
