@@ -198,6 +198,10 @@ class EventTail:
             self._tokens.pop(event["group"], None)
         elif kind == "claim":
             counters["epoch"] = event["epoch"]
+        elif kind == "rebuild":  # may tell of commits and accepts that the log has not
+            names = ("epoch", "version", "issued", "trained", "dropped")
+            counters |= {name: event[name] for name in names}
+            counters["active"] = event["issued"] - event["trained"] - event["dropped"]
         elif kind == "resume" and not event["continued"]:
             counters["version"] = event["version"]
             for step in [step for step in self._steps if step >= event["version"]]:

@@ -31,6 +31,16 @@ def test_recorded_run_is_known_from_its_log(run_dir: Path) -> None:
     assert state["drops_since_event"] == 0
 
 
+def test_a_rebuild_tells_of_steps_that_the_log_has_lost(run_dir: Path) -> None:
+    event = {"seq": 10**6, "time_ms": 1, "event": "rebuild", "epoch": "e9", "after": 1, "version": 8,
+             "issued": 25, "trained": 24, "dropped": 0}  # fmt: skip
+    with (run_dir / FILE).open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    state = read(EventTail(run_dir)).state()
+    names = ("epoch", "version", "issued", "trained", "dropped", "active")
+    assert [state[name] for name in names] == ["e9", 8, 25, 24, 0, 1]
+
+
 def test_every_event_has_a_sentence(run_dir: Path) -> None:
     for line in (run_dir / FILE).read_text().splitlines():
         sentence = sentence_of(json.loads(line))
