@@ -1,5 +1,6 @@
 """Implements the ledger on Redis or Valkey: each transition is one Lua script, atomic and safe to repeat."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -39,6 +40,12 @@ from services.ledger.redis.scripts import script
 from services.ledger.redis.server_fence import SERVER_FIELD
 
 _READ = 512  # step fields read by one command
+REREAD_S = 10.0
+"""Seconds after which endpoints are read again although their number of changes is the same.
+
+A server that has lost the registry counts its changes from 0 again, and may come to the same number with
+other endpoints.
+"""
 
 
 class RedisLedger:
@@ -69,6 +76,8 @@ class RedisLedger:
         self._tokens = tokens
         self._endpoints: tuple[bytes | None, dict[str, dict[str, str]]] = (None, {})
         """Number of changes in the registry, and topic -> incarnation -> endpoint as of that number."""
+        self._reread_s = 0.0
+        """When the endpoints are read again in any case, on the monotonic clock."""
 
     @classmethod
     async def connect(
@@ -145,7 +154,8 @@ class RedisLedger:
     async def endpoints(self, topic: str) -> Mapping[str, str]:
         key = self.keys.of("endpoints")
         changes = await self._connection.command("HGET", key, "")
-        if changes != self._endpoints[0]:
+        if changes != self._endpoints[0] or time.monotonic() >= self._reread_s:
+            self._reread_s = time.monotonic() + REREAD_S
             data = dict(await self._connection.command("HGETALL", key))
             self._endpoints = data.get(b""), decode_endpoints(data)
         return self._endpoints[1].get(topic, {})

@@ -65,6 +65,22 @@ async def test_urls_and_runs_are_checked(valkey_url: str) -> None:
     assert redacted("redis://host:1/0") == "redis://host:1/0"
 
 
+async def test_endpoints_are_those_of_a_registry_that_was_lost_and_filled_again(
+    valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.ledger.redis.ledger.REREAD_S", 0.0)
+    run = new_run()
+    reader, writer = [await RedisLedger.connect(valkey_url, run) for _ in range(2)]
+    await writer.register(Peer("reward", "old", {"endpoints": {"rollouts": "tcp://h:1"}}), 600_000)
+    assert dict(await reader.endpoints("rollouts")) == {"old": "tcp://h:1"}
+    with redis_sync.Redis.from_url(valkey_url) as client:
+        client.delete(*writer.keys.all)
+    await writer.register(Peer("reward", "new", {"endpoints": {"rollouts": "tcp://h:2"}}), 600_000)
+    assert dict(await reader.endpoints("rollouts")) == {"new": "tcp://h:2"}  # after as many changes as before
+    await reader.close()
+    await writer.close()
+
+
 async def test_one_client_serves_many_tasks_and_outlives_cancelled_ones(valkey_url: str) -> None:
     rig = await RedisRig.start(valkey_url)
     driver = await Driver(rig).begin(E=9, B=10)
