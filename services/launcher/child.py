@@ -81,6 +81,8 @@ class SupervisedProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._is_over = is_over
+        self._log_start = 0
+        """Where the output of the last process begins in the log."""
 
     @property
     def registers(self) -> bool:
@@ -123,7 +125,7 @@ class SupervisedProcess:
                 code == 0 and self.spec.finishes and (self._is_over is None or await self._is_over())
             ):
                 break
-            last_line = last_log_line(self.log_path)
+            last_line = last_log_line(self.log_path, start=self._log_start)
             if code == EXIT_SETTINGS:
                 raise SettingsError(last_line or f"{self.spec.name}: wrong settings, see {self.log_path}")
             now = time.monotonic()
@@ -133,7 +135,7 @@ class SupervisedProcess:
             if len(self._deaths) > self._allowed:
                 raise ServiceFailed(
                     f"{self.spec.name} died {len(self._deaths)} times in a minute, "
-                    f"last with exit code {code}: {last_line} (see {self.log_path})"
+                    f"last with exit code {code}: {last_line or 'it said nothing'} (see {self.log_path})"
                 )
             self.restarts += 1
             log.warning(
@@ -148,6 +150,7 @@ class SupervisedProcess:
 
     async def _run_once(self) -> int:
         with self.log_path.open("ab") as output:
+            self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -211,15 +214,15 @@ def inherited_environment() -> dict[str, str]:
     }
 
 
-def last_log_line(log_path: Path, limit: int = 300) -> str:
-    """Return the last line of a service's log, at most `limit` characters.
+def last_log_line(log_path: Path, limit: int = 300, start: int = 0) -> str:
+    """Return the last line of a service's log from byte `start` on, at most `limit` characters.
 
     A line that the service itself closed with is preferred, because torchrun writes more after it.
     """
     lines: Sequence[str] = []
     with contextlib.suppress(OSError):
         with open(log_path, "rb") as file:
-            file.seek(max(0, log_path.stat().st_size - 8192))
+            file.seek(max(start, log_path.stat().st_size - 8192))
             lines = [
                 line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()
             ]

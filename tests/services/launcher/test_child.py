@@ -128,6 +128,15 @@ async def test_a_child_that_dies_too_often_ends_the_run(make: Callable[..., Supe
     assert child.log_path.read_text() == "out of cheese\n" * 3
 
 
+async def test_an_end_without_a_word_is_not_blamed_on_an_earlier_one(
+    make: Callable[..., SupervisedProcess],
+) -> None:
+    child = make("3 ", restarts=0)
+    child.log_path.write_text("tether worker: setting x is wrong\n")
+    with pytest.raises(ServiceFailed, match="last with exit code 3: it said nothing"):
+        await child.keep_running()
+
+
 async def test_wrong_settings_are_not_tried_again(make: Callable[..., SupervisedProcess]) -> None:
     child = make("2 tether worker: setting x is wrong")
     with pytest.raises(SettingsError, match=r"^tether worker: setting x is wrong$"):
@@ -228,4 +237,6 @@ def test_last_log_line_is_the_last_one_that_is_not_empty(tmp_path: Path) -> None
     log.write_bytes(b"first\nlast \xff line\n\n  \n")
     assert last_log_line(log) == "last \ufffd line"
     assert last_log_line(log, limit=4) == "last"
+    assert last_log_line(log, start=6) == "last \ufffd line"
+    assert last_log_line(log, start=log.stat().st_size) == ""
     assert last_log_line(tmp_path / "none.log") == ""
