@@ -290,12 +290,14 @@ def scale(
     from services.settings.load import run_settings
     from services.tools.run_commands import refuse_if_over
 
-    wanted = parse_counts(counts)
+    wanted, drain_s = parse_counts(counts), 0.0
     if is_up(run_dir):
-        check_workers(run_settings(run_dir).weights, wanted.get(Role.ROLLOUT, 0))
+        settings = run_settings(run_dir)
+        check_workers(settings.weights, wanted.get(Role.ROLLOUT, 0))
+        drain_s = settings.rollout.drain_s
     elif (run_dir / "settings.json").is_file():
         refuse_if_over(run_dir, "scale")
-    request_scale(run_dir, wanted)
+    request_scale(run_dir, wanted, drain_s)
     print(", ".join(f"{role}s {count}" for role, count in wanted.items()))
 
 

@@ -35,7 +35,9 @@ DRAIN_S = {
     Role.INGEST: 15.0,
     Role.MONITOR: 15.0,
 }
-"""Seconds that a process has to drain before it is killed; for tracking see `tracking.flush_s`."""
+"""Seconds that a process has to drain before it is killed, or more; see `Fleet.drain_s`."""
+DRAIN_MARGIN_S = {Role.ROLLOUT: 10.0, Role.REWARD: 5.0}
+"""Seconds beyond `rollout.drain_s` after which one of these is killed; it hands back and closes meanwhile."""
 FLUSH_MARGIN_S = 5.0
 """Seconds beyond `tracking.flush_s` after which tracking is killed."""
 OPTIONAL = (Role.EVALUATION, Role.TRACKING)
@@ -85,6 +87,14 @@ class Fleet:
         """The process that scores versions, if there is one."""
         return next(iter(self.children.get(Role.EVALUATION, [])), None)
 
+    def drain_s(self, role: Role) -> float:
+        """Return how long a process of a role has to drain, seconds; what settings give it comes on top."""
+        if role is Role.TRACKING:
+            return self._settings.tracking.flush_s + FLUSH_MARGIN_S
+        if role in DRAIN_MARGIN_S:
+            return max(DRAIN_S[role], self._settings.rollout.drain_s + DRAIN_MARGIN_S[role])
+        return DRAIN_S[role]
+
     def start(self, tasks: asyncio.TaskGroup) -> None:
         """Keep every process running, each by a task of `tasks`."""
         self._tasks = tasks
@@ -106,7 +116,7 @@ class Fleet:
         retired = group[count:]
         async with asyncio.TaskGroup() as stops:
             for child in retired:
-                stops.create_task(child.stop(DRAIN_S[role]), name=f"stop-{child.spec.name}")
+                stops.create_task(child.stop(self.drain_s(role)), name=f"stop-{child.spec.name}")
         del group[count:]
 
     async def stop(self) -> None:
@@ -116,7 +126,7 @@ class Fleet:
         for role in order:
             async with asyncio.TaskGroup() as stops:
                 for child in self.children.get(role, []):
-                    stops.create_task(child.stop(self._drain_s(role)), name=f"stop-{child.spec.name}")
+                    stops.create_task(child.stop(self.drain_s(role)), name=f"stop-{child.spec.name}")
 
     def kill(self) -> None:
         """Kill all processes at once."""
@@ -124,10 +134,6 @@ class Fleet:
         for group in self.children.values():
             for child in group:
                 child.kill()
-
-    def _drain_s(self, role: Role) -> float:
-        flush_s = self._settings.tracking.flush_s
-        return flush_s + FLUSH_MARGIN_S if role is Role.TRACKING else DRAIN_S[role]
 
     def _child(self, role: Role, index: int) -> SupervisedProcess:
         name = f"{role}.{index}" if role in SCALABLE else str(role)

@@ -25,8 +25,11 @@ log = logging.getLogger("tether.up")
 
 FILE = "scale.json"
 POLL_S = 0.2
+ASKED_S = 0.5
+"""How long `tether up` waits for the lock: who asks whether one is running holds it for a moment."""
 ANSWER_S = 120.0
-"""How long `tether scale` waits: a worker that is removed first hands back what it holds."""
+"""How long `tether scale` waits beyond `rollout.drain_s` of each role: a worker that is removed first hands
+back what it holds."""
 
 
 @contextlib.contextmanager
@@ -38,7 +41,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(run_dir / LOCK, create=True))
+            stack.enter_context(locked(run_dir / LOCK, create=True, timeout_s=ASKED_S))
         except BlockingIOError:
             raise SettingsError(
                 f"another `tether up` is running in {run_dir}: stop it, or give --run-dir"
@@ -64,12 +67,17 @@ def parse_counts(arguments: list[str]) -> dict[Role, int]:
     return counts
 
 
-def request_scale(run_dir: Path, counts: Mapping[Role, int]) -> None:
+def request_scale(run_dir: Path, counts: Mapping[Role, int], drain_s: float = 0.0) -> None:
     """Have the `tether up` of a run directory change its numbers of processes, and wait until it has.
+
+    Args:
+        run_dir: of the run.
+        counts: processes of each role.
+        drain_s: `rollout.drain_s`, which workers that are removed may take.
 
     Raises:
         SettingsError: none is running, or it is applying another such change.
-        TetherError: it did not apply the change within `ANSWER_S`, or has ended; the request is withdrawn.
+        TetherError: it did not apply the change in time, or has ended; the request is withdrawn.
     """
     if not is_up(run_dir):
         raise SettingsError(
@@ -85,7 +93,8 @@ def request_scale(run_dir: Path, counts: Mapping[Role, int]) -> None:
         raise SettingsError(f"another `tether scale` on {run_dir} is under way: wait for it") from None
     finally:
         aside.unlink()
-    until = time.monotonic() + ANSWER_S
+    answer_s = ANSWER_S + len(counts) * drain_s
+    until = time.monotonic() + answer_s
     while request.exists():
         if not is_up(run_dir):
             request.unlink(missing_ok=True)
@@ -93,7 +102,7 @@ def request_scale(run_dir: Path, counts: Mapping[Role, int]) -> None:
         if time.monotonic() > until:
             request.unlink(missing_ok=True)
             raise TetherError(
-                f"`tether up` in {run_dir} did not apply the change within {ANSWER_S:.0f} s; see its output"
+                f"`tether up` in {run_dir} did not apply the change within {answer_s:.0f} s; see its output"
             )
         time.sleep(POLL_S / 2)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
+from protocol.host.file_lock import try_lock
 from protocol.topics import Role
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import FILE, is_up, parse_counts, request_scale, run_lock, scale_loop
+from services.run_files.run_end import LOCK
 from tests.integration.loop import settings_for
 
 
@@ -73,6 +76,26 @@ async def test_two_requests_at_once_and_one_to_nobody_are_refused(tmp_path: Path
         with pytest.raises(SettingsError, match="another `tether up`"), run_lock(tmp_path):
             pass
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", FILE]
+
+
+def test_a_question_whether_a_run_is_up_does_not_keep_it_from_starting(tmp_path: Path) -> None:
+    (tmp_path / LOCK).touch()
+    asking = (tmp_path / LOCK).open()
+    assert try_lock(asking.fileno(), exclusive=False)  # as `is_up` does, for a moment
+    answered = threading.Timer(0.02, asking.close)
+    answered.start()
+    with run_lock(tmp_path):
+        assert is_up(tmp_path)
+    answered.join()
+
+
+@pytest.mark.parametrize(("drain_s", "rollout_s", "reward_s"), [(10, 20, 15), (60, 70, 65), (0, 20, 15)])
+def test_workers_have_the_time_to_drain_that_was_set(
+    tmp_path: Path, drain_s: int, rollout_s: int, reward_s: int
+) -> None:
+    settings = settings_for(tmp_path, "stragglers.toml", f"rollout.drain_s={drain_s}")
+    fleet = Fleet(settings, "redis://127.0.0.1:1/0", never)
+    assert (fleet.drain_s(Role.ROLLOUT), fleet.drain_s(Role.REWARD)) == (rollout_s, reward_s)
 
 
 def test_counts_are_read_as_they_are_written() -> None:
