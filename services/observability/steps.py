@@ -49,12 +49,17 @@ def append_line(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Append a line to a file, of which readers see all or nothing.
 
     An incomplete line before it, which a crash has left, is terminated first. `durable` syncs it to the disk.
+
+    Raises:
+        OSError: it cannot be written, because the disk is full for example.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, (b"\n" if torn else b"") + data + b"\n")
+        line = (b"\n" if torn else b"") + data + b"\n"
+        while line:  # a full disk takes a part, and refuses the rest
+            line = line[os.write(descriptor, line) :]
         if durable:
             os.fsync(descriptor)
     finally:

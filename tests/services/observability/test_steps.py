@@ -3,6 +3,7 @@
 Incomplete lines, crashes before a line was written, steps made again after a rewind.
 """
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ def test_a_torn_last_line_is_left_out(path: Path) -> None:
     log.append(report(0))
     path.write_bytes(path.read_bytes() + b'{"step":1,"vers')
     assert made(path) == [(0, "e1")]
+
+
+def test_a_line_for_which_the_disk_has_no_room_is_reported(path: Path) -> None:
+    log = StepLog(path)
+    log.append(report(0))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 40, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            log.append(report(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    log.append(report(1))
+    assert made(path) == [(0, "e1"), (1, "e1")]
 
 
 def test_a_line_after_a_torn_one_is_not_lost(path: Path) -> None:
