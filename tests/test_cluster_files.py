@@ -212,5 +212,13 @@ def test_a_service_is_kept_running_until_it_is_done(tmp_path: Path) -> None:
     assert count.read_text() == "x\nx\nx\n"
     always = subprocess.run([*kept, "exit 7"], env=quick, check=False, capture_output=True, text=True)
     assert (always.returncode, "failed 4 times, last with exit code 7" in always.stderr) == (7, True)
+    slow = {**quick, "KEEP_PAUSE_S": "0.2"}
+    count.unlink()
+    stopped = [*kept, f"echo x >> {count}; exit 7"]
+    with subprocess.Popen(stopped, env=slow, stderr=subprocess.PIPE, text=True) as keeping:
+        assert keeping.stderr is not None
+        assert "starts again" in keeping.stderr.readline()
+        keeping.terminate()  # while no service runs
+    assert (keeping.returncode, count.read_text()) == (7, "x\n")
     wrong = subprocess.run([*kept, "exit 2"], env=quick, check=False, capture_output=True, text=True)
     assert (wrong.returncode, wrong.stderr) == (2, "")

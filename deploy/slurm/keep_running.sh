@@ -19,6 +19,7 @@ while true; do
   began=$SECONDS
   "$@" &
   child=$!
+  [ -z "$stopping" ] || pass_on # the signal came just before
   while true; do # a signal interrupts the wait, not the service
     wait "$child"
     code=$?
@@ -35,4 +36,5 @@ while true; do
   fi
   echo "keep_running.sh: $* ended with exit code $code; starts again" >&2
   sleep "${KEEP_PAUSE_S:-2}"
+  [ -z "$stopping" ] || exit "$code"
 done
