@@ -10,6 +10,7 @@ import msgspec
 from protocol.errors import TetherError
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import try_lock
+from services.runtime.errors import innermost
 
 FILE = "ended.json"
 LOCK = "lock"
@@ -33,8 +34,9 @@ def recording_end(run_dir: Path) -> Iterator[None]:
     error = ""
     try:
         yield
-    except TetherError as failure:
-        error = str(failure)
+    except Exception as failure:
+        cause = innermost(failure)
+        error = str(cause) if isinstance(cause, TetherError) else f"{type(cause).__name__}: {cause}"
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide what ended the run

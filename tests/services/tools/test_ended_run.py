@@ -82,6 +82,19 @@ def test_status_of_a_failed_run_says_what_failed(run_dir: Path) -> None:
     assert ended(run_dir)["run_state"] == "stopped"
 
 
+def test_status_of_a_run_that_failed_unexpectedly_says_how(run_dir: Path) -> None:
+    failures = ExceptionGroup("tasks", [OSError(28, "No space left on device")])
+    with pytest.raises(ExceptionGroup), recording_end(run_dir):
+        raise failures
+    assert (ended(run_dir)["run_state"], ended(run_dir)["why"]) == (
+        "failed",
+        "OSError: [Errno 28] No space left on device",
+    )
+    with pytest.raises(KeyboardInterrupt), recording_end(run_dir):
+        raise KeyboardInterrupt
+    assert ended(run_dir)["run_state"] == "stopped"
+
+
 def test_changes_of_a_run_that_is_over_are_refused(run_dir: Path) -> None:
     before = sorted(path.name for path in run_dir.iterdir())
     for name, change in (
