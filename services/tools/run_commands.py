@@ -25,6 +25,8 @@ BOUND_KEYS = {
     "staleness-policy": "policy",
 }
 """What `tether set` changes -> argument of `Ledger.set_bound`."""
+ELSEWHERE = "if its ledger is a server of its own, set TETHER_REDIS_URL to ask that"
+"""Said of a run in whose directory there is no ledger: settings.json does not name the server."""
 
 
 def read_status(run_dir: Path) -> Facts:
@@ -35,7 +37,10 @@ def read_status(run_dir: Path) -> Facts:
     """
     settings = _settings(run_dir)
     if _is_over(settings):
-        return describe_ended_run(settings)
+        facts = describe_ended_run(settings)
+        if facts["run_state"] == "stopped" and not _has_ledger(settings):
+            facts["why"] += f"; {ELSEWHERE}"
+        return facts
     try:
         return _call(settings, lambda ledger: collect_status(ledger, run_dir))
     except Unavailable:
@@ -92,7 +97,8 @@ def refuse_if_over(run_dir: Path, command: str) -> None:
     """
     settings = _settings(run_dir)
     if _is_over(settings):
-        raise SettingsError(refusal(describe_ended_run(settings), command))
+        hint = "" if _has_ledger(settings) else f"; {ELSEWHERE}"
+        raise SettingsError(refusal(describe_ended_run(settings), command) + hint)
 
 
 def _change(run_dir: Path, command: str, call: Callable[[RedisLedger], Awaitable[T]]) -> T:
@@ -119,10 +125,15 @@ def _is_over(settings: Settings) -> bool:
     return not settings.ledger.url and not is_up(settings.run_dir)
 
 
+def _has_ledger(settings: Settings) -> bool:
+    """Return whether it is known where the ledger of a run is, or was."""
+    return bool(settings.ledger.url) or read_endpoint(settings.run_dir / "ledger") is not None
+
+
 def _call(settings: Settings, call: Callable[[RedisLedger], Awaitable[T]]) -> T:
-    if not settings.ledger.url and read_endpoint(settings.run_dir / "ledger") is None:
+    if not _has_ledger(settings):
         raise SettingsError(
-            f"run {settings.run.name} is starting: it has no ledger yet; ask again in a moment"
+            f"run {settings.run.name} is starting and has no ledger yet: ask again in a moment; {ELSEWHERE}"
         )
 
     async def body() -> T:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
+from services.launcher.scaling import run_lock
 from services.ledger.event_log.archiver import FILE
 from services.observability.steps import read_last
 from services.run_files.run_end import recording_end
@@ -93,6 +94,19 @@ def test_status_of_a_run_that_failed_unexpectedly_says_how(run_dir: Path) -> Non
     with pytest.raises(KeyboardInterrupt), recording_end(run_dir):
         raise KeyboardInterrupt
     assert ended(run_dir)["run_state"] == "stopped"
+
+
+def test_a_run_without_a_ledger_of_its_own_may_be_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TETHER_REDIS_URL", raising=False)
+    endpoint = run_dir / "ledger/endpoint.json"
+    endpoint.write_text('{"url": "redis://127.0.0.1:1/0"}')
+    assert "TETHER_REDIS_URL" not in read_status(run_dir)["why"]
+    endpoint.unlink()
+    assert read_status(run_dir)["why"].endswith("set TETHER_REDIS_URL to ask that")
+    with pytest.raises(SettingsError, match="set TETHER_REDIS_URL to ask that"):
+        drain_run(run_dir, False)
+    with run_lock(run_dir), pytest.raises(SettingsError, match="set TETHER_REDIS_URL to ask that"):
+        read_status(run_dir)
 
 
 def test_changes_of_a_run_that_is_over_are_refused(run_dir: Path) -> None:
