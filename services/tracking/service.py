@@ -23,6 +23,8 @@ from services.tracking.tracked_run import TrackedRun
 
 log = logging.getLogger("tether.tracking")
 
+END_S = 5.0
+"""Seconds beyond `tracking.flush_s` after which a process that tracks the run counts as another tracker."""
 POLL_S = 0.5
 """Seconds between two reads of files that had nothing new."""
 
@@ -49,8 +51,12 @@ class Stop:
 
 
 @contextlib.contextmanager
-def open_runs(settings: Settings) -> Iterator[list[TrackedRun]]:
+def open_runs(settings: Settings, wait_s: float = 0.0) -> Iterator[list[TrackedRun]]:
     """Open what is tracked of a run, and keep other processes from tracking it within the block.
+
+    Args:
+        settings: of the run.
+        wait_s: how long a process that tracks it may take to end, seconds.
 
     Raises:
         SettingsError: nothing is tracked, or another process tracks it.
@@ -62,7 +68,7 @@ def open_runs(settings: Settings) -> Iterator[list[TrackedRun]]:
     with contextlib.ExitStack() as stack:
         for kind in settings.tracking.kind:
             try:
-                stack.enter_context(locked(folder / f"{kind}.lock", create=True))
+                stack.enter_context(locked(folder / f"{kind}.lock", create=True, timeout_s=wait_s))
             except BlockingIOError:
                 raise SettingsError(f"another process tracks {settings.run_dir} with {kind}") from None
         yield [TrackedRun(kind, settings) for kind in settings.tracking.kind]
@@ -83,7 +89,8 @@ def track_rest(settings: Settings) -> dict[str, TrackingState]:
 def track_until_stopped(settings: Settings) -> None:
     """Send what the files gain until SIGTERM or SIGINT; then what is left, within `tracking.flush_s`."""
     stop = Stop(settings.tracking.flush_s)
-    with open_runs(settings) as runs:
+    # the process of a `tether up` that was killed may still flush
+    with open_runs(settings, settings.tracking.flush_s + END_S) as runs:
         while not stop.is_set:
             if not any([run.advance() for run in runs]):
                 time.sleep(POLL_S)

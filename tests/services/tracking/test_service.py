@@ -1,9 +1,11 @@
 """Tests the process of tracking: what is left is sent at the end, in bounded time, by one process at once."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,17 @@ def prepared(run_dir: Path, *overrides: str) -> Path:
     dump_settings(settings, run_dir / "settings.json")
     make_steps(settings, range(3))
     return run_dir
+
+
+def test_a_process_that_still_flushes_is_waited_for(tmp_path: Path) -> None:
+    settings = run_settings(prepared(tmp_path))
+    before = contextlib.ExitStack()
+    before.enter_context(open_runs(settings))
+    ending = threading.Timer(0.02, before.close)
+    ending.start()
+    with open_runs(settings, 60) as runs:
+        assert [run.kind for run in runs] == ["tensorboard"]
+    ending.join()
 
 
 def test_rest_of_a_run_is_sent_by_command(tmp_path: Path) -> None:
