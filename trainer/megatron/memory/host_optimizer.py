@@ -57,6 +57,11 @@ class MasterSlice:
     def size(self) -> int:
         return self.stop - self.start
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether the parameter is a stack of experts, whose copies are on other ranks than of all else."""
+        return not getattr(self.parameter, "allreduce", True)
+
 
 class HostOptimizer(Optimizer):
     """AdamW with clipping, in host memory; the interface is that of `Optimizer`."""
@@ -136,17 +141,25 @@ class HostOptimizer(Optimizer):
 
     def _norm(self) -> float:
         """Return the L2 norm of the whole model's gradient, computed in float32."""
+        dense = [part for part in self._slices if not part.is_of_experts]
+        experts = [part for part in self._slices if part.is_of_experts]
+        if self._distributed:
+            return self._norm_of([*dense, *experts], mpu.get_intra_distributed_optimizer_instance_group())
+        # each rank steps all that it has, and other ranks have other experts
+        of_dense = self._norm_of(dense, mpu.get_model_parallel_group())
+        of_experts = self._norm_of(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
+        return math.sqrt(of_dense**2 + of_experts**2) if of_experts else of_dense
+
+    def _norm_of(self, parts: Sequence[MasterSlice], group: dist.ProcessGroup) -> float:
+        """Return the norm of the gradients of some slices and of those on the other ranks of a group."""
         norms = [
             torch.linalg.vector_norm(part.gradient, dtype=torch.float32)
-            for part in self._slices
+            for part in parts
             if param_is_not_shared(part.parameter) and param_is_not_tensor_parallel_duplicate(part.parameter)
         ]
         device = self._transfers.device
         total = torch.stack(norms).norm() if norms else torch.zeros((), device=device)
         square = total.square()
-        group = mpu.get_model_parallel_group()
-        if self._distributed:
-            group = mpu.get_intra_distributed_optimizer_instance_group()
         dist.all_reduce(square, group=group)
         return math.sqrt(float(square))
 
@@ -265,7 +278,7 @@ def _wholes(chunk: Any) -> Iterator[MasterSlice]:
 
 def _shares(chunk: Any) -> Iterator[MasterSlice]:
     """Yield what this rank has of each parameter: an equal range of each of megatron's buckets."""
-    for buffer in chunk.buffers:
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             share = bucket.grad_data.numel() // group.size()
