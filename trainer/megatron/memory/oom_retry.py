@@ -2,9 +2,9 @@
 
 Gradients are zero at the beginning of each attempt, so the result is that of a step which began with the
 smaller budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others,
-which have made their passes and drop them. With tensor, pipeline or context parallelism ranks wait for each
-other within a pass, so no rank can leave it: there the process ends with an error, and torchrun ends the
-others.
+which have made their passes and drop them. With tensor, pipeline or context parallelism, or experts on
+several ranks, they wait for each other within a pass, so no rank can leave it: there the process ends with an
+error, and torchrun ends the others.
 """
 
 import gc
@@ -63,7 +63,8 @@ class OomRetry:
         self._device = position.device
         self._reset = reset
         self._replicas = parallel.data_parallel_size
-        self._is_whole = len(position.replicas()[0]) == 1 and parallel.expert_model_parallel_size == 1
+        experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+        self._is_whole = len(position.replicas()[0]) == 1 and experts == 1
         self._warnings: list[str] = []
         """Sentences about passes since the last step."""
         self._agrees = False

@@ -24,6 +24,8 @@ from trainer.megatron.backend import MegatronBackend
 LIMIT = 20
 DEEP = "qwen3-deep"
 """Name of a model beside the other, with layers enough for `CHUNKS`."""
+EXPERTS = "qwen3-moe"
+"""Name of another one, with experts."""
 CHUNKS = ParallelConfig(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
 
 
@@ -67,16 +69,16 @@ def _make(
     )
 
 
-def _step(backend: MegatronBackend) -> StepStats:
-    return backend.train_step(part_of(backend, make_batch("qwen2", 0)))
+def _step(backend: MegatronBackend, model: str = "qwen2") -> StepStats:
+    return backend.train_step(part_of(backend, make_batch(model, 0)))
 
 
-def _save_memory(model_dir: Path, parallel: ParallelConfig) -> None:
+def _save_memory(model_dir: Path, parallel: ParallelConfig, model: str = "qwen2") -> None:
     """Settings that save memory change no bit."""
     plain = _make(model_dir, parallel, 1000)
     saving = _make(model_dir, parallel, 1000, cpu_offload=True, recompute="full")
     for _ in range(2):
-        assert _step(saving) == _step(plain)
+        assert _step(saving, model) == _step(plain, model)
     _check_equal(saving, plain)
     plain.close()
     saving.close()
@@ -107,6 +109,16 @@ def main(model_dir: Path) -> None:
     layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     _save_memory(model_dir, layout)
     _save_memory(model_dir.parent / DEEP, CHUNKS)
+    experts = model_dir.parent / EXPERTS
+    _save_memory(experts, replicas, EXPERTS)
+    apart = dataclasses.replace(replicas, expert_model_parallel_size=2, use_distributed_optimizer=False)
+    _save_memory(experts, apart, EXPERTS)
+    shared = _make(experts, dataclasses.replace(replicas, expert_tensor_parallel_size=2), 1000)
+    limit_forward(shared, LIMIT)
+    with pytest.raises(SettingsError, match=r"where the other ranks wait for this one"):
+        _step(shared, EXPERTS)
+    shared.close()
+
     tensor = _make(model_dir, layout, 1000)
     limit_forward(tensor, LIMIT)
     with pytest.raises(

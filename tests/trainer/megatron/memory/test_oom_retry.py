@@ -12,7 +12,7 @@ from protocol.errors import SettingsError
 from tests.benchmarks.gpu_loop.job import WORDS, make_files
 from tests.benchmarks.trainer.samples import LongTail, batch_of
 from tests.trainer.megatron.launch import launch
-from tests.trainer.megatron.memory.memory_ranks import DEEP, limit_backward, limit_forward
+from tests.trainer.megatron.memory.memory_ranks import DEEP, EXPERTS, limit_backward, limit_forward
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.backends.base import StepStats
@@ -111,7 +111,8 @@ def test_one_sample_that_is_too_long_is_an_error_that_names_settings_and_changes
 def test_replicas_repeat_together_where_one_is_short_and_tensor_ranks_stop(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    save_model(DEEP, model_dir.parent)
+    for name in (DEEP, EXPERTS):
+        save_model(name, model_dir.parent)
     launch(2, "tests.trainer.megatron.memory.memory_ranks", str(model_dir), logs=tmp_path)
 
 
