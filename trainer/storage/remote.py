@@ -173,11 +173,12 @@ def _explained(url: str, done: str) -> Iterator[None]:
 
 
 def _move(source: Path, target: Path) -> None:
-    if not target.exists():
+    """Move a file or directory; what an existing directory has besides stays."""
+    if not (source.is_dir() and target.is_dir()):
         source.rename(target)
         return
     for path in source.iterdir():
-        path.rename(target / path.name)
+        _move(path, target / path.name)
     source.rmdir()
 
 

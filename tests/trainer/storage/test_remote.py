@@ -67,6 +67,13 @@ def test_what_is_uploaded_is_downloaded(remote: RemoteDirectory, tmp_path: Path)
     assert (run / "audit.jsonl").read_text() == "other of run/audit.jsonl"
 
 
+def test_a_download_that_was_cut_off_is_made_again(remote: RemoteDirectory, tmp_path: Path) -> None:
+    remote.upload(8, files_of(tmp_path / "local"))
+    for _ in range(2):  # of the first one the run's own files are missing, say
+        remote.download(8, {"checkpoint": tmp_path / "new"})
+    assert (tmp_path / "new/critic/rank").read_text() == "weights of checkpoint/critic/rank"
+
+
 def test_the_newest_copies_are_kept_and_their_exports(remote: RemoteDirectory, tmp_path: Path) -> None:
     for version in (1, 2, 3):
         export = tmp_path / f"step_{version:08d}"
