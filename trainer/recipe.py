@@ -53,6 +53,12 @@ def _problems_of_algorithm(
             "trainer.recompute_logprobs on, or leave it out",
         ),
         (
+            algorithm.importance_level != "token"
+            and not (trainer.recompute_logprobs and algorithm.importance_cap),
+            f"algorithm.importance_level: {algorithm.importance_level!r} says what algorithm.importance_cap "
+            "cuts, which is off: turn trainer.recompute_logprobs on and set the cap, or leave it out",
+        ),
+        (
             algorithm.entropy_target > 0 and not 0 <= algorithm.entropy_coef <= algorithm.entropy_coef_max,
             f"algorithm.entropy_coef: {algorithm.entropy_coef:g} is not between 0 and entropy_coef_max, "
             f"{algorithm.entropy_coef_max:g}, where entropy_target keeps it",
@@ -74,5 +80,11 @@ def _problems_of_optimizer(
             optimizer.name == "muon" and lora.rank > 0,
             "optimizer.name: 'muon' is for the matrices of a model, and lora.rank trains factors of them; "
             "use adamw",
+        ),
+        (
+            trainer.moe_router_bias_update_rate > 0 and lora.rank > 0,
+            f"trainer.moe_router_bias_update_rate: {trainer.moe_router_bias_update_rate:g} moves biases of "
+            "the base model, which adapters (lora.rank) leave as it is, also in engines and checkpoints; set "
+            "it to 0, or train without them",
         ),
     )

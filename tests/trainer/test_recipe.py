@@ -30,6 +30,8 @@ def test_what_fits_is_not_refused() -> None:
     check({"name": "m2po", "second_moment_threshold": 0.04}, {"num_mini_batches": 8, "epochs_per_batch": 3})
     check({"proximal_policy": "interpolated"}, {"recompute_logprobs": True})
     check({"entropy_target": 0.2, "entropy_coef": 0.001})
+    check({"importance_level": "sequence"}, {"recompute_logprobs": True})
+    check(trainer={"moe_router_bias_update_rate": 1e-3})
     check(trainer=REFERENCE, optimizer="muon")
     check(trainer=REFERENCE, optimizer="adamw_8bit", rank=4)
 
@@ -40,9 +42,18 @@ def test_what_fits_is_not_refused() -> None:
         ({"trainer": {"num_mini_batches": 9}}, "num_mini_batches: 9 mini-batches for the 8 samples"),
         ({"algorithm": {"name": "m2po"}}, "second_moment_threshold: 'm2po'"),
         ({"algorithm": {"proximal_policy": "interpolated"}}, r"turn trainer\.recompute_logprobs on"),
+        ({"algorithm": {"importance_level": "sequence"}}, r"turn trainer\.recompute_logprobs on and set"),
+        (
+            {
+                "algorithm": {"importance_level": "sequence", "importance_cap": 0.0},
+                "trainer": {"recompute_logprobs": True},
+            },
+            "importance_level: 'sequence'",
+        ),
         ({"algorithm": {"entropy_target": 0.2, "entropy_coef": 0.1}}, "0.1 is not between 0 and entropy_co"),
         ({"optimizer": "muon"}, "'muon' is for trainer.backend 'reference', and it is 'megatron'"),
         ({"optimizer": "muon", "trainer": REFERENCE, "rank": 4}, r"lora\.rank trains factors"),
+        ({"trainer": {"moe_router_bias_update_rate": 1e-3}, "rank": 4}, "0.001 moves biases of the base"),
     ],
 )
 def test_what_does_not_fit_is_named(given: dict[str, object], said: str) -> None:
