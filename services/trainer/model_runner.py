@@ -70,9 +70,15 @@ class ModelRunner:
         """Name of rank 0's GPU; empty where the model is on a CPU."""
         return self.rank.backend.device_name
 
-    def flops(self, plan: StepPlan) -> float | None:
-        """Return the FLOPs that the model needs for a step, if the backend counts them."""
-        return self.rank.backend.flops(plan.lengths, plan.totals.trained_tokens)
+    def flops(self, plan: StepPlan, epochs: int) -> float | None:
+        """Return the FLOPs that the model needs for a step, if the backend counts them.
+
+        Args:
+            plan: that of the step.
+            epochs: times that it trains each sample.
+        """
+        once = self.rank.backend.flops(plan.lengths, plan.totals.trained_tokens)
+        return None if once is None else once * epochs
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run blocking work in the model's thread."""

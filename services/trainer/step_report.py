@@ -30,7 +30,7 @@ class TrainedStep:
     plan: StepPlan
     stats: StepStats
     flops: float | None = None
-    """FLOPs that the model needs for the batch, if the backend counts them."""
+    """FLOPs that the model needs for all epochs of the batch, if the backend counts them."""
     dropped_lengths: Sequence[Sequence[int]] = ()
     """Tokens of each sample, for each group that the take dropped and whose record was there."""
 

@@ -199,7 +199,8 @@ class TrainLoop:
             plan, stats = await self._runner.train(
                 command, epoch=self._run.epoch, announce=self._announce_draft
             )
-        return TrainedStep(taken, plan, stats, self._runner.flops(plan), dropped_lengths)
+        flops = self._runner.flops(plan, command.epochs)
+        return TrainedStep(taken, plan, stats, flops, dropped_lengths)
 
     async def _publish(self, version: int) -> WeightManifest:
         """Publish the weights of a version; returns its manifest."""

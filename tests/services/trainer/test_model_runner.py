@@ -120,6 +120,14 @@ async def test_a_version_is_published_while_the_optimizer_makes_it(model_dir: Pa
         assert (made.digest, made.tensors) == (again.digest, again.tensors)
 
 
+async def test_flops_are_those_of_all_epochs_of_a_batch(model_dir: Path) -> None:
+    async with opened(model_dir, SeenSender()) as runner:
+        plan, _ = await runner.train(command(0))
+        once = runner.rank.backend.flops(plan.lengths, plan.totals.trained_tokens)
+        assert once is not None
+        assert [runner.flops(plan, epochs) for epochs in (1, 3)] == [once, 3 * once]
+
+
 async def test_steps_in_a_row_publish_each_its_own_weights(model_dir: Path, tmp_path: Path) -> None:
     found: dict[bool, list[int]] = {}
     for ahead in (True, False):
