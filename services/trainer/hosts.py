@@ -42,9 +42,15 @@ COMPARED = (
     "lora",
     "reference",
     "teacher",
+    "weights",
 )
 """Sections that have to be the same on all hosts."""
-MAY_DIFFER = frozenset({"model.path", "critic.path", "reference.path", "teacher.path", "trainer.threads"})
+MAY_DIFFER = frozenset(
+    {
+        *("model.path", "critic.path", "reference.path", "teacher.path"),
+        *("trainer.threads", "weights.directory", "weights.host"),
+    }
+)
 """Settings in them that a host may have of its own."""
 SEE_S = 30.0
 """How long another host looks for the marker of host 0: a network file system may show it late, seconds."""
@@ -99,6 +105,7 @@ def host_settings(settings: Settings) -> dict[str, Any]:
         for name, value in table.items()
         if f"{section}.{name}" not in MAY_DIFFER
     }
+    compared["setting engine.dtype"] = settings.engine.dtype  # each rank publishes its part in it
     models = {"the model's files": fetch_model(settings)}
     for role in FROZEN_ROLES:
         if directory := fetch_frozen(settings, role):

@@ -65,6 +65,27 @@ def test_a_host_with_another_setting_is_refused_by_its_name(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("weights.transport=nccl", "setting weights.transport: 'shm' on host 1 (name-1), 'nccl' on host 0"),
+        ("engine.dtype=float32", "setting engine.dtype: 'bfloat16' on host 1 (name-1), 'float32' on host 0"),
+    ],
+)
+def test_a_host_that_would_publish_its_part_in_another_way_is_refused(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    same = ("weights.transport=shm", "engine.dtype=bfloat16")
+    first = facts(prepared(tmp_path, *same, override), 0)
+    assert refusal(prepared(tmp_path, *same), first).startswith(said)
+
+
+def test_a_host_may_publish_from_an_address_of_its_own(tmp_path: Path) -> None:
+    settings = prepared(tmp_path, "weights.host=127.0.0.2")
+    (tmp_path / "hosts-1f").touch()
+    check_host(settings, SECOND, facts(settings, 1), facts(prepared(tmp_path), 0, "hosts-1f"))
+
+
 def test_a_host_with_another_model_is_refused(tmp_path: Path) -> None:
     first = facts(prepared(tmp_path / "a"), 0)
     settings = prepared(tmp_path / "b")
