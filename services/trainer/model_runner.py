@@ -30,6 +30,9 @@ from trainer.weights.shared import SharedSender
 
 T = TypeVar("T")
 
+IDLE_S = 60.0
+"""The other ranks hear from rank 0 at least this often, so that their wait is bounded."""
+
 
 class ModelRunner:
     """The model as the event loop uses it."""
@@ -83,6 +86,12 @@ class ModelRunner:
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run blocking work in the model's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def idle_loop(self) -> None:
+        """Let the other ranks know that rank 0 lives, whatever it waits for, until cancelled."""
+        while True:
+            await asyncio.sleep(IDLE_S)
+            await self.run(self.rank.idle)
 
     async def take_device(self) -> None:
         """In a colocated run, have the engines sleep and move the trainer's state back to the GPU.

@@ -72,7 +72,10 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
             turn.broadcaster = broadcaster
         process.info["endpoints"] = {WEIGHTS.name: broadcaster.endpoint}
         try:
-            await _train(run, runner)
+            async with asyncio.TaskGroup() as tasks:
+                idle = tasks.create_task(runner.idle_loop(), name="ranks.idle")
+                await _train(run, runner)
+                idle.cancel()
             await runner.run(runner.rank.exit)
         finally:
             run.spool.close()

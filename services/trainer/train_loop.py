@@ -8,7 +8,6 @@ engines find in the ledger.
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 
 from protocol.codec import encode_payload
@@ -42,8 +41,6 @@ TAKE_POLL_S = (0.003, 0.05)
 """Seconds between two attempts to take a batch: the first, and the longest."""
 HALT_POLL_S = 1.0
 """Seconds between two reads of the ledger during a halt."""
-IDLE_S = 60.0
-"""The other ranks hear from rank 0 at least this often, so that their wait is bounded."""
 
 
 class TrainLoop:
@@ -110,7 +107,7 @@ class TrainLoop:
 
     async def _take(self) -> Taken | None:
         """Wait for the next batch; None if the process is to stop or no more groups can come."""
-        delay, last_idle = TAKE_POLL_S[0], time.monotonic()
+        delay = TAKE_POLL_S[0]
         with self._process.waiting("groups") as set_detail:
             while not self._process.stop.is_set():
                 self._checkpointer.check()
@@ -129,9 +126,6 @@ class TrainLoop:
                 await self._runner.leave_device()  # engines that share it have to generate first
                 await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
-                if time.monotonic() - last_idle > IDLE_S:
-                    last_idle = time.monotonic()
-                    await self._runner.run(self._runner.rank.idle)
         return None
 
     async def _step(self, taken: Taken) -> LedgerStatus:
@@ -171,12 +165,8 @@ class TrainLoop:
         ledger, stop = self._process.ledger, self._process.stop
         await ledger.halt(self._run.epoch, cause)
         with self._process.waiting("the halt to end: tether drain D --off"):
-            last_idle = time.monotonic()
             while not stop.is_set() and (await ledger.status()).halted:
                 await self._process.stopped_within(HALT_POLL_S)
-                if time.monotonic() - last_idle > IDLE_S:
-                    last_idle = time.monotonic()
-                    await self._runner.run(self._runner.rank.idle)
 
     async def _train(self, taken: Taken) -> TrainedStep:
         """Make one optimizer step on a batch; have engines abort what the take has dropped."""

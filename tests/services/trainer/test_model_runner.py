@@ -14,6 +14,7 @@ import torch
 from protocol.codec import encode_payload
 from protocol.errors import WeightError
 from protocol.messages import WeightDraft, WeightManifest
+from services.trainer import model_runner
 from services.trainer.model_runner import ModelRunner
 from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
@@ -21,6 +22,7 @@ from tests.trainer.megatron.models import OPTIMIZER, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
+from trainer.backends.scripted import ScriptedBackend
 from trainer.config import ParallelConfig, TrainerConfig, WeightConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.memory import host_optimizer
@@ -118,6 +120,33 @@ async def test_a_version_is_published_while_the_optimizer_makes_it(model_dir: Pa
         assert made.digest != first.digest
         again = await runner.publish("e", 3)
         assert (made.digest, made.tensors) == (again.digest, again.tensors)
+
+
+class HeardLeader(LeaderRank):
+    """Rank 0 that says when the others have heard from it twice."""
+
+    def __init__(self, models: RankModels) -> None:
+        super().__init__(models, ALGORITHM)
+        self.heard, self._times = threading.Event(), 0
+
+    def idle(self) -> None:
+        super().idle()
+        self._times += 1
+        if self._times == 2:
+            self.heard.set()
+
+
+async def test_other_ranks_hear_from_rank_0_while_it_waits_for_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_runner, "IDLE_S", 0.0)
+    leader = HeardLeader(RankModels(ScriptedBackend(trainer=TrainerConfig())))
+    runner = ModelRunner(leader, SeenSender(), ThreadPoolExecutor(1), engine_dtype="float32")
+    async with asyncio.TaskGroup() as tasks:
+        idle = tasks.create_task(runner.idle_loop())
+        assert await asyncio.to_thread(leader.heard.wait, 60)  # a checkpoint that is written, say
+        idle.cancel()
+    await runner.close()
 
 
 async def test_flops_are_those_of_all_epochs_of_a_batch(model_dir: Path) -> None:
