@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.backends.base import StepStats
+from trainer.backends.base import NOTHING_TRAINED, StepStats
 from trainer.backends.rank_commands import StepCommand, of_all_replicas
 from trainer.batch import Batch
 from trainer.functional.corrections import second_moment_limit
@@ -34,7 +34,8 @@ def _update(models: RankModels, batch: Batch) -> StepStats:
 
     The first steps of a run may train the critic alone.
     """
-    critic, stats = models.critic, StepStats(trained_tokens=batch.totals.trained_tokens)
+    critic, tokens = models.critic, batch.totals.trained_tokens
+    stats = StepStats(tokens, skipped="" if tokens else NOTHING_TRAINED)
     if critic is None or batch.step >= critic.config.critic_warmup_steps:
         stats = models.policy.train_step(batch)
     if critic is not None:

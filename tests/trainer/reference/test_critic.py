@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,6 +14,7 @@ from tests.trainer.groups import whole
 from tests.trainer.megatron.models import save_model
 from tests.trainer.roles.ppo_steps import ALGORITHM, CRITIC, command, make_models
 from trainer.algorithms import make_algorithm
+from trainer.backends.base import NOTHING_TRAINED
 from trainer.backends.leader import LeaderRank
 from trainer.backends.step import plan_command
 from trainer.reference.critic import ReferenceCritic
@@ -77,6 +79,14 @@ def test_while_the_critic_warms_up_the_policy_stays(tiny: Path) -> None:
     leader.train(command(3))
     last = weights_of(models)
     assert {n.partition(".")[0] for n in before if not torch.equal(last[n], after[n])} == {"critic", "policy"}
+
+
+def test_a_step_of_the_warm_up_without_a_trained_token_is_skipped(tiny: Path) -> None:
+    models = make_models("reference", tiny, critic=replace(CRITIC, critic_warmup_steps=10))
+    leader, before = LeaderRank(models, RECIPE), weights_of(models)
+    stats = leader.train(msgspec.structs.replace(command(2), step=9))[1]  # all tokens are over the bound
+    assert (stats.skipped, stats.updates, stats.updates_skipped) == (NOTHING_TRAINED, 0, 1)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(models).items())
 
 
 def test_the_head_of_a_classifier_is_taken_over(tiny: Path, tmp_path: Path) -> None:
