@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import NOTHING_READ, Environment, EnvironmentConfig, PromptTokens, Sample
@@ -20,6 +21,8 @@ from rollout.strays import Strays
 from rollout.trajectory import assemble, turn_texts
 
 DEFAULT = EnvironmentConfig()
+ENGINE = "engine"
+"""Reason of a group that its engine failed, whatever its prompt is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,13 @@ async def generate_group(
     )  # fmt: skip
     rollout = turn_texts(rollout, renderer.text) if with_turn_texts else rollout
     return _for_readers(rollout, read.tokens, samples, renderer)
+
+
+def failure_reason(error: Exception) -> str:
+    """Return why a group was not generated or sent: `episode`, `engine` or `prompt`."""
+    if isinstance(error, EpisodeError):
+        return "episode"
+    return ENGINE if isinstance(error, EngineError) and not isinstance(error, InvalidRequest) else "prompt"
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
 from rollout.episodes import EpisodeReport
-from rollout.generate import generate_group
+from rollout.generate import ENGINE, failure_reason, generate_group
 from rollout.prompts.base import PromptSource
 from rollout.render import Renderer
 from rollout.sessions.record import Recording
@@ -354,12 +354,15 @@ class GroupRunner:
                 raise LeaseLost from refusal
 
     async def _fail(self, lease: Lease, error: Exception) -> None:
-        """Hand back a group that cannot be generated or sent, or drop it after `prompt_failures` attempts."""
-        reason = "episode" if isinstance(error, EpisodeError) else "prompt"
+        """Hand back a group that cannot be generated or sent, or drop it after `prompt_failures` attempts.
+
+        One that the engine failed is only handed back: another attempt may succeed.
+        """
+        reason = failure_reason(error)
         log.warning("group.failed group=%d attempt=%d error=%s", lease.group, lease.attempt, error)
         self._process.metrics.count("group.failed")
         with contextlib.suppress(Refused):
-            if lease.attempt >= self._config.prompt_failures:
+            if reason != ENGINE and lease.attempt >= self._config.prompt_failures:
                 await self._process.ledger.drop(lease.group, lease.token, reason)
             else:
                 await self._process.ledger.release(lease.group, lease.token, reason)

@@ -25,6 +25,11 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
         "logs/rollout.*.log",
         "fix the prompts or [render], or shorten them to fit engine.max_model_len",
     ),
+    "engine": (
+        "the engine failed to generate groups",
+        "logs/rollout.*.log (group.failed)",
+        "fix the engine or its settings",
+    ),
     "episode": (
         "too many samples of a group failed in the environment",
         "logs/rollout.*.log (episode.failed)",

@@ -134,7 +134,8 @@ class RolloutConfig:
     drain_s: Annotated[float, Meta(ge=0, le=1e6)] = 10.0
     """Seconds in which a stopping worker finishes the groups it holds before it hands them back."""
     prompt_failures: Annotated[int, Meta(ge=0, le=10**6)] = 1
-    """Attempts of a prompt that cannot be rendered or generated before its group is dropped."""
+    """Attempts of a prompt that cannot be rendered or generated before its group is dropped. What an engine
+    fails for another reason counts for `bound.max_attempts` alone."""
 
 
 @dataclass(frozen=True, slots=True)

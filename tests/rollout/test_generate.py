@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import EngineError, SettingsError
+from protocol.errors import (
+    EngineError,
+    EpisodeError,
+    FrameTooLarge,
+    InvalidRequest,
+    SettingsError,
+    Unsupported,
+)
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import decode_rollout
 from protocol.turns import turns_of
@@ -19,7 +26,7 @@ from rollout.engines.scripted import ScriptedEngine
 from rollout.environments.base import Environment, EnvironmentConfig, Generate, Sample
 from rollout.environments.episode import Episode, EpisodeEnvironment
 from rollout.environments.registry import make_environment
-from rollout.generate import generate_group
+from rollout.generate import failure_reason, generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import PromptTooLong, RenderConfig, Renderer
 from tests.rollout.tokenizers import write_tokenizer
@@ -246,3 +253,18 @@ async def test_texts_are_sent_where_a_verifier_may_ask_for_them(tmp_path: Path) 
     assert rollout.turns is not None
     assert RewardConfig(verifiers=(VerifierConfig("function"),)).may_score_turns
     assert not RewardConfig(verifiers=(VerifierConfig("math"),)).may_score_turns
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (EngineError("engine rollout.0: no answer to marks: none within 60 s"), "engine"),
+        (Unsupported("engine rollout.0 cannot sleep"), "engine"),
+        (InvalidRequest("request 7/0: the prompt is empty"), "prompt"),
+        (SettingsError("row 7: no field prompt"), "prompt"),
+        (FrameTooLarge("2000 bytes"), "prompt"),
+        (EpisodeError("call_s", "no answer"), "episode"),
+    ],
+)
+def test_only_what_is_wrong_with_the_request_is_blamed_on_the_prompt(error: Exception, reason: str) -> None:
+    assert failure_reason(error) == reason

@@ -47,6 +47,9 @@ class Versioned(ScriptedEngine):
     def running(self) -> int:
         return len(self._running)
 
+    async def abort_all(self) -> None:
+        await self.abort(list(self._running))
+
     async def generate(self, request: Request) -> Completion:
         version = self._served.version
         completion = await super().generate(request)

@@ -57,3 +57,19 @@ async def test_a_group_too_large_to_send_is_handed_back_and_the_worker_goes_on(t
     async with world.running(E=1, B=1):
         await world.environment.next_calls()
         await eventually(lambda: world.environment.in_tool == SAMPLES)  # under the next lease
+
+
+async def test_a_group_that_the_engine_fails_is_leased_again_and_never_dropped_for_its_prompt(
+    tmp_path: Path,
+) -> None:
+    world = SessionWorld(MemoryRig(), tmp_path, 2, ())
+    async with world.running(E=1, B=1):
+        await world.engine.pause()
+        for _ in range(SAMPLES):
+            world.environment.may_call.release()
+        await eventually(lambda: world.engine.running == SAMPLES)
+        await world.engine.abort_all()
+        await world.engine.resume()
+        await eventually(lambda: world.environment.in_tool == SAMPLES)  # under the next lease
+        assert [held.lease.attempt for held in world.runner._held.values()] == [2]
+        assert (await world.ledger.status()).dropped_by_reason == {}
