@@ -3,6 +3,7 @@
 `protocol/host/curve_keys.py` says which files there are.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ import zmq.auth
 from zmq.utils import z85
 
 from protocol.errors import SettingsError
+from protocol.host.atomic_file import directory_written_aside
 from protocol.host.curve_keys import load_authorized, load_pair, load_public
 from services.bus.pump import Pump
 from services.bus.stats import BusStats
@@ -23,27 +25,44 @@ log = logging.getLogger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"tether"
+AUTHORIZED = "authorized/client.key"
+KEY_FILES = ("server.key_secret", "server.key", "client.key_secret", "client.key", AUTHORIZED)
+"""In the order in which they are put in place: the last one says that all are there."""
+MADE = ".made"
+"""Folder in a directory of keys: all files of new ones, until they are in place."""
 
 
 def create_keys(directory: str | Path) -> None:
     """Make a server and a client key pair in `directory`, and authorize the client.
 
-    The secret keys are readable by their owner only.
+    The secret keys are readable by their owner only. A call that was interrupted is finished by the next one.
 
     Raises:
         SettingsError: if there are keys already: replacing them would lock out running peers.
     """
     root = Path(directory)
-    taken = [name for name in ("server.key", "client.key") if (root / name).exists()]
-    if taken:
-        raise SettingsError(f"{root}: {taken[0]} exists; use an empty directory or delete the old keys")
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    root.chmod(0o700)
-    (root / "authorized").mkdir(mode=0o700, exist_ok=True)
+    made = root / MADE
+    if not made.is_dir():
+        taken = [name for name in ("server.key", "client.key") if (root / name).exists()]
+        if taken:
+            raise SettingsError(f"{root}: {taken[0]} exists; use an empty directory or delete the old keys")
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)
+        with directory_written_aside(made) as aside:
+            _make_pairs(aside)
+    (root / AUTHORIZED).parent.mkdir(mode=0o700, exist_ok=True)
+    for name in KEY_FILES:
+        with contextlib.suppress(FileNotFoundError):  # in place already
+            os.replace(made / name, root / name)
+    shutil.rmtree(made)
+
+
+def _make_pairs(directory: Path) -> None:
     for name in ("server", "client"):
-        _, secret = zmq.auth.create_certificates(root, name)
+        _, secret = zmq.auth.create_certificates(directory, name)
         os.chmod(secret, 0o600)
-    shutil.copyfile(root / "client.key", root / "authorized" / "client.key")
+    (directory / AUTHORIZED).parent.mkdir(mode=0o700)
+    shutil.copyfile(directory / "client.key", directory / AUTHORIZED)
 
 
 def secure_server(socket: zmq.Socket[bytes], directory: str) -> None:

@@ -1,6 +1,7 @@
 """Binding and CURVE: which addresses may be bound, and which keys may connect."""
 
 import asyncio
+import os
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -10,11 +11,11 @@ import pytest
 import zmq
 
 from protocol.errors import SettingsError
-from protocol.host.curve_keys import load_authorized
+from protocol.host.curve_keys import load_authorized, load_pair, load_public
 from protocol.messages import Hello
 from protocol.topics import ROLLOUTS, SCORED, TOPICS
 from services.bus.config import BusConfig, bind_address, is_loopback, public_endpoint
-from services.bus.curve import create_keys, main
+from services.bus.curve import KEY_FILES, create_keys, main
 from tests.services.bus.harness import (
     QUICK,
     Raw,
@@ -151,6 +152,29 @@ def test_keys_are_private_and_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="exists"):
         create_keys(tmp_path / "keys")
     assert [path.read_bytes() for path in secrets] == before
+
+
+@pytest.mark.parametrize("moved", range(len(KEY_FILES)))
+def test_keys_whose_making_was_interrupted_are_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: int
+) -> None:
+    replace, left = os.replace, iter(range(moved))
+
+    def interrupted(source: Path, target: Path) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr("services.bus.curve.os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        create_keys(tmp_path)
+    monkeypatch.undo()
+    placed = {name: (tmp_path / name).read_bytes() for name in KEY_FILES[:moved]}
+    create_keys(tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in KEY_FILES[:moved]} == placed
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["authorized", *KEY_FILES[:4]])
+    assert load_authorized(tmp_path) == {load_pair(tmp_path, "client")[0]}
+    assert load_pair(tmp_path, "server")[0] == load_public(tmp_path, "server")
 
 
 def test_key_command_makes_keys_once(
