@@ -48,7 +48,7 @@ class Process:
             "started": time.time(),
         }
         """Facts that the registry shows about this process, JSON types; services add their own."""
-        self._waits: dict[str, float] = {}
+        self._waits: dict[object, tuple[str, float]] = {}
         self._work: dict[str, list[float]] = {}
         self._registering = asyncio.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
@@ -64,28 +64,27 @@ class Process:
     @property
     def waits(self) -> list[str]:
         """What the process waits for now."""
-        return list(self._waits)
+        return list(dict.fromkeys(what for what, _ in self._waits.values()))
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
         """Note that the process waits for `what`; shown in the registry, the metrics and `tether status`.
 
+        Blocks may overlap: of several that wait for the same, the longest wait is shown.
+
         Yields:
             A function that adds the reason while the wait lasts: `set_detail("bound")`.
         """
-        since, shown = time.monotonic(), what
-        self._waits[shown] = since
+        since, block = time.monotonic(), object()
+        self._waits[block] = what, since
 
         def set_detail(reason: str) -> None:
-            nonlocal shown
-            self._waits.pop(shown, None)
-            shown = f"{what}: {reason}"
-            self._waits[shown] = since
+            self._waits[block] = f"{what}: {reason}", since
 
         try:
             yield set_detail
         finally:
-            self._waits.pop(shown, None)
+            del self._waits[block]
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
@@ -115,7 +114,8 @@ class Process:
         for refresh in self.on_heartbeat:
             refresh()
         now = time.monotonic()
-        waits = {what: round(now - since, 1) for what, since in self._waits.items()}
+        newest_first = sorted(self._waits.values(), key=lambda wait: -wait[1])
+        waits = {what: round(now - since, 1) for what, since in newest_first}
         self.metrics.waiting.clear()
         by_length = sorted(waits.items(), key=lambda wait: wait[1])
         for what, seconds in by_length:  # of waits that differ only in a number, the longest is written last

@@ -102,6 +102,18 @@ async def test_waits_are_shown_while_they_last(served: Served) -> None:
     assert not [name for name, _ in await served.samples() if name == "tether_waiting_seconds"]
 
 
+async def test_a_wait_lasts_until_the_last_of_those_that_wait_for_the_same_ends() -> None:
+    process = Process(Role.INGEST, Settings(), MemoryLedger(), "ingest.0")  # type: ignore[arg-type]
+    with process.waiting("spool") as set_detail:
+        with process.waiting("spool"):
+            assert process.waits == ["spool"]
+        assert process.waits == ["spool"]
+        with process.waiting("spool"):
+            set_detail("disk full")
+            assert process.waits == ["spool: disk full", "spool"]
+    assert process.waits == []
+
+
 async def test_a_path_that_nobody_serves_is_404(served: Served) -> None:
     assert (await served.get("/nothing"))[0] == 404
 
