@@ -69,30 +69,30 @@ class SampleBrowser:
         )
         return _nothing(steps, where)
 
-    def read_step(self, step: int, group: int | None = None) -> list[ScoredRollout]:
-        """Return `group` of a step, or its groups, at most `MAX_GROUPS`; empty if their records are nowhere.
+    def read_step(self, step: int, group: int | None = None, first: int = 0) -> list[ScoredRollout]:
+        """Return `group` of a step, or its groups, at most `MAX_GROUPS` from the one at `first` on.
+
+        Empty if their records are nowhere.
 
         Raises:
             TetherError: a record cannot be read; names it.
         """
-        return _scored(self._records(step, group))
+        return _scored(self._records(step, group, first))
 
     def read_group(self, group: int, token: str) -> list[ScoredRollout]:
         """Return a group that was accepted and is not archived yet; empty if the spool does not have it."""
         return _scored(self._from_spool([(group, token)]))
 
-    def _records(self, step: int, group: int | None) -> Sequence[bytes]:
+    def _records(self, step: int, group: int | None, first: int) -> Sequence[bytes]:
         """Read the encoded groups of a step, or one: from the spool, else from the archive.
 
         In this order a step that the trainer moves meanwhile is not missed.
         """
         keys = [key for key in self._tail.trained_groups(step) if group in (None, key[0])]
-        return (
-            self._from_spool(keys[:MAX_GROUPS])
-            or [record.payload for record in self._archive.records(step) if group in (None, record.group)][
-                :MAX_GROUPS
-            ]
-        )
+        part = slice(first, first + MAX_GROUPS)
+        if records := self._from_spool(keys[part]):
+            return records
+        return [item.payload for item in self._archive.records(step) if group in (None, item.group)][part]
 
     def _from_spool(self, keys: Sequence[tuple[int, str]]) -> Sequence[bytes]:
         if keys and self._spool.is_file():

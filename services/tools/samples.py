@@ -1,7 +1,7 @@
 """Reads what the models of a run wrote, from its directory: for `tether samples` and `tether trace`."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import Moment, trace
 from services.observability.printable import printable
 from services.run_files.event_tail import EventTail, filtered_group
-from services.run_files.samples import SampleBrowser, describe_group
+from services.run_files.samples import MAX_GROUPS, SampleBrowser, describe_group
 
 MAX_TEXT = 1_000_000
 """Characters printed of a text."""
@@ -53,8 +53,9 @@ def find_samples(run_dir: Path, step: int | None, group: int | None, limit: int)
             known = ", ".join(str(message.rollout.group) for message in messages)
             raise SettingsError(f"step {step} did not train group {group}; its groups: {known}")
         messages = chosen
-    filtered_before = tail.filtered_groups(step) if group is None and step is not None else []
-    return {**_limited(step, messages, limit), "filtered": filtered_before}
+    if group is not None or step is None:
+        return {**_limited(step, messages, limit), "filtered": []}
+    return {**_limited(step, _all_of(browser, step, messages), limit), "filtered": tail.filtered_groups(step)}
 
 
 def samples_of_trace(run_dir: Path, group: int, moments: Sequence[Moment]) -> Facts | str:
@@ -147,14 +148,23 @@ def _of_moments(
     )
 
 
-def _limited(step: int | None, messages: Sequence[ScoredRollout], limit: int) -> Facts:
+def _all_of(browser: SampleBrowser, step: int, messages: Sequence[ScoredRollout]) -> Iterator[ScoredRollout]:
+    """Yield `messages`, the first `MAX_GROUPS` groups of a step, then its others, read a part at a time."""
+    for first in count(MAX_GROUPS, MAX_GROUPS):
+        yield from messages
+        if len(messages) < MAX_GROUPS:
+            return
+        messages = browser.read_step(step, first=first)
+
+
+def _limited(step: int | None, messages: Iterable[ScoredRollout], limit: int) -> Facts:
     groups: list[Facts] = []
-    left = limit
+    left, total = limit, 0
     for message in messages:
+        total += len(message.rewards.numpy())
         if left > 0:
             groups.append(describe_group(message, step, MAX_TEXT, left))
             left -= len(groups[-1]["samples"])
-    total = sum(len(message.rewards.numpy()) for message in messages)
     return {"step": step, "groups": groups, "left_out": total - sum(len(item["samples"]) for item in groups)}
 
 

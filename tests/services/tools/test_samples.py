@@ -84,6 +84,10 @@ def test_a_group_is_found_wherever_it_stands_in_a_large_step(run_dir: Path) -> N
         assert [group["group"] for group in find_samples(run_dir, step, 6, 8)["groups"]] == [6]
     with pytest.raises(SettingsError, match="step 2 did not train group 5; its groups: 1000, 1001, "):
         find_samples(run_dir, 2, 5, 8)
+    facts = find_samples(run_dir, 2, None, 8)
+    samples = len(message.rewards.numpy())
+    assert sum(len(group["samples"]) for group in facts["groups"]) == 8
+    assert facts["left_out"] == (MAX_GROUPS + 1) * samples - 8
 
 
 def test_turns_that_were_scored_are_shown_below_their_sample() -> None:
