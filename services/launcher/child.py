@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -25,6 +26,10 @@ log = logging.getLogger("tether.up")
 
 BACKOFF_S = (0.2, 5.0)
 RESTART_WINDOW_S = 60.0
+MAX_LOG_BYTES = 32 << 20
+"""Size from which the log of a service is cut; what it had replaces NAME.log.1."""
+LOG_CHECK_S = 30.0
+"""Seconds between two checks of the size of a log while its service runs."""
 
 
 class ServiceFailed(TetherError):
@@ -83,6 +88,8 @@ class SupervisedProcess:
         self._is_over = is_over
         self._log_start = 0
         """Where the output of the last process begins in the log."""
+        self._is_log_cut = False
+        """Whether the log was cut while the last process wrote to it."""
 
     @property
     def registers(self) -> bool:
@@ -118,14 +125,13 @@ class SupervisedProcess:
         self.finished.set()
 
     async def _keep_running(self) -> None:
-        delay = BACKOFF_S[0]
         while not self._stopping:
             code = await self._run_once()
             if self._stopping or (
                 code == 0 and self.spec.finishes and (self._is_over is None or await self._is_over())
             ):
                 break
-            last_line = last_log_line(self.log_path, start=self._log_start)
+            last_line = self._last_line()
             if code == EXIT_SETTINGS:
                 raise SettingsError(last_line or f"{self.spec.name}: wrong settings, see {self.log_path}")
             now = time.monotonic()
@@ -145,10 +151,11 @@ class SupervisedProcess:
                 self.restarts,
                 last_line,
             )
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, BACKOFF_S[1])
+            await asyncio.sleep(backoff_s(len(self._deaths)))
 
     async def _run_once(self) -> int:
+        await asyncio.to_thread(cut_log, self.log_path)
+        self._is_log_cut = False
         with self.log_path.open("ab") as output:
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
@@ -170,10 +177,24 @@ class SupervisedProcess:
         if self._stopping:  # stopped during its start: it holds nothing yet
             self._kill_session()
         try:
-            return await self._process.wait()
+            return await self._ended(self._process)
         finally:
             self._kill_session()
             await self._process.wait()
+
+    async def _ended(self, process: asyncio.subprocess.Process) -> int:
+        """Return the exit code of the process once it has ended; cut its log until then."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOG_CHECK_S):
+                    return await process.wait()
+            if await asyncio.to_thread(cut_log, self.log_path):
+                self._log_start, self._is_log_cut = 0, True
+
+    def _last_line(self) -> str:
+        """Return the last line of the last process; it may have written it just before the log was cut."""
+        line = last_log_line(self.log_path, start=self._log_start)
+        return line or (last_log_line(older_log(self.log_path)) if self._is_log_cut else "")
 
     async def stop(self, drain_s: float) -> None:
         """Send SIGTERM and wait `drain_s` seconds; then kill the process and everything that it started."""
@@ -212,6 +233,34 @@ def inherited_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL"
     }
+
+
+def backoff_s(deaths: int) -> float:
+    """Return the seconds before a service that died so often within `RESTART_WINDOW_S` is started again."""
+    return min(BACKOFF_S[0] * 2.0 ** min(deaths - 1, 10), BACKOFF_S[1])
+
+
+def older_log(log_path: Path) -> Path:
+    """Return where the part of a log is kept that was cut off."""
+    return log_path.with_name(f"{log_path.name}.1")
+
+
+def cut_log(log_path: Path, limit: int = MAX_LOG_BYTES) -> bool:
+    """Empty a log of more than `limit` bytes, and keep what it had beside it; return whether it was cut.
+
+    The service may be writing: it appends, so it continues at the new end. If there is no room for the copy,
+    the log stays as it is, which is logged.
+    """
+    try:
+        if not log_path.exists() or log_path.stat().st_size <= limit:
+            return False
+        with log_path.open("r+b") as log_file, older_log(log_path).open("wb") as older:
+            shutil.copyfileobj(log_file, older)
+            log_file.truncate(0)
+    except OSError as error:
+        log.warning("log.not_cut path=%s error=%s", log_path, error)
+        return False
+    return True
 
 
 def last_log_line(log_path: Path, limit: int = 300, start: int = 0) -> str:

@@ -17,8 +17,19 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from services.launcher.child import ServiceFailed, ServiceSpec, SupervisedProcess, last_log_line
+from services.launcher.child import (
+    BACKOFF_S,
+    MAX_LOG_BYTES,
+    ServiceFailed,
+    ServiceSpec,
+    SupervisedProcess,
+    backoff_s,
+    cut_log,
+    last_log_line,
+    older_log,
+)
 from tests.integration.loop import ROOT
+from tests.services.bus.harness import eventually
 
 PROGRAM = "tests.services.launcher.child_program"
 
@@ -135,6 +146,49 @@ async def test_an_end_without_a_word_is_not_blamed_on_an_earlier_one(
     child.log_path.write_text("tether worker: setting x is wrong\n")
     with pytest.raises(ServiceFailed, match="last with exit code 3: it said nothing"):
         await child.keep_running()
+
+
+async def test_a_large_log_is_put_aside_before_a_start(make: Callable[..., SupervisedProcess]) -> None:
+    child = make("3 out of cheese", restarts=0)
+    with child.log_path.open("wb") as log:
+        log.truncate(MAX_LOG_BYTES + 1)
+    with pytest.raises(ServiceFailed, match="out of cheese"):
+        await child.keep_running()
+    assert child.log_path.read_text() == "out of cheese\n"
+    assert older_log(child.log_path).stat().st_size == MAX_LOG_BYTES + 1
+
+
+async def test_a_log_is_cut_while_its_service_runs_and_the_last_line_is_still_known(
+    make: Callable[..., SupervisedProcess], roll: Roll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.launcher.child.LOG_CHECK_S", 0.01)
+    child = make("serve", restarts=0, optional=True)
+    async with kept(child):
+        caller = await roll.caller()
+        with child.log_path.open("ab") as log:
+            log.truncate(MAX_LOG_BYTES)
+            log.write(b"\nout of cheese\n")
+        await eventually(lambda: child.log_path.stat().st_size == 0)
+        os.kill(caller.pid, signal.SIGKILL)
+    assert "out of cheese" in child.given_up
+
+
+def test_who_appends_to_a_log_goes_on_at_its_new_end(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    for turn in ("one", "two"):
+        with path.open("ab", buffering=0) as log:
+            log.write(turn.encode())
+            assert not cut_log(path, limit=3)
+            log.write(b" lines")
+            assert cut_log(path, limit=3)
+            log.write(b"next")
+        assert (older_log(path).read_text(), path.read_text()) == (f"{turn} lines", "next")
+        path.unlink()
+
+
+def test_a_service_that_has_run_well_for_a_while_is_started_at_once_again() -> None:
+    assert [backoff_s(deaths) for deaths in (1, 2, 3)] == [0.2, 0.4, 0.8]
+    assert backoff_s(10**6) == BACKOFF_S[1]
 
 
 async def test_wrong_settings_are_not_tried_again(make: Callable[..., SupervisedProcess]) -> None:
