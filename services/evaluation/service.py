@@ -7,6 +7,7 @@ checkpoint. Waits for: snapshots. Nobody waits for it but `tether up` at the end
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,6 +42,8 @@ POLL_S = 0.5
 """Seconds between two searches for a snapshot."""
 RETRY_S = 5.0
 """Seconds after which a version that could not be staged is tried again."""
+ATTEMPTS = 3
+"""Attempts to stage a snapshot before it is left out: a damaged one keeps no other from being scored."""
 
 
 async def serve(process: Process) -> None:
@@ -84,6 +87,8 @@ class Evaluator:
         self._sets = sets
         wanted = best_score(self._settings.eval)
         self._best = BestCheckpoint(self._settings, BestScore(wanted.set or next(iter(sets)), wanted.metric))
+        self._failed: Counter[str] = Counter()
+        """Attempts to stage by the directory of the snapshot."""
         self._meter = BusyMeter()
         process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
 
@@ -102,8 +107,7 @@ class Evaluator:
             except WeightError as error:
                 if not Path(snapshot.location).is_dir():  # the trainer has removed it for a newer one
                     continue
-                self._process.metrics.count("weights.failed")
-                log.warning("weights.failed version=%d error=%s", snapshot.version, error)
+                self._note_failed(snapshot, error)
                 await asyncio.sleep(RETRY_S)
                 continue
             with self._meter.working():
@@ -112,11 +116,25 @@ class Evaluator:
     def _next(self) -> WeightManifest | None:
         """Return the snapshot to score next; remove those that were scored."""
         scored = {evaluation.key for evaluation in read_evaluations(self._run_dir)}
-        snapshots = read_snapshots(self._run_dir)
+        snapshots = self._snapshots()
         for snapshot in snapshots:
             if is_scored(snapshot, scored, self._sets):
                 remove_snapshot(snapshot)
         return next_snapshot(snapshots, scored, self._sets)
+
+    def _snapshots(self) -> list[WeightManifest]:
+        """Return the snapshots that are there, but for those that are left out."""
+        return [s for s in read_snapshots(self._run_dir) if self._failed[s.location] < ATTEMPTS]
+
+    def _note_failed(self, snapshot: WeightManifest, error: WeightError) -> None:
+        self._process.metrics.count("weights.failed")
+        log.warning("weights.failed version=%d error=%s", snapshot.version, error)
+        self._failed[snapshot.location] += 1
+        if self._failed[snapshot.location] == ATTEMPTS:
+            self._process.metrics.count("evaluation.left_out")
+            log.error(
+                "evaluation.left_out snapshot=%s attempts=%d error=%s", snapshot.location, ATTEMPTS, error
+            )
 
     async def _evaluate(self, snapshot: WeightManifest) -> None:
         """Score a version, which the engine serves, on the sets that have no line yet."""
@@ -141,7 +159,7 @@ class Evaluator:
         """Count the versions before this one that were due, have no scores and will not get any."""
         rows = list(read_evaluations(self._run_dir))
         due = due_versions(self._settings.eval.every, min(row.version for row in rows), version)
-        waiting = {snapshot.version for snapshot in read_snapshots(self._run_dir)}
+        waiting = {snapshot.version for snapshot in self._snapshots()}
         skipped = [v for v in unscored_versions(rows, due) if v not in waiting]
         if len(skipped) > self._process.info.get("skipped", 0):
             log.warning("evaluation.skipped versions=%s reason=slower than eval.every", skipped[-20:])
