@@ -16,6 +16,7 @@ from protocol.host.parent_death import die_with_parent
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
+from services.ledger_recovery.fencing import why_fenced
 from services.observability.steps import StepLog
 from services.preflight.memory import check_host_memory
 from services.runtime.errors import configure_logging, describe_error
@@ -83,15 +84,14 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
 
 
 async def _train(run: OpenRun, runner: ModelRunner) -> None:
-    """Take the run over and make steps; raise one clear error if another trainer takes it over."""
+    """Take the run over and make steps; raise one clear error if something else takes it over."""
     try:
         await _take_over_and_step(run, runner)
     except* Refused as refusals:
         if refusals.subgroup(_is_fenced) is None:
             raise
-        raise TetherError(
-            f"another trainer has taken over run {run.process.run}; this one ends, its epoch was {run.epoch}"
-        ) from None
+        cause = await why_fenced(run.process.ledger, run.process.settings.run_dir, run.process.run)
+        raise TetherError(f"{cause}; this one ends, its epoch was {run.epoch}") from None
 
 
 def _is_fenced(error: BaseException) -> bool:
