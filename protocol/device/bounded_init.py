@@ -88,9 +88,11 @@ class _Attempt(Generic[T]):
         self._thread.start()
 
     def result(self) -> T:
-        """Return or raise what the call that has ended did."""
+        """Return or raise what the call that has ended did; what it had created before is discarded."""
         if self._raised:
-            raise self._raised[0]
+            for group in self._created:
+                self._discard(group)
+            raise self._raised.pop()  # kept here, it would keep all that its traceback refers to
         return self._returned[0]
 
     def abandon(self) -> None:

@@ -44,10 +44,10 @@ class InProcessStaging:
         )
         cancelled = False
 
-        def end(_: object) -> None:
+        def end(ended: asyncio.Future[int]) -> None:
             self._fetching = None
             if cancelled:
-                fetching.exception()  # marks it as retrieved
+                ended.exception()  # marks it as retrieved
                 self.staging.discard()
 
         fetching.add_done_callback(end)
@@ -60,6 +60,8 @@ class InProcessStaging:
                 await asyncio.wait([fetching], timeout=CANCEL_S)
             self.staging.discard()
             raise
+        finally:
+            del fetching  # its error refers to this frame, and to what the fetch has read
 
     def sleep(self) -> None:
         """Discard what is staged, and refuse to stage until `wake`.

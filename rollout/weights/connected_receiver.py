@@ -135,7 +135,7 @@ class ConnectedReceiver:
             complete = True
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:
             deadline.remaining("receiving")
-            problem = "the sender disconnected in the middle" if self._sender_left else error
+            problem = "the sender disconnected in the middle" if self._sender_left else str(error)
             raise WeightError(f"version {manifest.version} from {manifest.location}: {problem}") from error
         finally:
             watchdog.cancel()

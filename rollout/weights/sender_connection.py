@@ -15,8 +15,8 @@ from protocol.weights.buckets import layout_digest
 from rollout.weights.key_directory import KEYS
 from rollout.weights.verification import Deadline
 
-MAX_LINE = 1 << 20
-"""Bytes of an answer; the handle of a bucket takes a few hundred."""
+MAX_LINE = 16 << 20
+"""Bytes of an answer; the handle of a bucket takes a few hundred, and there may be tens of thousands."""
 HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Event of `poll` when the other end disconnects; on systems other than Linux it may come later."""
 

@@ -161,6 +161,8 @@ class PairSenderChannel:
         self._device = device
         self._facts = facts or {}
         self._group: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        """Stream of all versions: torch keeps freed memory for the stream on which it was allocated."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         if self._group is None:
@@ -214,11 +216,12 @@ class PairSenderChannel:
 
     def _send_on_stream(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         """Queue all chunks and wait until they are sent, the receiver disconnects, or time is up."""
-        stream = torch.cuda.Stream(self._device)  # not the stream that trains
-        with torch.cuda.stream(stream):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # not the stream that trains
+        with torch.cuda.stream(self._stream):
             self._broadcast(connection, served, end)
             sent = torch.cuda.Event()
-            sent.record(stream)
+            sent.record()
         while not sent.query():
             if connection.disconnected(POLL_S):
                 raise ValueError("a receiver disconnected in the middle of a version")

@@ -2,8 +2,8 @@
 
 `location` is "HOST:PORT/cuda", or "HOST:PORT/cpu" where the trainer has no GPU and its pieces are in host
 memory. Memory of the engine's own GPU, and host memory, is read in place. Of memory of another GPU, which
-need not be visible to this process, the cuts are copied by the copy engines, a few buckets ahead of the one
-that is read.
+need not be visible to this process, the cuts are copied on a stream of their own, a few buckets ahead of the
+one that is read.
 """
 
 from collections import deque

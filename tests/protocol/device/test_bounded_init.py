@@ -1,6 +1,7 @@
 """Initialization with a deadline: what misses it is abandoned and discarded, up to a limit."""
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +26,27 @@ def test_init_with_deadline_returns_the_group_or_raises_the_error() -> None:
             600,
             lambda: False,
         )
+
+
+def test_what_a_failed_call_has_created_is_discarded_and_not_kept_by_its_error() -> None:
+    created: list[weakref.ref[Library]] = []
+    discarded: list[int] = []
+
+    def make(hold: Callable[[Library], None]) -> Library:
+        group = Library()
+        created.append(weakref.ref(group))
+        hold(group)
+        raise RuntimeError("the peer left")
+
+    problem = ""
+    try:
+        init_with_deadline(make, lambda group: discarded.append(id(group)), 600, lambda: False)
+    except RuntimeError as error:
+        problem = str(error)
+    until_none_is_left()
+    assert problem == "the peer left"
+    assert len(discarded) == 1
+    assert created[0]() is None  # without a garbage collection
 
 
 def test_a_late_group_is_discarded_by_its_own_thread() -> None:

@@ -1,15 +1,46 @@
 """Tests cancelled staging: nothing is staged, and no thread still writes to the copy."""
 
 import asyncio
+import gc
 import os
+import threading
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from protocol.errors import WeightError
+from protocol.messages import WeightManifest
 from rollout.staging.in_process import InProcessStaging
+from rollout.staging.staging import Staging
 from tests.contracts.engine_models import write_shm
 from tests.rollout.staging.models import NEW, OLD, staging
+
+
+class FailingStaging(Staging):
+    """Fails while it reads memory."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.released = threading.Event()
+
+    def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
+        memory = torch.zeros(3)
+        weakref.finalize(memory, self.released.set)
+        raise WeightError(f"failed with {len(memory)} elements read")
+
+
+async def test_memory_of_a_fetch_that_failed_is_not_kept_by_its_error(tmp_path: Path) -> None:
+    failing = FailingStaging()
+    gc.disable()
+    try:
+        with suppress(WeightError):
+            await InProcessStaging(failing, timeout_s=20).stage(write_shm(tmp_path / "v1", OLD, 1))
+        assert await asyncio.to_thread(failing.released.wait, 20)
+    finally:
+        gc.enable()
 
 
 async def test_stage_is_refused_until_the_thread_of_a_cancelled_one_has_ended(tmp_path: Path) -> None:

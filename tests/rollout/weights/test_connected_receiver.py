@@ -5,6 +5,7 @@ import resource
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -99,6 +100,27 @@ class MappingChannel:
         self.mapped = []
 
 
+class FailingChannel(MappingChannel):
+    """Fails when it has mapped memory."""
+
+    def __init__(self) -> None:
+        super().__init__([torch.zeros(1)])
+        self.seen = weakref.ref(self._memory[0])
+
+    def chunks(
+        self,
+        answer: dict[str, Any],
+        manifest: WeightManifest,
+        deadline: Deadline,
+        place: Destination,
+        disconnected: Callable[[], bool],
+        line: Line,
+    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        (memory,), self._memory = self._memory, []
+        raise ConnectionError(f"failed with {len(memory)} elements mapped")
+        yield
+
+
 @contextmanager
 def mapping() -> Iterator[tuple[VersionServer, WeightManifest, ConnectedReceiver, MappingChannel]]:
     memory: list[torch.Tensor] = []
@@ -139,6 +161,17 @@ def test_a_disconnect_is_noticed_with_more_descriptors_than_select_supports() ->
         assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
         server.close()
         until(lambda: not channel.mapped)
+
+
+def test_memory_of_a_transfer_that_failed_is_not_kept_by_its_error() -> None:
+    channel, problem = FailingChannel(), ""
+    with mapping() as (_, manifest, _, _), closing(ConnectedReceiver(channel)) as receiver:
+        try:
+            list(receiver.tensors(manifest, 60))
+        except WeightError as error:
+            problem = str(error)
+        assert "failed with 1 elements mapped" in problem
+        assert channel.seen() is None  # without a garbage collection
 
 
 def test_memory_is_released_only_after_a_copy_in_progress() -> None:

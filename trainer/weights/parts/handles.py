@@ -33,6 +33,8 @@ class PartHandleChannel(HandleChannel):
         self._part = part
         self._bucket_bytes = bucket_bytes
         self._plans = SenderPlans(part, bucket_bytes)
+        self._stream: torch.cuda.Stream | None = None
+        """Stream of all versions: torch keeps freed memory for the stream on which it was allocated."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         plan = self._plans.plan(connection.wanted, served.manifest)
@@ -62,4 +64,8 @@ class PartHandleChannel(HandleChannel):
     def _on_stream(self) -> AbstractContextManager[object]:
         """Return a context for work on the GPU, beside that of the trainer."""
         device = self._memory.device
-        return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+        if device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return torch.cuda.stream(self._stream)

@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -32,7 +33,9 @@ from tests.trainer.weights.parts.trainer_ranks import (
     tensor_ranks,
     trainer_ranks,
 )
+from trainer.weights.parts.channel import PartChannel
 from trainer.weights.parts.sender import PartReport
+from trainer.weights.receiver_connection import ReceiverConnection
 
 SHAPES = {"embed": (131, 300), "q": (96, 400), "o": (400, 96), "norm": (400,), "scale": (), "none": (0, 3)}
 """Rows that share rows of the digest with others, columns, a replicated vector, a scalar, an empty one."""
@@ -295,6 +298,36 @@ def test_manifest_whose_pieces_leave_a_hole_is_refused(two: TrainerRanks) -> Non
     with pytest.raises(WeightError, match="tensor embed: the pieces of the trainer's ranks do not make up"):
         engine.fetch(replace(manifest, parts=parts))
     assert engine.staging.staged is None
+
+
+class SentAtOnce:
+    """Stands in for a process group, and for the work that it queues: nobody receives."""
+
+    def broadcast(self, _: list[torch.Tensor], __: object) -> "SentAtOnce":
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+@pytest.mark.gpu
+def test_versions_sent_to_one_receiver_take_the_memory_of_the_first_one_again() -> None:
+    shapes = {"w": (1024, 1024)}
+    near, far = socket.socketpair()
+    with near, far, trainer_ranks({"w": [(0, whole(shapes["w"]))]}, shapes, 1, "nccl:0") as ranks:
+        ranks.publish("e1", 1, {"w": torch.ones(shapes["w"])})
+        (sender,) = ranks.senders
+        served, channel = sender._server.current, sender._memory.channel()
+        assert served is not None
+        assert isinstance(channel, PartChannel)
+        channel._group = SentAtOnce()
+        connection = ReceiverConnection(near)
+        connection.wanted = encode_wanted({"w": (whole(shapes["w"]),)})
+        reserved = []
+        for _ in range(40):
+            channel._send_on_stream(connection, served, time.monotonic() + DEADLINE_S)
+            reserved.append(torch.cuda.memory_reserved())
+        assert reserved[-1] == reserved[0]
 
 
 @pytest.mark.slow
