@@ -2,8 +2,8 @@
 
 `location` is "HOST:PORT/cuda", or "HOST:PORT/cpu" where the trainer has no GPU and its pieces are in host
 memory. Memory of the engine's own GPU, and host memory, is read in place. Of memory of another GPU, which
-need not be visible to this process, the cuts are copied on a stream of their own, a few buckets ahead of the
-one that is read.
+need not be visible to this process, the cuts are copied, those that are dense by the copy engines, a few
+buckets ahead of the one that is read.
 """
 
 from collections import deque
@@ -120,7 +120,9 @@ def _copies_of_peer(
         copies = cuts_in(memory, bucket, transfer.manifest)
         copying.wait_stream(reading)  # reused memory may still be read
         with torch.cuda.stream(copying):
-            torch._foreach_copy_(copies, cuts, non_blocking=True)
+            # one call for all would be a kernel, beside those that decode
+            for copy, cut in zip(copies, cuts, strict=True):
+                copy.copy_(cut, non_blocking=True)
             queued.append((copies, copying.record_event()))
         if len(queued) == AHEAD:
             yield first()
