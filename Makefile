@@ -18,6 +18,8 @@ LOCK := deploy/locks/cpu.txt
 JOBS ?= 2
 SEED ?= 1
 MINUTES ?= 2
+# the others import what the GPU environment does not have
+GPU_TESTS = $(shell grep -rlE 'mark\.gpu|TWO_GPUS' tests --include='test_*.py')
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
@@ -80,10 +82,10 @@ test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready
 test-gpu: test-one-gpu test-two-gpus
 
 test-one-gpu: $(GPU_READY) $(SGLANG_READY)
-	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -n auto --dist loadgroup --durations 20 -m "gpu and not two_gpus"
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -n auto --dist loadgroup --durations 20 -m "gpu and not two_gpus" $(GPU_TESTS)
 
 test-two-gpus: $(GPU_READY) $(SGLANG_READY)
-	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest --durations 20 -m two_gpus
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest --durations 20 -m two_gpus $(GPU_TESTS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
