@@ -26,10 +26,10 @@ from trainer.roles.models import RankModels
 
 ALGORITHM = make_algorithm(AlgorithmConfig())
 REPLICAS = {
-    2: (((0, 1),), ((1,), (0,)), ((0,), (1,))),
+    2: (((0, 1),), ((1, 0),), ((0,), (1,))),
     3: (((0, 2), (1,)), ((2, 0), (1,)), ((0,), (1,), (2,))),
 }
-"""Number of ranks -> the replicas of each step, which a real backend never changes."""
+"""Number of ranks -> the replicas of each step, which a real backend never changes; rank 0 is in the first."""
 MESSAGES = (b"first", b"\0\xff\0", b"x" * 100_000)
 
 
