@@ -36,7 +36,7 @@ def test_locked_packages_accept_the_python_of_debian_12() -> None:
 
 @pytest.mark.parametrize("lock", ["cuda.txt", "sglang-cuda.txt"])
 def test_locks_for_gpus_have_what_their_packages_need(lock: str) -> None:
-    """Of those packages that are installed here in the same version."""
+    """Check those that are installed here in the same version."""
     versions = locked(lock)
     same = [item for item in distributions() if versions.get(normal(item.name)) == item.version]
     assert len(same) > 80

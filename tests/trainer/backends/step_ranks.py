@@ -29,7 +29,8 @@ REPLICAS = {
     2: (((0, 1),), ((1, 0),), ((0,), (1,))),
     3: (((0, 2), (1,)), ((2, 0), (1,)), ((0,), (1,), (2,))),
 }
-"""Number of ranks -> the replicas of each step, which a real backend never changes; rank 0 is in the first."""
+"""Number of ranks -> the replicas of each step, which a real backend never changes; rank 0 is in the first
+one."""
 MESSAGES = (b"first", b"\0\xff\0", b"x" * 100_000)
 
 

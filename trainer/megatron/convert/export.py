@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from protocol.messages import WeightPiece
 from trainer.backends.base import Publication
-from trainer.megatron.convert.pieces import published_pieces
+from trainer.megatron.convert.pieces import PublishedPiece, published_pieces
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 from trainer.megatron.reshard import Piece, TensorPlan, stretch
@@ -33,18 +33,19 @@ class Exporter:
         self._position = position
         self._dtype = dtype
         self._held = held
+        self._published: tuple[Sequence[TensorPlan], tuple[tuple[PublishedPiece, ...], ...]] = ((), ())
+        """Plans, and what each rank publishes of them: planning takes as long as a version's copies."""
 
     def publication(self, plans: Sequence[TensorPlan]) -> Publication:
         """Return which rank publishes which box of the planned tensors; equal on every rank."""
         parts = tuple(
-            tuple(WeightPiece(piece.tensor, piece.box) for piece in part)
-            for part in published_pieces(plans, self._layout)
+            tuple(WeightPiece(piece.tensor, piece.box) for piece in part) for part in self._parts(plans)
         )
         return Publication(tuple(plan.name for plan in plans), tuple(plan.shape for plan in plans), parts)
 
     def pieces(self, plans: Sequence[TensorPlan]) -> Iterator[torch.Tensor]:
         """Yield this rank's pieces of the publication of these plans; no other rank takes part."""
-        for piece in published_pieces(plans, self._layout)[self._position.rank]:
+        for piece in self._parts(plans)[self._position.rank]:
             plan = plans[piece.tensor]
             rows = self._rows(plan, piece.rows)
             found = (rows[0] if len(rows) == 1 else torch.cat(rows, plan.dim)).detach()
@@ -72,6 +73,11 @@ class Exporter:
         for plan in plans:
             early.await_final(self._held(plan.parameter))
             yield plan.name, self._receive(plan)
+
+    def _parts(self, plans: Sequence[TensorPlan]) -> tuple[tuple[PublishedPiece, ...], ...]:
+        if self._published[0] is not plans:
+            self._published = plans, published_pieces(plans, self._layout)
+        return self._published[1]
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
         """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
