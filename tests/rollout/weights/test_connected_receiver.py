@@ -107,15 +107,7 @@ class FailingChannel(MappingChannel):
         super().__init__([torch.zeros(1)])
         self.seen = weakref.ref(self._memory[0])
 
-    def chunks(
-        self,
-        answer: dict[str, Any],
-        manifest: WeightManifest,
-        deadline: Deadline,
-        place: Destination,
-        disconnected: Callable[[], bool],
-        line: Line,
-    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def chunks(self, *_: Any, **__: Any) -> Iterator[tuple[Chunk, torch.Tensor]]:
         (memory,), self._memory = self._memory, []
         raise ConnectionError(f"failed with {len(memory)} elements mapped")
         yield

@@ -34,7 +34,7 @@ class Exporter:
         self._dtype = dtype
         self._held = held
         self._published: tuple[Sequence[TensorPlan], tuple[tuple[PublishedPiece, ...], ...]] = ((), ())
-        """Plans, and what each rank publishes of them: planning takes as long as a version's copies."""
+        """Plans, and what each rank publishes of them, which takes Python milliseconds to plan."""
 
     def publication(self, plans: Sequence[TensorPlan]) -> Publication:
         """Return which rank publishes which box of the planned tensors; equal on every rank."""
