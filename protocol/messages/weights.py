@@ -5,7 +5,7 @@ import msgspec
 from protocol.messages.base import Message
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of a version: location and digest of its bytes."""
 
     name: str
@@ -22,7 +22,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     """`protocol.weights.digests.digest` of the tensor's bytes as published."""
 
 
-class WeightPiece(msgspec.Struct, frozen=True, array_like=True):
+class WeightPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a tensor that one trainer rank has."""
 
     tensor: int

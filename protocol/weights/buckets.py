@@ -125,12 +125,29 @@ def layout_digest(manifest: WeightManifest) -> int:
 def check_manifest(manifest: WeightManifest) -> None:
     """Refuse a manifest that contradicts itself.
 
-    The digest of a provisional manifest is not checked, since it is not known yet.
+    Raises:
+        WeightError: see `check_layout` and `check_digest`.
+    """
+    check_layout(manifest)
+    check_digest(manifest)
+
+
+def check_digest(manifest: WeightManifest) -> None:
+    """Refuse a manifest whose digest is not that of its entries; a provisional one has none yet.
+
+    Raises:
+        WeightError: names the version.
+    """
+    if not is_provisional(manifest) and manifest.digest != manifest_digest(manifest.tensors):
+        raise WeightError(f"manifest of version {manifest.version}: the digest does not match its tensors")
+
+
+def check_layout(manifest: WeightManifest) -> None:
+    """Refuse a manifest whose entries cannot all lie where it says.
 
     Raises:
         WeightError: entries overlap, leave their bucket, repeat a name, or have a size that contradicts
-            dtype and
-            shape; or the manifest's digest is not that of its entries. Names the first offender.
+            dtype and shape. Names the first offender.
     """
     seen: set[str] = set()
     ends: dict[int, int] = {}
@@ -158,5 +175,3 @@ def check_manifest(manifest: WeightManifest) -> None:
         if entry.offset < ends.get(entry.bucket, 0):
             raise WeightError(f"tensor {entry.name} overlaps the one before it in bucket {entry.bucket}")
         ends[entry.bucket] = entry.offset + entry.nbytes
-    if not is_provisional(manifest) and manifest.digest != manifest_digest(manifest.tensors):
-        raise WeightError(f"manifest of version {manifest.version}: the digest does not match its tensors")

@@ -19,7 +19,7 @@ from rollout.staging.loader_trace import LoaderTrace, Recorder, Window
 from rollout.staging.placement import ExpectedTensor
 from rollout.staging.staging import Staging, contiguous_stride
 from rollout.weights.base import WeightReceiver
-from rollout.weights.registry import CheckedReceiver
+from rollout.weights.checked import CheckedReceiver
 from rollout.weights.shared import SharedReceiver
 
 

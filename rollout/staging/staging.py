@@ -14,7 +14,8 @@ from protocol.weights.buckets import manifest_digest
 from rollout.engines.base import Served
 from rollout.staging.placement import ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
-from rollout.weights.registry import CheckedPartReceiver, make_part_receiver, make_receiver
+from rollout.weights.checked import CheckedPartReceiver
+from rollout.weights.registry import make_part_receiver, make_receiver
 
 
 class Committable(Protocol):
