@@ -18,8 +18,10 @@ from rollout.prompts.base import Prompt
 from services.evaluation.best import BestCheckpoint
 from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
 from services.evaluation.snapshots import (
+    forget_left_out,
     is_scored,
     keys_of,
+    mark_left_out,
     next_snapshot,
     read_snapshots,
     remove_snapshot,
@@ -94,6 +96,7 @@ class Evaluator:
 
     async def evaluate_loop(self) -> None:
         """Score snapshots as they come, until cancelled."""
+        await asyncio.to_thread(forget_left_out, self._run_dir)
         await asyncio.to_thread(self._best.publish)
         while True:
             snapshot = await asyncio.to_thread(self._next)
@@ -135,6 +138,7 @@ class Evaluator:
             log.error(
                 "evaluation.left_out snapshot=%s attempts=%d error=%s", snapshot.location, ATTEMPTS, error
             )
+            mark_left_out(snapshot)
 
     async def _evaluate(self, snapshot: WeightManifest) -> None:
         """Score a version, which the engine serves, on the sets that have no line yet."""

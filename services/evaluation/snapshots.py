@@ -1,5 +1,6 @@
 """Finds the snapshots that the trainer has written, and chooses the one to score next."""
 
+import contextlib
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.messages import WeightManifest
-from services.observability.evaluations import SNAPSHOTS
+from services.observability.evaluations import LEFT_OUT, SNAPSHOTS
 from trainer.weights.version_directories import VERSION_NAME
 
 MANIFEST = "manifest.json"
@@ -35,6 +36,18 @@ def read_snapshots(run_dir: Path) -> list[WeightManifest]:
 def remove_snapshot(manifest: WeightManifest) -> None:
     """Remove a snapshot, also one that the trainer is removing."""
     shutil.rmtree(manifest.location, ignore_errors=True)
+
+
+def mark_left_out(manifest: WeightManifest) -> None:
+    """Tell the end of the run that nobody will score this snapshot."""
+    with contextlib.suppress(OSError):  # being removed
+        (Path(manifest.location) / LEFT_OUT).touch()
+
+
+def forget_left_out(run_dir: Path) -> None:
+    """Take back every `mark_left_out`: all snapshots that are there are tried again."""
+    for path in (run_dir / SNAPSHOTS).glob(f"v*/{LEFT_OUT}"):
+        path.unlink(missing_ok=True)
 
 
 def keys_of(manifest: WeightManifest, sets: Collection[str]) -> list[Key]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.launcher.child import SupervisedProcess
 from services.observability.evaluations import (
+    LEFT_OUT,
     SNAPSHOTS,
     due_versions,
     read_evaluations,
@@ -48,9 +49,9 @@ async def finish_evaluation(
 
 
 def waiting_versions(run_dir: Path) -> list[int]:
-    """Return the versions with a snapshot, which are not scored completely."""
-    names = (VERSION_NAME.fullmatch(path.name) for path in (run_dir / SNAPSHOTS).glob("v*"))
-    return sorted({int(found[1]) for found in names if found})
+    """Return the versions with a snapshot that is not scored completely and not left out."""
+    paths = [path for path in (run_dir / SNAPSHOTS).glob("v*") if not (path / LEFT_OUT).exists()]
+    return sorted({int(found[1]) for path in paths if (found := VERSION_NAME.fullmatch(path.name))})
 
 
 def describe_unscored(settings: Settings, first: int, last: int, evaluation: SupervisedProcess | None) -> str:

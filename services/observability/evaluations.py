@@ -14,6 +14,8 @@ BEST = "exports/best.json"
 """Names the best version."""
 SNAPSHOTS = "evaluation"
 """Folder of the run directory with the versions that are to be scored; a version leaves it when it is."""
+LEFT_OUT = "left_out"
+"""File in a version's folder there: it could not be staged, and will not be before the next start."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,8 @@ from protocol.topics import Role
 from rollout.prompts.base import Prompt
 from services.evaluation.scoring import open_scorer
 from services.evaluation.service import Evaluator
+from services.evaluation.snapshots import forget_left_out
+from services.launcher.finishing import waiting_versions
 from services.ledger.memory.ledger import MemoryLedger
 from services.observability.evaluations import SNAPSHOTS, Evaluation, append_evaluation, read_evaluations
 from services.runtime.process import Process
@@ -39,3 +41,6 @@ async def test_a_damaged_snapshot_that_was_begun_is_named_and_left_out(
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert f"evaluation.left_out snapshot={damaged.location} attempts=3" in errors[0]
+    assert waiting_versions(tmp_path) == []  # the end of the run does not wait for it
+    forget_left_out(tmp_path)
+    assert waiting_versions(tmp_path) == [2]
