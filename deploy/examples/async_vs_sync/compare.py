@@ -1,9 +1,9 @@
 """Compares asynchronous with synchronous training on the same number of samples.
 
-Makes one run for each bound and seed, then a table and a picture:
+Makes one run for each bound and seed, then a table and a picture with 95 % confidence bands over the seeds:
 
     python deploy/examples/async_vs_sync/compare.py deploy/configs/demo.toml --out runs/async_vs_sync
-        [--bounds 0,1,2,4] [--seeds 0,1] [--steps N] [--set a.b=c]
+        [--bounds 0,1,2,4] [--seeds 0,1,2,3,4] [--steps N] [--set a.b=c]
 
 E = 0 is synchronous and exactly on-policy: nothing is generated while a step is made. Every run has the same
 steps, groups and samples; only `bound.max_staleness` and the seeds differ. Runs are made one after the other,
@@ -12,59 +12,47 @@ so that each has the machine to itself. A run that is complete in OUT is not mad
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bands import SMOOTHED, Point, band, crossing, final, mean_lag, mean_of, shares, smooth
+
 SEED_SETTINGS = ("trainer.seed", "prompts.seed")
-LAST = 10
-"""Steps that a final reward is the mean of."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run, by step."""
+    """One run."""
 
-    bound: int
-    seed: int
-    rewards: Sequence[float]
-    samples: Sequence[int]
-    """Samples trained up to each step."""
-    seconds: Sequence[float]
-    """Since the first batch was complete: the start of the engine does not count."""
-    lag_mean: float
-    engine_busy: float
+    points: Sequence[Point]
+    """By step: samples trained, seconds since the first batch was complete (the start of the engine does not
+    count), and the mean reward of the last five steps."""
     tokens_per_s: float
-    lag_histogram: dict[int, int]
-
-    @property
-    def final(self) -> float:
-        return statistics.mean(self.rewards[-LAST:])
+    engine_busy: float | None
+    lags: Mapping[int, int]
+    """Lag -> trained tokens."""
 
 
-def read_curve(run_dir: Path, bound: int, seed: int, samples_per_group: int) -> Curve:
-    """Read the run's metrics.jsonl as a curve."""
+def read_curve(run_dir: Path) -> Curve:
+    """Read the run's step reports as a curve."""
     steps: list[dict[str, Any]] = [
         json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
+    samples_per_group = json.loads((run_dir / "settings.json").read_text())["sampling"]["samples_per_prompt"]
     began = steps[0]["time"] - steps[0]["train_s"] - steps[0]["publish_s"]
-    samples, trained, histogram = 0, [], {}
-    for step in steps:
+    samples, points, lags = 0, [], {}
+    for step, reward in zip(steps, smooth([step["reward_mean"] for step in steps], SMOOTHED), strict=True):
         samples += step["groups"] * samples_per_group
-        trained.append(samples)
+        points.append((float(samples), step["time"] - began, reward))
         for lag, tokens in step["lag_histogram"].items():
-            histogram[int(lag)] = histogram.get(int(lag), 0) + tokens
-    seconds = [step["time"] - began for step in steps]
+            lags[int(lag)] = lags.get(int(lag), 0) + tokens
     tokens = sum(step["trained_tokens"] for step in steps)
-    lag = sum(lag * count for lag, count in histogram.items()) / max(1, sum(histogram.values()))
-    shares = [step["engine_busy"] for step in steps if step["engine_busy"] is not None]
-    busy = statistics.mean(shares) if shares else float("nan")
-    rewards = [step["reward_mean"] for step in steps]
-    return Curve(bound, seed, rewards, trained, seconds, lag, busy, tokens / seconds[-1], histogram)
+    busy = [step["engine_busy"] for step in steps if step["engine_busy"] is not None]
+    return Curve(points, tokens / points[-1][1], sum(busy) / len(busy) if busy else None, lags)
 
 
 def make_run(
@@ -85,85 +73,57 @@ def make_run(
         sys.exit(f"the run in {run_dir} failed; its logs are there")
 
 
-def table(curves: Sequence[Curve], reach: float) -> str:
-    """Render a row for each bound: means over the seeds, and each seed's value for what is compared."""
-    head = (
-        "E",
-        "final reward",
-        f"samples to {reach:g}",
-        f"seconds to {reach:g}",
-        "seconds",
-        "tokens/s",
-        "engine busy",
-        "mean lag",
-    )
+COLUMNS: dict[str, Callable[[Curve, float], float | None]] = {
+    "reward at the end": lambda curve, _: final(curve.points),
+    "samples to {0:g}": lambda curve, reach: crossing(curve.points, 0, reach),
+    "seconds to {0:g}": lambda curve, reach: crossing(curve.points, 1, reach),
+    "seconds": lambda curve, _: curve.points[-1][1],
+    "tokens/s": lambda curve, _: curve.tokens_per_s,
+    "engine busy": lambda curve, _: curve.engine_busy,
+    "mean lag": lambda curve, _: mean_lag(dict(curve.lags)),
+}
+"""Heading -> the number of one run, given the reward to reach; None: it never got there, or has none."""
+
+
+def table(curves: Mapping[int, Sequence[Curve]], reach: float) -> str:
+    """Render a row for each bound: means over its runs with 95 % confidence intervals.
+
+    Args:
+        curves: bound -> a curve for each seed.
+        reach: reward whose samples and seconds are told.
+    """
+    head = ["E", "seeds", *(title.format(reach) for title in COLUMNS)]
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for bound in sorted({curve.bound for curve in curves}):
-        mine = [curve for curve in curves if curve.bound == bound]
-        first = [
-            next(
-                (
-                    i
-                    for i in range(len(c.rewards))
-                    if statistics.mean(c.rewards[max(0, i - 4) : i + 1]) >= reach
-                ),
-                None,
-            )
-            for c in mine
-        ]
-        samples = ", ".join(
-            "never" if i is None else str(c.samples[i]) for c, i in zip(mine, first, strict=True)
-        )
-        seconds = ", ".join(
-            "never" if i is None else f"{c.seconds[i]:.1f}" for c, i in zip(mine, first, strict=True)
-        )
-        means = [
-            statistics.mean(getattr(c, name) for c in mine)
-            for name in ("tokens_per_s", "engine_busy", "lag_mean")
-        ]
-        finals = ", ".join(f"{c.final:.3f}" for c in mine)
-        whole = ", ".join(f"{c.seconds[-1]:.1f}" for c in mine)
-        rates = f"{means[0]:.0f} | {means[1]:.2f} | {means[2]:.2f}"
-        rows.append(f"| {bound} | {finals} | {samples} | {seconds} | {whole} | {rates} |")
+    for bound, mine in sorted(curves.items()):
+        cells = [str(bound), str(len(mine))]
+        for read in COLUMNS.values():
+            there = [value for curve in mine if (value := read(curve, reach)) is not None]
+            cells.append(str(mean_of(there)) if len(there) == len(mine) else f"{len(there)} of {len(mine)}")
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Reward against samples and against time, and the lags of trained tokens."""
+def draw(curves: Mapping[int, Sequence[Curve]], path: Path) -> None:
+    """Draw reward against samples and against time with confidence bands, and the lags of trained tokens."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (by_samples, by_time, lags) = pyplot.subplots(1, 3, figsize=(15, 4.5))
-    bounds = sorted({curve.bound for curve in curves})
-    for curve in curves:
-        color, label = (
-            f"C{bounds.index(curve.bound)}",
-            f"E = {curve.bound}" if curve.seed == curves[0].seed else None,
-        )
-        smooth = [statistics.mean(curve.rewards[max(0, i - 4) : i + 1]) for i in range(len(curve.rewards))]
-        by_samples.plot(curve.samples, smooth, color=color, label=label)
-        by_time.plot(curve.seconds, smooth, color=color, label=label)
-    for place, bound in enumerate(bounds):
-        mine = [curve.lag_histogram for curve in curves if curve.bound == bound]
-        total = sum(sum(histogram.values()) for histogram in mine)
-        shares = {
-            lag: sum(histogram.get(lag, 0) for histogram in mine) / total
-            for histogram in mine
-            for lag in histogram
-        }
-        lags.bar(
-            [lag + 0.2 * (place - len(bounds) / 2) for lag in shares],
-            list(shares.values()),
-            width=0.2,
-            color=f"C{place}",
-        )
-    for axes, label in (
-        (by_samples, "samples trained"),
-        (by_time, "seconds"),
-        (lags, "lag of trained tokens, versions"),
-    ):
+    width = 0.8 / len(curves)
+    for place, (bound, mine) in enumerate(sorted(curves.items())):
+        color = f"C{place}"
+        for axis, axes in enumerate((by_samples, by_time)):
+            grid, means = band([curve.points for curve in mine], axis)
+            axes.plot(grid, [mean.value for mean in means], color=color, label=f"E = {bound}")
+            low, high = ([mean.value + sign * (mean.half or 0) for mean in means] for sign in (-1, 1))
+            axes.fill_between(grid, low, high, color=color, alpha=0.15, lw=0)
+        found = shares([dict(curve.lags) for curve in mine])
+        middles = [lag + width * (place - (len(curves) - 1) / 2) for lag in found]
+        lags.bar(middles, list(found.values()), width=width, color=color)
+    labels = ("samples trained", "seconds", "lag of trained tokens, versions")
+    for axes, label in zip((by_samples, by_time, lags), labels, strict=True):
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     by_samples.set_ylabel("mean reward, five steps")
@@ -179,20 +139,19 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--bounds", default="0,1,2,4")
-    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--reach", type=float, default=0.8, help="reward whose samples and seconds are told")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
     arguments = parser.parse_args()
-    curves = []
+    curves: dict[int, list[Curve]] = {}
     for seed in map(int, arguments.seeds.split(",")):
         for bound in map(int, arguments.bounds.split(",")):
             run_dir = arguments.out / f"e{bound}_seed{seed}"
             if not (run_dir / "done").exists():
                 make_run(arguments.config, run_dir, bound, seed, arguments.steps, arguments.settings)
                 (run_dir / "done").touch()
-            settings = json.loads((run_dir / "settings.json").read_text())
-            curves.append(read_curve(run_dir, bound, seed, settings["sampling"]["samples_per_prompt"]))
+            curves.setdefault(bound, []).append(read_curve(run_dir))
     text = table(curves, arguments.reach)
     (arguments.out / "table.md").write_text(text + "\n")
     draw(curves, arguments.out / "curves.png")

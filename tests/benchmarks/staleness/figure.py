@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.benchmarks.staleness.bands import band, mean_of
+from deploy.examples.async_vs_sync.bands import band, mean_of
 from tests.benchmarks.staleness.curve import Curve
 from tests.benchmarks.staleness.grid import CORRECTIONS, TASKS, Cell
 from tests.benchmarks.staleness.summary import Key, Summary, by_key, points_of

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.benchmarks.staleness.bands import (
+from deploy.examples.async_vs_sync.bands import (
     SMOOTHED,
     Mean,
     Point,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy.examples.async_vs_sync.bands import area, band, crossing, final, mean_of, shares, smooth
 from services.settings.load import load_settings
-from tests.benchmarks.staleness.bands import area, band, crossing, final, mean_of, shares, smooth
 from tests.benchmarks.staleness.curve import Curve, curve_of, load_curve
 from tests.benchmarks.staleness.execute import core_sets
 from tests.benchmarks.staleness.figure import draw_curves, draw_summary

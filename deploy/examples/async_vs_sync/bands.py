@@ -33,7 +33,8 @@ class Mean:
     seeds: int
 
     def __str__(self) -> str:
-        return f"{self.value:.3g}" if self.half is None else f"{self.value:.3g} ± {self.half:.2g}"
+        centre, half = (",.0f", ",.0f") if abs(self.value) >= 100 else (".3g", ".2g")
+        return f"{self.value:{centre}}" + ("" if self.half is None else f" ± {self.half:{half}}")
 
 
 def mean_of(values: Sequence[float]) -> Mean:
