@@ -110,7 +110,6 @@ class Authenticator:
         self._stats = stats
         self._keys = load_authorized(directory)
         self._socket = context.socket(zmq.REP)
-        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(ZAP_ENDPOINT)
         self._pump = Pump(self._socket, self._answer)
 

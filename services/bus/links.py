@@ -68,7 +68,6 @@ class Link(Generic[T]):
         self._socket = context.socket(zmq.DEALER)
         try:
             for option, value in (
-                (zmq.LINGER, 0),
                 (zmq.RECONNECT_IVL, -1),
                 (zmq.MAXMSGSIZE, config.max_frame_bytes),
                 (zmq.SNDHWM, config.high_water_mark),

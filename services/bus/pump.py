@@ -24,7 +24,10 @@ _ZERO_COPY_RECV = 10
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Make a context whose sockets copy small messages out of the buffer that they were read into.
+    """Make a context whose sockets do not linger and copy small messages out of the buffer of the network.
+
+    A connection keeps what it was told about lingering when it was made. If its socket is told only as it is
+    closed, the end of the context may wait for ever.
 
     By default ZeroMQ hands out the buffer itself: each message that waits or is held then occupies 18 kB,
     whatever its size, and memory claimed during one pause of a process with many peers is not returned.
@@ -34,6 +37,7 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     """
     bytes(KEPT_BYTES)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.setsockopt(zmq.LINGER, 0)  # of every socket that is made from now on
     context.set(_ZERO_COPY_RECV, 0)
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return context

@@ -133,7 +133,6 @@ class Router:
         socket = context.socket(zmq.ROUTER)
         config = self._config
         for option, value in (
-            (zmq.LINGER, 0),
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.MAXMSGSIZE, config.max_frame_bytes),
             (zmq.SNDHWM, config.high_water_mark),

@@ -79,6 +79,7 @@ class Crowd:
     def __init__(self, endpoint: str, count: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4 * count + 100)
+        self._context.setsockopt(zmq.LINGER, 0)
         self.sockets = [self._context.socket(zmq.DEALER) for _ in range(count)]
         for index, socket in enumerate(self.sockets):
             socket.connect(endpoint)

@@ -44,6 +44,7 @@ async def http_peer() -> AsyncIterator[EnvironmentConfig]:
 async def verifiers_peer() -> AsyncIterator[EnvironmentConfig]:
     """Serve as an environment server of `verifiers` does."""
     context = zmq.asyncio.Context()
+    context.setsockopt(zmq.LINGER, 0)
     socket = context.socket(zmq.ROUTER)
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     running: dict[bytes, asyncio.Task[None]] = {}

@@ -95,6 +95,7 @@ class Raw:
 
     def __init__(self, endpoint: str = "", hwm: int = 1000) -> None:
         self._context = zmq.asyncio.Context()
+        self._context.setsockopt(zmq.LINGER, 0)  # see `make_context`
         self.socket = self._context.socket(zmq.DEALER if endpoint else zmq.ROUTER)
         self.socket.set_hwm(hwm)
         self.endpoint = endpoint
