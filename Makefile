@@ -111,7 +111,7 @@ bench: $(VENV)/.ready
 bench-trainer: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.trainer.run --out runs/bench-trainer.json $(FLAGS)
 
-# FLAGS="--tiny" rehearses it
+# TRL is compared with where it is installed; FLAGS="--tiny" rehearses the first part
 bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m tests.benchmarks.gpu.run --out runs/bench-gpu.json $(FLAGS)
 	$(GPU_PYTHON) -m tests.benchmarks.gpu_trainer.run --out runs/bench-trainer-gpu.json

@@ -143,7 +143,8 @@ class TrainerConfig:
     """selective: core_attn, layernorm, mlp. core_attn saves little: no kernel used here keeps scores."""
     routing_replay: bool = False
     """megatron, mixtures of experts: use the experts that the engine chose for each token, instead of those
-    that the trainer's router would choose; its weights of them are the trainer's. Engine: megatron."""
+    that the trainer's router would choose; its weights of them are the trainer's. Engines: hf, megatron,
+    sglang, and vllm on a GPU."""
     moe_aux_loss_coeff: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
     """megatron, models with experts: weight of the loss that keeps each sample's tokens spread over them
     (Megatron's seq_aux_loss), the mean over the samples of a step. 0 is off."""

