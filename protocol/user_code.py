@@ -37,7 +37,7 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
             f"{what}: there is no {name.replace('.', '/')}.py in {searched}; "
             "name its directory in run.modules or PYTHONPATH"
         ) from None
-    except Exception as error:  # a module may raise anything
+    except (Exception, SystemExit) as error:  # a module may raise anything, or be a script that exits
         raise SettingsError(f"{what}: {located(error)}") from None
     file = str(getattr(module, "__file__", None) or name)
     found: Any = module

@@ -110,7 +110,7 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
         module = importlib.import_module(path)
     except ImportError as error:
         raise SettingsError(f"verifier {name} cannot be imported: {error}") from None
-    except Exception as error:  # a module of the user may raise anything
+    except (Exception, SystemExit) as error:  # a module of the user may raise anything, or be a script
         text = f"{locate(error)}: {type(error).__name__}: {error}"
         raise SettingsError(f"verifier {name} cannot be imported: {text}") from None
     for part in ("Options", FACTORIES.get(name, "score")):

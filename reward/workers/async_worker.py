@@ -142,7 +142,7 @@ class _Server:
             return None, group
         try:
             return await verifier.answer(group, samples, notes), ""
-        except (Exception, asyncio.CancelledError) as error:  # verifiers may raise anything
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # verifiers may raise anything
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise

@@ -129,7 +129,7 @@ def _call(
         return ["error", group]
     try:
         return ["scores", verifier.score(group, samples)]
-    except (Exception, asyncio.CancelledError) as error:  # verifiers may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # verifiers may raise anything
         return ["error", describe_error(error, verifier.file, printed)]
 
 

@@ -35,7 +35,7 @@ def load_environment(path: str, options: Mapping[str, Any]) -> Environment:
         _check_options(what, found, (), options)
         try:
             made = found(**options)
-        except Exception as error:  # a class may raise anything
+        except (Exception, SystemExit) as error:  # a class may raise anything
             raise SettingsError(f"{what}: {located(error)}") from None
         if isinstance(made, Environment):
             return made

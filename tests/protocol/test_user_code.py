@@ -30,6 +30,11 @@ def test_the_first_of_several_exceptions_is_named() -> None:
         ("def f(:", r"broken\.py:1: SyntaxError"),
         ("import no_such_module_at_all", r"broken\.py:1: ModuleNotFoundError: No module named 'no_such"),
         ("1 / 0", r"broken\.py:1: ZeroDivisionError"),
+        ("import sys\nsys.exit()", r"broken\.py:2: SystemExit"),
+        (
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('x')\np.parse_args([])",
+            r"broken\.py:4: SystemExit: 2",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_imported_names_its_line(

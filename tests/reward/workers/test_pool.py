@@ -112,7 +112,7 @@ async def test_a_group_is_scored_by_all_verifiers(pool: ScorePool) -> None:
         ("nan", "scored sample 1 as nan", True),
         ("memory", "MemoryError", True),
         ("exit", "exit code 3", False),
-        ("quit", "exit code 4", False),
+        ("quit", "SystemExit: 4", True),
     ],
 )
 async def test_a_failing_verifier_is_named_and_the_next_group_is_scored(

@@ -31,6 +31,8 @@ async def score(response, prompt):
         raise ValueError("as told")
     elif word == "cancelled":
         raise asyncio.CancelledError
+    elif word == "quit":
+        raise SystemExit(6)
     elif word == "exit":
         os._exit(5)
     elif word == "block":
@@ -87,11 +89,12 @@ async def test_calls_for_several_groups_wait_at_the_same_time(tmp_path: Path) ->
 
 async def test_an_exception_ends_the_other_calls_of_its_group_alone(tmp_path: Path) -> None:
     async with own_pool(tmp_path) as pool:
-        raised, cancelled, surrogate, fine = await outcomes(
-            pool, [["sleep", "raise"], ["sleep", "cancelled"], ["surrogate"], ["good"]]
+        raised, cancelled, quits, surrogate, fine = await outcomes(
+            pool, [["sleep", "raise"], ["sleep", "cancelled"], ["quit"], ["surrogate"], ["good"]]
         )
     assert "own_reward.py:14: ValueError: as told" in raised
     assert "CancelledError" in cancelled
+    assert "own_reward.py:18: SystemExit: 6" in quits
     assert "ValueError: ?" in surrogate
     assert fine == "[1.0]"
 

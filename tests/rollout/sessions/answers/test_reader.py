@@ -4,6 +4,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
+from rollout.sessions.answers.tool_calls import PARSERS
 from tests.rollout.sessions.chats import renderer
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -25,6 +26,9 @@ NO_TEXT = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>
         (f"<think>{CALL}</think>no", "", ReadAnswer("no", CALL)),
         (NO_TEXT, "", ReadAnswer(NO_TEXT)),
         (NO_NUMBER, "", ReadAnswer(NO_NUMBER)),
+        (f"{CALL} then {CALL}", "", ReadAnswer("then", "", (("add", {"a": 1}), ("add", {"a": 1})))),
+        (f"<tool_call> \n{CALL[11:]}", "", ReadAnswer("", "", (("add", {"a": 1}),))),
+        (f"{CALL}<tool_call>", "", ReadAnswer("<tool_call>", "", (("add", {"a": 1}),))),
         ("<think></think><tool_call>{broken</tool_call>", "", ReadAnswer("<tool_call>{broken</tool_call>")),
     ],
 )
@@ -32,6 +36,12 @@ async def test_thoughts_are_what_stands_between_the_tags(said: str, before: str,
     text = renderer("tool use")
     reader = AnswerReader("hermes", "think")
     assert await reader.read(text, text.encode(said), text.encode(before), [TOOL]) == found
+
+
+@pytest.mark.parametrize("text", ["<tool_call>" + "\n" * 100_000, "<tool_call>x" * 20_000 + " " * 100_000])
+def test_tags_that_nothing_closes_are_text(text: str) -> None:
+    """With a lazy expression this takes hours, in which the rollout worker does nothing else."""
+    assert PARSERS["hermes"](text) == (text, [])
 
 
 async def test_without_tools_no_calls_are_read() -> None:
