@@ -18,7 +18,7 @@ from rollout.episodes import ModelCalls
 from rollout.generate import SamplingConfig
 from rollout.programs.program import ProgramKilled
 from rollout.prompts.base import Prompt
-from rollout.render import Renderer
+from rollout.render import RenderConfig, Renderer
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.calls import context_tokens
@@ -80,6 +80,20 @@ def check_limits(config: EnvironmentConfig, groups: int, sampling: SamplingConfi
             f"{calls}, after which a session is refused in the middle of its episode; make max_turns smaller "
             "or max_calls larger"
         )
+
+
+def check_rendering(config: RenderConfig) -> None:
+    """Check that nothing is configured for prompts that no request of a harness has.
+
+    Raises:
+        SettingsError: names the setting.
+    """
+    for name, value in (("system", config.system), ("suffix", config.suffix)):
+        if value:
+            raise SettingsError(
+                f"setting render.{name}: {value!r} would be in no request, since a harness writes them; "
+                "leave it empty, and put the text into the harness or, by prompts.template, into the prompts"
+            )
 
 
 @dataclass(frozen=True, slots=True)

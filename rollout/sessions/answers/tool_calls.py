@@ -38,8 +38,8 @@ PARSERS: dict[str, Callable[[str], tuple[str, Found]]] = {"hermes": hermes, "jso
 def _tagged(text: str) -> tuple[list[str], str]:
     """Return what is between each pair of tags, and the text without the pairs.
 
-    It takes linear time, as an expression with a lazy repeat does not: answers are read on the event loop, and
-    a model that has collapsed writes a tag and then spaces up to its limit.
+    It takes linear time, as an expression with a lazy repeat does not: answers are read on the event loop,
+    and a model that has collapsed writes a tag and then spaces up to its limit.
     """
     inside, outside, end = [], [], 0
     while (start := text.find(_OPEN, end)) >= 0 and (stop := text.find(_CLOSE, start)) >= 0:

@@ -37,6 +37,8 @@ LONG = ["environment.max_turns=257"]
          "are 9000 sessions at once.*; set samples_per_prompt to 8192 or less"),
         (LONG, "setting environment.max_turns: 257 is above environment.options.max_calls, 256, after"),
         (["environment.max_turns=9", "environment.options={max_calls=8}"], "max_turns: 9 .*max_calls, 8,"),
+        (["render.system=Think."], "setting render.system: 'Think.' would be in no request"),
+        (["render.suffix= Now."], "setting render.suffix: ' ?Now.' would be in no request"),
     ],
 )  # fmt: skip
 def test_what_a_worker_cannot_serve_is_refused(asked: list[str], why: str) -> None:
