@@ -123,5 +123,5 @@ def test_muon_refuses_what_is_no_matrix() -> None:
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
-    with pytest.raises(SettingsError, match=r"needs bitsandbytes.*install tether\[bitsandbytes\]"):
+    with pytest.raises(SettingsError, match=r"needs bitsandbytes.*install tether-rl\[bitsandbytes\]"):
         make_optimizer({"p": torch.nn.Parameter(torch.zeros(2))}, settings("adamw_8bit"), [])
