@@ -1,7 +1,8 @@
 """Runs `python -m services.evaluation`: scores versions on the held-out sets while the run is on.
 
 Consumes: the snapshots that the trainer writes to RUN_DIR/evaluation. Produces: eval.jsonl and the best
-checkpoint. Waits for: snapshots. Nobody waits for it but `tether up` at the end of a run, and not for long.
+checkpoint. Waits for: the run in the ledger, snapshots. Nobody waits for it but `tether up` at the end of a
+run, and not for long.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from protocol.errors import PoisonedError, SettingsError, WeightError
 from protocol.messages import WeightManifest
 from protocol.topics import Role
 from rollout.prompts.base import Prompt
+from rollout.prompts.registry import make_source
 from services.evaluation.best import BestCheckpoint
 from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
 from services.evaluation.snapshots import (
@@ -36,6 +38,7 @@ from services.observability.evaluations import (
 )
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.runtime.prompt_stream import check_stream
 from services.settings.evaluation import BestScore, HeldOutSets, best_score, eval_engine, read_sets
 
 log = logging.getLogger("tether.evaluation")
@@ -52,14 +55,18 @@ async def serve(process: Process) -> None:
     """Score versions until the process is stopped; what is not scored completely then has no line.
 
     Raises:
-        SettingsError: there are no held-out prompts, or engine or verifiers cannot be made.
+        SettingsError: there are no held-out prompts, those of `[prompts]` are not those of the run, or engine
+            or verifiers cannot be made.
         EngineError: the engine has ended.
         PoisonedError: the engine may hold mixed weights.
     """
     settings = process.settings
     if not settings.eval.every:
         raise SettingsError("setting eval.every: 0, so the trainer writes no versions to score; set it")
-    sets = await asyncio.to_thread(read_sets, settings)
+    source = await asyncio.to_thread(make_source, settings.prompts)
+    if not await check_stream(process, source):
+        return
+    sets = await asyncio.to_thread(read_sets, settings, source)
     process.info["engine"] = eval_engine(settings).name
     async with asyncio.TaskGroup() as tasks:
         work = tasks.create_task(_work(process, sets), name="evaluation")

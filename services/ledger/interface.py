@@ -132,6 +132,8 @@ class LedgerStatus:
     """Engine incarnation -> (epoch, version) that it acknowledged last."""
     wasted_by_reason: Mapping[str, int] = field(default_factory=dict)
     """Drop reason -> its part of `wasted_tokens`; drops that earlier releases counted are not in it."""
+    fingerprint: str = ""
+    """Fingerprint of the prompt stream with which the run was created."""
 
     @property
     def active(self) -> int:

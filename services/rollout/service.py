@@ -1,8 +1,8 @@
 """`python -m services.rollout`: leases prompt groups, generates them on one engine, sends them to be scored.
 
 Consumes: leases of the ledger, weight manifests of the trainer. Produces: `Rollout` messages on the edge
-`rollouts`. Waits for: the trainer's first weights, room under the bound, a reward worker, the ingest's
-acknowledgement.
+`rollouts`. Waits for: the run in the ledger, the trainer's first weights, room under the bound, a reward
+worker, the ingest's acknowledgement.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.runtime.prompt_stream import check_stream
 from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
@@ -45,8 +46,8 @@ async def serve(process: Process) -> None:
     """Run one rollout worker until it is stopped; drains by finishing or handing back what it holds.
 
     Raises:
-        SettingsError: there is no model, sampling is not what the trainer computes with, or a part of the
-            worker cannot be made from the settings.
+        SettingsError: there is no model, sampling is not what the trainer computes with, the prompts are not
+            those of the run, or a part of the worker cannot be made from the settings.
         PoisonedError: the engine may hold mixed weights.
     """
     settings = process.settings
@@ -54,12 +55,10 @@ async def serve(process: Process) -> None:
     refuse(distribution_problems(settings.sampling))
     await asyncio.to_thread(fetch_model, settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)
+    if not await check_stream(process, prompts):
+        return
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
-    add_user_modules(settings)
-    environment = await asyncio.to_thread(make_environment, settings.environment)
-    group_size = settings.sampling.samples_per_prompt
-    allow_open_files(settings.rollout.groups_in_flight, group_size, environment.files_per_sample)
-    environment.answered_by(settings.engine)
+    environment = await _environment(settings)
     described = settings.weights.transport == TRANSPORT
     shared = description_file(settings.run_dir, process.incarnation) if described else None
     engine = make_engine(
@@ -91,6 +90,16 @@ async def serve(process: Process) -> None:
         await engine.close()
         if device is not None:
             device.close()
+
+
+async def _environment(settings: Settings) -> Environment:
+    """Make the environment for the engine of the settings, with the open files that its samples need."""
+    add_user_modules(settings)
+    environment = await asyncio.to_thread(make_environment, settings.environment)
+    group_size = settings.sampling.samples_per_prompt
+    allow_open_files(settings.rollout.groups_in_flight, group_size, environment.files_per_sample)
+    environment.answered_by(settings.engine)
+    return environment
 
 
 def allow_open_files(groups: int, samples: int, each: int) -> None:

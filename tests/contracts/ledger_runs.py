@@ -28,6 +28,11 @@ class RunContract:
         with pytest.raises(SettingsError, match="groups_per_step: 0 is not between"):
             await driver.ledger.create(spec(run, B=0))
 
+    async def test_the_status_has_the_fingerprint_of_the_prompts(self, driver: Driver) -> None:
+        await driver.begin(fingerprint="0123456789012345")  # not a number, though all of it are digits
+        assert (await driver.ledger.status()).fingerprint == "0123456789012345"
+        assert (await driver.ledger.claim("e2")).fingerprint == "0123456789012345"
+
     async def test_a_run_that_is_created_again_has_the_drop_limits_of_then(self, driver: Driver) -> None:
         await driver.begin()
         limits = {"max_attempts": 1, "drop_window": 2, "drop_share": 1.0}

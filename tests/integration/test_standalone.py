@@ -2,6 +2,7 @@
 no `tether up`."""
 
 import asyncio
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -164,6 +165,29 @@ async def test_services_alone_make_a_run(tmp_path: Path) -> None:
         sum(step["groups"] for step in steps),
         2,
     )
+
+
+async def test_a_worker_with_other_prompts_than_the_run_is_refused(tmp_path: Path) -> None:
+    """Rows are appended after the start; the workers of then have the old ones in memory."""
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [json.dumps({"prompt": f"{n}=", "answer": "1"}) + "\n" for n in range(65)]
+    prompts.write_text("".join(rows[:64]))
+    variables = {
+        "TETHER_CONFIG": str(ROOT / "deploy/configs/stragglers.toml"), "TETHER_RUN": "changed",
+        "TETHER_RUN_DIR": str(tmp_path / "run"), "TETHER_PROMPTS__PATH": str(prompts),
+        "TETHER_PROMPTS__HELD_OUT": "8", "TETHER_EVAL__EVERY": "1",
+    }  # fmt: skip
+    async with machine(tmp_path, **variables) as (here, ledger):
+        await here.run("prepare")
+        recorded = (await ledger.status()).fingerprint
+        prompts.write_text("".join(rows))
+        for service in ("rollout", "evaluation"):
+            process = await here.start(service)
+            assert await process.wait() == 2, here.log(service)
+            said = here.log(service).splitlines()[-1]
+            assert said.startswith(f"tether {service}: setting prompts.path: the prompts in {prompts} have")
+            assert f"those of the run {recorded}: give this host the prompts" in said
+            assert "Traceback" not in here.log(service)
 
 
 async def test_a_service_without_a_run_says_what_to_do(tmp_path: Path) -> None:

@@ -282,6 +282,7 @@ class RunState:
             draining=self.draining,
             engines=dict(self.engines),
             wasted_by_reason=dict(self.wasted_by_reason),
+            fingerprint=self.spec.fingerprint,
         )
 
 

@@ -64,6 +64,7 @@ class _Status(msgspec.Struct):
     """Engine -> epoch and version, separated by a space."""
     pending: Bound | None = None
     wasted_by_reason: dict[str, int] = {}
+    fingerprint: str = ""
 
 
 def encode_counts(counts: Mapping[int, int]) -> dict[str, int]:

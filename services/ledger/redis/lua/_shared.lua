@@ -239,6 +239,6 @@ local function status()
       policy = R.pending_policy} or nil,
     states = {waiting = waiting, leased = leased, scored = scored, taken = taken},
     dropped_by_reason = as_map(redis.call('HGETALL', K.reasons)), wasted_by_reason = as_map(redis.call('HGETALL', K.wasted)),
-    engines = as_map(redis.call('HGETALL', K.engines)),
+    engines = as_map(redis.call('HGETALL', K.engines)), fingerprint = R.fingerprint,
   })
 end

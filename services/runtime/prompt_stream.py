@@ -1,0 +1,78 @@
+"""Holds a process to the prompts of its run: group g is prompt g of one stream, in every process.
+
+The ledger has the fingerprint of that stream. A process reads the prompts for itself, perhaps on another host
+and long after the run's start, so what it has read is compared.
+"""
+
+from protocol.errors import Reason, Refused, SettingsError
+from rollout.prompts.base import PromptConfig, PromptSource
+from services.runtime.process import Process
+
+POLL_S = 0.5
+"""Seconds between two questions whether the ledger has the run."""
+
+
+async def check_stream(process: Process, source: PromptSource) -> bool:
+    """Check that a process has the prompts of its run; wait for a run that the ledger does not have.
+
+    `tether up` or `services.prepare` create it, and the ingest rebuilds one that the server has lost.
+
+    Returns:
+        False if the process was stopped before there was a run.
+
+    Raises:
+        SettingsError: the run was created with other prompts; names both fingerprints.
+    """
+    recorded = await _recorded(process)
+    if recorded is None:
+        with process.waiting("the run in the ledger"):
+            while recorded is None:
+                if await process.stopped_within(POLL_S):
+                    return False
+                recorded = await _recorded(process)
+    settings = process.settings
+    check_fingerprint(
+        settings.prompts,
+        source.fingerprint,
+        recorded,
+        "give this host the prompts that the run was started with, or start a new run in another directory "
+        f"than {settings.run_dir}",
+    )
+    return True
+
+
+def check_fingerprint(config: PromptConfig, found: str, recorded: str, remedy: str) -> None:
+    """Refuse prompts that are not those of the run.
+
+    Args:
+        config: section `[prompts]`.
+        found: fingerprint of the prompts as they are now.
+        recorded: the one with which the run was created.
+        remedy: what to do.
+
+    Raises:
+        SettingsError: they differ; names both, and the setting that says where the prompts are.
+    """
+    if found != recorded:
+        raise SettingsError(
+            f"setting {_place(config)} have the fingerprint {found}, those of the run {recorded}: {remedy}"
+        )
+
+
+def _place(config: PromptConfig) -> str:
+    """Return the setting that says where prompts are, and which they are."""
+    if config.mixture:
+        return f"prompts.mixture: the prompts of {', '.join(entry.name for entry in config.mixture)}"
+    if config.path:
+        return f"prompts.path: the prompts in {config.path}"
+    return f"prompts.source: the prompts that {config.source} generates here"
+
+
+async def _recorded(process: Process) -> str | None:
+    """Return the fingerprint with which the run was created, or None if the ledger does not have the run."""
+    try:
+        return (await process.ledger.status()).fingerprint
+    except Refused as refusal:
+        if refusal.reason is Reason.NO_RUN:
+            return None
+        raise
