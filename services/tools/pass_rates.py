@@ -13,8 +13,9 @@ from rollout.prompts.base import Prompt, PromptConfig, PromptSource
 from rollout.prompts.registry import make_source
 from rollout.prompts.rows import encoded_prompt
 from services.ledger.event_log.archiver import FILE
-from services.ledger.event_log.events import AcceptEvent, DropEvent, LedgerEvent
+from services.ledger.event_log.events import AcceptEvent, CreateEvent, DropEvent, LedgerEvent
 from services.ledger.event_log.reader import read_events
+from services.runtime.prompt_stream import check_fingerprint
 from services.settings.sections import Settings
 
 FIELD = "pass_rate"
@@ -47,14 +48,15 @@ def write_pass_rates(settings: Settings, path: Path) -> Facts:
         that read the file.
 
     Raises:
-        SettingsError: nothing was observed, there is such a file, or it cannot be written.
+        SettingsError: nothing was observed, the prompts are not those of the run, there is such a file, or it
+            cannot be written.
     """
     if path.exists():
         raise SettingsError(f"{path} exists; give another file, or delete it")
     rates = observed_rates(read_events(settings.run_dir / FILE))
     if not rates:
         raise SettingsError(f"no group of {settings.run_dir} was scored yet, so no pass rate is known")
-    source = make_source(settings.prompts)
+    source = _source_of_run(settings)
     found: dict[bytes, tuple[Prompt, float | None]] = {
         encoded_prompt(prompt): (prompt, None) for prompt in _one_pass(settings.prompts)
     }
@@ -81,6 +83,25 @@ def write_pass_rates(settings: Settings, path: Path) -> Facts:
             "held_out": len(held_out),
         },
     }
+
+
+def _source_of_run(settings: Settings) -> PromptSource:
+    """Return the stream of which group g is prompt g; of another one it would be a prompt never observed.
+
+    Raises:
+        SettingsError: the prompts are not those with which the run was created.
+    """
+    source = make_source(settings.prompts)
+    for event in read_events(settings.run_dir / FILE):
+        if isinstance(event, CreateEvent):  # the first one
+            check_fingerprint(
+                settings.prompts,
+                source.fingerprint,
+                event.fingerprint,
+                f"put back the prompts that the run in {settings.run_dir} was started with",
+            )
+            break
+    return source
 
 
 def _one_pass(config: PromptConfig) -> Sequence[Prompt]:

@@ -1,7 +1,6 @@
 """Tests that `tether pass-rates` writes what was observed last, and a file that a new run can read."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,10 @@ import pytest
 
 from protocol.errors import SettingsError
 from protocol.lifecycle import GroupState
+from protocol.staleness import Policy
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
-from services.ledger.event_log.events import AcceptEvent, DropEvent, LedgerEvent, fields_of
+from services.ledger.event_log.events import AcceptEvent, CreateEvent, DropEvent, LedgerEvent, fields_of
 from services.settings.sections import RunConfig, Settings
 from services.tools.pass_rates import render_pass_rates, write_pass_rates
 
@@ -39,7 +39,11 @@ def run_of(tmp_path: Path, events: list[LedgerEvent], **prompts: Any) -> Setting
     )  # fmt: skip
     settings = Settings(run=RunConfig(dir=str(tmp_path / "run")), prompts=config)
     settings.run_dir.mkdir()
-    lines = [json.dumps(fields_of(event)) + "\n" for event in events]
+    create = CreateEvent(
+        fingerprint=make_source(config).fingerprint, prompts=-1, steps=9, max_staleness=1, groups_per_step=1,
+        policy=Policy.WAIT,
+    )  # fmt: skip
+    lines = [json.dumps(fields_of(event)) + "\n" for event in (create, *events)]
     (settings.run_dir / "audit.jsonl").write_text("".join(lines))
     return settings
 
@@ -69,9 +73,8 @@ def test_a_new_run_reads_the_file_by_the_settings_that_are_printed(tmp_path: Pat
 
 
 def test_a_field_of_the_rows_is_not_overwritten_by_the_question(tmp_path: Path) -> None:
-    settings = run_of(tmp_path, [accept(0, 0.25)])
-    templated = replace(settings.prompts, template="Solve {question}")
-    facts = write_pass_rates(replace(settings, prompts=templated), tmp_path / "out.jsonl")
+    settings = run_of(tmp_path, [accept(0, 0.25)], template="Solve {question}")
+    facts = write_pass_rates(settings, tmp_path / "out.jsonl")
     assert facts["settings"]["prompt_field"] == "prompt"
     row = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])
     assert (row["prompt"], row["question"]) == ("Solve q0", "q0")
@@ -84,3 +87,14 @@ def test_nothing_is_overwritten_and_a_run_without_scores_is_refused(tmp_path: Pa
     (tmp_path / "out.jsonl").write_text("mine")
     with pytest.raises(SettingsError, match=r"out\.jsonl exists"):
         write_pass_rates(settings, tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("rows", [[{**ROWS[5], "question": "new"}, *ROWS], ROWS[:3]])
+def test_prompts_that_are_not_those_of_the_run_are_refused(tmp_path: Path, rows: list[Any]) -> None:
+    settings = run_of(tmp_path, [accept(0, 0.25), accept(4, 1.0)])
+    recorded, data = make_source(settings.prompts).fingerprint, tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    now = make_source(settings.prompts).fingerprint
+    with pytest.raises(SettingsError, match=rf"prompts in {data} have .* {now}, .* run {recorded}: put back"):
+        write_pass_rates(settings, tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
