@@ -4,6 +4,7 @@ Where the user has to change something, a command ends with one line that says w
 command imports what it uses when it runs, so that `tether --help` and `tether status` answer at once.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,9 +73,10 @@ def up(
         if value is not None:
             overrides.append(f"{dotted}={json.dumps(str(value)) if isinstance(value, Path) else value}")
     configure_logging("up")
-    settings = load_settings(str(config), overrides)
+    compose = functools.partial(load_settings, str(config), overrides)
+    settings = compose()
     progress = open_progress(settings.run.name, settings.run_dir, settings.run.steps)
-    outcome = asyncio.run(run_up(settings, progress))
+    outcome = asyncio.run(run_up(settings, progress, compose))
     if settings.eval.at_end and not outcome.interrupted:
         progress.note(
             "scoring the first and the last model on held-out prompts; engine output: logs/eval.log"

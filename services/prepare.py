@@ -8,7 +8,7 @@ Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollout.prompts.base import PromptSource
 from rollout.prompts.registry import make_source
@@ -18,7 +18,7 @@ from services.preflight.check import check_run
 from services.preflight.problem import refuse
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.resume import start_or_resume
-from services.runtime.run_copies import fetch_run
+from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import ledger_url, open_ledger
 from services.settings.hub import pin_names, record_pins
 from services.settings.load import load_settings, run_settings
@@ -30,10 +30,8 @@ from trainer.random_model import build_scratch
 def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
     """Check all that can be checked before anything starts, then make the random model if one is configured.
 
-    A run whose directory is empty is fetched from `run.remote` first.
-
     Args:
-        settings: those of the run.
+        settings: those of the run, with names of the hub at commits.
         local: whether all services will run on this machine.
 
     Returns:
@@ -42,8 +40,6 @@ def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
     Raises:
         SettingsError: names what is wrong; nothing was made.
     """
-    if fetched := fetch_run(settings):
-        print(fetched, file=sys.stderr)
     changes_since_last_start(settings)
     findings = check_run(settings, local=local)
     refuse(findings.problems)
@@ -72,8 +68,14 @@ def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
     )
 
 
-async def prepare_run(settings: Settings) -> Sequence[str]:
+async def prepare_run(settings: Settings, compose: Callable[[], Settings]) -> Sequence[str]:
     """Make everything that the services of a run expect to find.
+
+    A run whose directory is empty is fetched from `run.remote` first.
+
+    Args:
+        settings: those of the run.
+        compose: composes them again, after the run was fetched.
 
     Returns:
         Lines for the user: the bound in force, what changed since the last start, how durable the ledger's
@@ -84,6 +86,7 @@ async def prepare_run(settings: Settings) -> Sequence[str]:
     """
     ledger_url(settings)  # before a model is made, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)
+    settings = await asyncio.to_thread(settings_of_fetched, settings, compose)
     pinned = await asyncio.to_thread(pin_names, settings)
     spec = await asyncio.to_thread(prepare, pinned)
     async with open_ledger(settings) as ledger:
@@ -98,7 +101,7 @@ def main() -> None:
     configure_logging("prepare")
     try:
         asked = load_settings()
-        lines = asyncio.run(prepare_run(asked))
+        lines = asyncio.run(prepare_run(asked, load_settings))
         settings = run_settings(asked.run_dir)
     except KeyboardInterrupt:
         sys.exit(1)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from services.run_files.event_tail import EventTail
 from services.run_files.halts import explain_halt
 from services.run_files.run_end import recording_end
 from services.runtime.resume import start_or_resume
+from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import open_ledger
 from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
@@ -57,8 +58,15 @@ class RunOutcome:
     """Whether the prompts ran out."""
 
 
-async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
+async def run_up(settings: Settings, progress: Progress, compose: Callable[[], Settings]) -> RunOutcome:
     """Start all services of a run and keep them running until it is done.
+
+    A run whose directory is empty is fetched from `run.remote` first.
+
+    Args:
+        settings: those of the run.
+        progress: tells the user.
+        compose: composes the settings again, after the run was fetched.
 
     Raises:
         SettingsError: a setting is wrong, found before the start or by a service; nothing is left running.
@@ -67,7 +75,8 @@ async def run_up(settings: Settings, progress: Progress) -> RunOutcome:
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
-        asked, settings = settings, await asyncio.to_thread(pin_names, settings)
+        asked = await asyncio.to_thread(settings_of_fetched, settings, compose)
+        settings = await asyncio.to_thread(pin_names, asked)
         spec = await asyncio.to_thread(prepare, settings, local=True)
         with recording_end(run_dir):
             outcome = await _run_prepared(asked, settings, spec, progress)

@@ -1,9 +1,17 @@
-"""Fetches a run whose directory is empty from `run.remote`."""
+"""Fetches a run whose directory is empty from `run.remote`.
 
+What an earlier start chose for the run is read from its directory, on the same host or another one. So
+settings are composed again once there is something in it.
+"""
+
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from services.ledger.event_log.archiver import FILE as EVENT_LOG
 from services.ledger.event_log.hash_chain import HEAD
+from services.runtime.frozen_models import FILE as FROZEN_MODELS
+from services.settings.hub import FILE as HUB
 from services.settings.load import FILE as SETTINGS
 from services.settings.sections import Settings
 from trainer.storage.remote import RemoteDirectory
@@ -11,9 +19,11 @@ from trainer.storage.remote import RemoteDirectory
 CHECKPOINT, RUN = "checkpoint", "run"
 """Directories of a copy."""
 SPOOL = "spool.sqlite"
-RUN_FILES = (SETTINGS, HEAD, EVENT_LOG, "metrics.jsonl")
-"""What a run needs beside its checkpoint and its spool, in the order in which it is copied: the head of the
-event log names one of the log's lines."""
+STATE = (SETTINGS, HEAD, EVENT_LOG, "metrics.jsonl")
+"""Files of which a directory with a run has at least one, in the order in which they are copied: the head of
+the event log names one of the log's lines."""
+RUN_FILES = (*STATE, HUB, FROZEN_MODELS)
+"""What a run needs beside its checkpoint and its spool. Copies of earlier releases have `STATE` alone."""
 
 
 def copy_lines(source: Path, target: Path) -> None:
@@ -25,6 +35,23 @@ def copy_lines(source: Path, target: Path) -> None:
     content = source.read_bytes()
     is_log = source.suffix == ".jsonl"
     target.write_bytes(content[: content.rfind(b"\n") + 1] if is_log else content)
+
+
+def settings_of_fetched(settings: Settings, compose: Callable[[], Settings]) -> Settings:
+    """Fetch the run as `fetch_run` does, and return its settings with what earlier starts chose.
+
+    Args:
+        settings: those of the run, composed before it was fetched.
+        compose: composes them again.
+
+    Raises:
+        SettingsError: as `fetch_run`, or the settings do not fit the run that was fetched.
+        RemoteError: as `fetch_run`.
+    """
+    if not (line := fetch_run(settings)):
+        return settings
+    print(line, file=sys.stderr)
+    return compose()
 
 
 def fetch_run(settings: Settings) -> str:
@@ -39,7 +66,7 @@ def fetch_run(settings: Settings) -> str:
     remote = RemoteDirectory(settings.run.remote)
     run_dir = settings.run_dir
     begun = run_dir / "fetching"  # there until everything is: a fetch that was cut off is made again
-    if not begun.exists() and any((run_dir / name).exists() for name in (*RUN_FILES, SPOOL, "checkpoints")):
+    if not begun.exists() and any((run_dir / name).exists() for name in (*STATE, SPOOL, "checkpoints")):
         return ""
     versions = remote.versions()
     if not versions:

@@ -132,7 +132,10 @@ Credentials come from the environment, as the package reads them.
     tether verify /new/empty/dir
 
 Where RUN_DIR has no run, the newest complete copy is fetched, each file compared with its digest:
-checkpoint, settings, spool, event log, steps. Then it is a resume like any other, with the rules above. The
+checkpoint, settings, commits of the hub, digests of models that are not trained, spool, event log, steps.
+Then it is a resume like any other, with the rules above, and what was chosen at the first start stays: data
+types that were `auto`, and the commit of each branch. A copy of an earlier release lacks commits and digests:
+branches are what they are now, which is refused if they have moved, and such models are not compared. The
 ledger is rebuilt from the event log and the spool, so it has to be an empty one: an embedded one is; on a
 server of your own choose another database than the run had, as its ledger is ahead of the copy. Steps after
 the copy are made again. Half a copy counts as nothing. The archive for `tether replay` and the logs are not

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from services.observability.steps import read_steps
+from services.runtime.run_copies import fetch_run
 from tests.integration.loop import run_to_end, settings_for
 from trainer.storage.remote import RemoteDirectory
 
@@ -19,6 +20,7 @@ async def test_a_run_goes_on_from_its_copy_on_an_empty_host(tmp_path: Path) -> N
     assert exports == {"step_00000002", "step_00000004"}
 
     second = settings_for(tmp_path / "new", "stragglers.toml", *FAST, f"run.remote={url}", "run.steps=6")
+    assert fetch_run(second) == f"fetched version 4 of the run from {url}"
     after = await run_to_end(second)
     assert after.status.version == 6
     assert [step["step"] for step in read_steps(tmp_path / "new/metrics.jsonl")] == list(range(6))
