@@ -4,6 +4,11 @@ A tool's result is a call without tokens.
 
 It reads what is on disk: spool and archive. Of each group with calls it compares the record that was trained
 or waits to be with the journal.
+
+A record that names no calls may follow calls of an earlier lease of its group: recording was switched off in
+between, or the environment is another one now. So it is compared with the calls of its own lease alone. What
+this leaves unproven is a record that dropped its names and whose calls were all replayed from earlier leases:
+it looks like one that was made without recording.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -58,7 +63,7 @@ def audit_calls(run_dir: Path) -> CallAudit:
                 violations.append(f"{where}: a record cannot be read: {error}")
                 continue
             if isinstance(message, ScoredRollout):
-                known = by_group.get(message.rollout.group, [])
+                known = concerning(message.rollout, by_group.get(message.rollout.group, []))
                 found, problems = check_group(message.rollout, known)
                 calls, tokens = calls + sum(not call.name for call in known), tokens + found
                 results += sum(bool(call.name) for call in known)
@@ -66,13 +71,22 @@ def audit_calls(run_dir: Path) -> CallAudit:
     return CallAudit(calls, tokens, tuple(violations[:MAX_VIOLATIONS]), results)
 
 
+def concerning(rollout: Rollout, journalled: Sequence[Call]) -> list[Call]:
+    """Return the calls of its group that a record is compared with.
+
+    These are all of them, or, for a record that names none, those of its own lease: earlier leases may have
+    recorded what this one did not replay. See the module.
+    """
+    return [call for call in journalled if rollout.calls is not None or call.token == rollout.token]
+
+
 def check_group(rollout: Rollout, journalled: Sequence[Call]) -> tuple[int, list[str]]:
-    """Compare a record with the calls of its group.
+    """Compare a record with the calls of its group that concern it.
 
     Returns:
         Its trained tokens that belong to a call, and what is wrong.
     """
-    group = f"group {rollout.group}"
+    group, journalled = f"group {rollout.group}", concerning(rollout, journalled)
     if rollout.calls is None:
         return 0, [f"{group}: has {len(journalled)} journalled calls, but its record names none"] * bool(
             journalled

@@ -12,7 +12,14 @@ import pytest
 from protocol.codec import decode_payload, encode_payload
 from protocol.messages import Call, ScoredRollout
 from protocol.tensors import Array
-from services.run_files.call_audit import audit_calls, call_facts, calls_of_group, read_spool, render_calls
+from services.run_files.call_audit import (
+    CallAudit,
+    audit_calls,
+    call_facts,
+    calls_of_group,
+    read_spool,
+    render_calls,
+)
 from tests.protocol.samples import CALL, RESULT
 from tests.rollout.sessions.durable import Worker, play, rollout_of
 from trainer.storage.archive import Archive
@@ -47,6 +54,23 @@ async def test_calls_in_the_spool_belong_to_their_record(tmp_path: Path) -> None
     found = audit_calls(tmp_path)
     assert (found.calls, found.tokens, found.violations, found.results) == (TURNS, 3 * TURNS, (), 1)
     assert [call.number for call in calls_of_group(tmp_path, 1)] == list(range(TURNS + 1))
+
+
+async def test_a_record_without_calls_answers_for_those_of_its_own_lease_alone(tmp_path: Path) -> None:
+    """A lease recorded calls and was lost; the next one was made with `environment.record` off."""
+    scored = decode_payload(await recorded(tmp_path))
+    assert isinstance(scored, ScoredRollout)
+
+    def audited(token: str) -> CallAudit:
+        rollout = msgspec.structs.replace(scored.rollout, token=token, calls=None)
+        payload = encode_payload(msgspec.structs.replace(scored, rollout=rollout))
+        edit(tmp_path, "UPDATE records SET token = ?, payload = ?", token, payload)
+        return audit_calls(tmp_path)
+
+    assert audited("second") == CallAudit(0, 0)
+    assert audited("first").violations == (
+        f"spool: group 1: has {TURNS + 1} journalled calls, but its record names none",
+    )
 
 
 class Overtaken(CallStore):
