@@ -25,6 +25,9 @@ AGAIN = {408, 409, 425, 429, *range(500, 600)}
 """Statuses of an answer that may be another one later."""
 MOST_BACKOFF_S = 60.0
 """Longest wait before a retry, also where the server asks for more."""
+CUT_OFF = ("length", "model_length", "content_filter", "abort", "error")
+"""Finish reasons of servers for an answer that ends before the model has finished: what it says last is no
+verdict. Those of finished ones differ more, and may be missing."""
 MAX_BODY = 4 << 20
 """Bytes of an answer that are read."""
 MAX_TOKENS = 10**9
@@ -184,10 +187,17 @@ class JudgeClient:
             notes.counts["cost"] += (
                 read * self._options.input_price + written * self._options.output_price
             ) / 1e6
-        text = completion.choices[0].message.content if completion.choices else None
-        if text is None:
+        if not completion.choices:
             raise _Passing("a chat completion without text")
-        return text
+        choice = completion.choices[0]
+        if choice.finish_reason in CUT_OFF:
+            raise _Passing(
+                f"an answer that was cut off (finish_reason {choice.finish_reason!r}, option max_tokens "
+                f"{self._options.max_tokens}); increase max_tokens if the judge needs more to finish"
+            )
+        if choice.message.content is None:
+            raise _Passing("a chat completion without text")
+        return choice.message.content
 
     async def _kept(self, digest: bytes, notes: Notes) -> str | None:
         if self._cache is None:

@@ -44,7 +44,7 @@ class Options:
     """Number that is a score of 1. Numbers above it are refused."""
     temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
-    """Tokens of an answer, at most."""
+    """Tokens of an answer, at most; one that is cut off by it is no score."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request, such as `response_format`."""
     max_chars: Annotated[int, Meta(ge=1, le=10_000_000)] = 50_000
@@ -57,7 +57,7 @@ class Options:
     request_timeout_s: Annotated[float, Meta(gt=0, le=1e5)] = 20.0
     """Limit for one request, seconds. `reward.timeout_s` limits all requests for one score."""
     retries: Annotated[int, Meta(ge=0, le=100)] = 4
-    """Further requests after one that failed in passing, or whose answer has no score."""
+    """Further requests after one that failed in passing, or whose answer is cut off or has no score."""
     backoff_s: Annotated[float, Meta(ge=0, le=60)] = 0.5
     """Wait before the first retry, seconds; doubled for each one after it, up to 60, with a random part. A
     server's `Retry-After` counts where it is longer."""

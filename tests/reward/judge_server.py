@@ -33,14 +33,20 @@ class JudgeServer:
         return str(self.requests[-1]["messages"][-1]["content"])
 
 
-def completion(text: Any) -> dict[str, Any]:
+def completion(text: Any, finish_reason: str | None = "stop") -> dict[str, Any]:
     """Return the body of an answer."""
     return {
         "id": "c",
         "object": "chat.completion",
         "created": 0,
         "model": "judge",
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": text},
+                "finish_reason": finish_reason,
+            }
+        ],
         "usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110},
     }
 

@@ -23,6 +23,11 @@ MESSAGES = [{"role": "user", "content": "Is it good?"}]
 OPTIONS = Options(url="", model="m", prompt="{response}", backoff_s=0.0, retries=2)
 
 
+def last_digit(text: str) -> float:
+    """Read the number that a text ends with."""
+    return float(text[-1])
+
+
 def one(text: str) -> float:
     """Read a number."""
     try:
@@ -85,6 +90,8 @@ async def test_an_answer_is_read_and_its_tokens_are_counted() -> None:
         lambda: web.json_response(completion({"no": "text"})),
         lambda: web.json_response(completion("1") | {"usage": {"prompt_tokens": 10**400}}),
         lambda: web.json_response(completion("1") | {"usage": {"completion_tokens": -1}}),
+        lambda: web.json_response(completion("0", "length")),
+        lambda: web.json_response(completion("0", "content_filter")),
         "I like it",
     ],
 )
@@ -108,6 +115,11 @@ async def test_a_server_that_hangs_is_asked_again_after_the_limit() -> None:
     [
         (status(500, "out of memory"), r"/v1/chat/completions: status 500: out of memory \(3 requests\)", 3),
         ("nonsense", r"/v1/chat/completions: no number in 'nonsense' \(3 requests\)", 3),
+        (
+            lambda: web.json_response(completion("0", "length")),
+            r"cut off \(finish_reason 'length', option max_tokens 512\); increase .*\(3 requests\)",
+            3,
+        ),
         (status(401, "no such key"), "/v1/chat/completions: status 401: no such key$", 1),
         (status(404), "/v1/chat/completions: status 404", 1),
         (status(302, Location="http://127.0.0.1:1/"), "status 302", 1),
@@ -167,6 +179,27 @@ async def test_an_answer_without_a_score_is_not_kept(tmp_path: Path) -> None:
         with pytest.raises(RewardError):
             await client.ask(MESSAGES, one, Notes())
         assert await client.ask(MESSAGES, one, Notes()) == 1.0
+
+
+async def test_an_answer_that_was_cut_off_is_not_kept(tmp_path: Path) -> None:
+    cut = completion("0 is wrong and 1 is right. Let me check step 1", "length")
+    async with asking(lambda: web.json_response(cut), "0", cache=str(tmp_path / "cache"), retries=0) as (
+        server,
+        client,
+    ):
+        with pytest.raises(RewardError, match="cut off"):
+            await client.ask(MESSAGES, last_digit, Notes())
+        notes = Notes()
+        assert await client.ask(MESSAGES, last_digit, notes) == 0.0
+    assert "cache_hits" not in notes.counts
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("reason", [None, "stop", "eos_token"])
+async def test_an_answer_counts_whatever_word_a_server_has_for_finished(reason: str | None) -> None:
+    async with asking(lambda: web.json_response(completion("1", reason))) as (server, client):
+        assert await client.ask(MESSAGES, one, Notes()) == 1.0
+    assert len(server.requests) == 1
 
 
 async def test_a_broken_cache_is_counted_and_stops_nothing(tmp_path: Path) -> None:
