@@ -1,14 +1,17 @@
 """Runs `python -m services.reward`: scores rollouts. Stateless; a run may have any number of them.
 
-Consumes: `Rollout` messages. Produces: `ScoredRollout`, or `ScoreFailure` where no score could be computed.
+Consumes: `Rollout` messages. Produces: `ScoredRollout`, or `ScoreFailure` where no score could be computed,
+or the group with its scores is too large for a frame.
 Waits for: rollouts, and the ingest's acknowledgement. A rollout is acknowledged once the ingest has
 acknowledged its score; until then its sender keeps it.
 """
 
 import asyncio
+import functools
 import logging
 from typing import Any
 
+from protocol.errors import FrameTooLarge
 from protocol.messages import Rollout, ScoredRollout, ScoreFailure
 from protocol.topics import ROLLOUTS, SCORED, Role
 from reward.score import score_rollout
@@ -101,22 +104,44 @@ async def _score(
     assert isinstance(rollout, Rollout)
     with meter.working(), process.working("scores groups"):
         result = await score_rollout(rollout, pool, process.incarnation)
-    process.metrics.count(f"reward.{type(result).__name__}")
     await _note_outcome(process, result)
     process.metrics.seconds.labels("score").observe(getattr(result, "score_s", 0.0))
+    send = functools.partial(
+        sender.send, id=envelope.id, epoch=envelope.epoch, group=envelope.group, token=envelope.token
+    )
     try:
         with process.waiting(f"ingest for group {rollout.group}"):
-            await sender.send(
-                result, id=envelope.id, epoch=envelope.epoch, group=envelope.group, token=envelope.token
-            )
-    except Declined as refusal:
+            try:
+                await send(result)
+            except FrameTooLarge as error:
+                failure = _too_large(process, rollout, error)
+                await _note_outcome(process, failure)
+                await send(failure)
+    except (Declined, FrameTooLarge) as refusal:
         receiver.refuse(delivery, str(refusal))
     else:
         receiver.ack(delivery)
 
 
+def _too_large(process: Process, rollout: Rollout, error: FrameTooLarge) -> ScoreFailure:
+    """Return the failure of a group that fitted a frame without its scores, and does not with them.
+
+    Otherwise it would end this process, and every other one that the rollout worker sends it to.
+    """
+    log.warning("score.too_large group=%d error=%s", rollout.group, error)
+    text = (
+        "the group does not fit a frame with its scores and what judges said: raise setting "
+        f"bus.max_frame_bytes, {process.settings.bus.max_frame_bytes}, or lower sampling.max_tokens or "
+        "sampling.samples_per_prompt"
+    )
+    return ScoreFailure(
+        group=rollout.group, token=rollout.token, verifier="", error=text, scorer=process.incarnation
+    )
+
+
 async def _note_outcome(process: Process, result: ScoredRollout | ScoreFailure) -> None:
-    """Show a failure in the registry, and count the responses that were given `reward.timeout_score`."""
+    """Count a result, and the responses that were given `reward.timeout_score`; register a failure."""
+    process.metrics.count(f"reward.{type(result).__name__}")
     if isinstance(result, ScoreFailure):
         text = f"{result.verifier or 'reward'}: {result.error}"
         is_new = process.info.get(FAILED) != text
