@@ -1,6 +1,7 @@
-"""Finds what a user names as `MODULE:NAME`, and where in the user's code an exception comes from."""
+"""Finds what a user names as `MODULE:NAME`, and what number and which exception come from it."""
 
 import importlib
+import math
 import sys
 import traceback
 from pathlib import Path
@@ -50,6 +51,20 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
     if not callable(found):
         raise SettingsError(f"{what}: {path} in {file} is neither a class nor a function")
     return found, file
+
+
+def returned_number(value: Any) -> float:
+    """Return what the user's code returned as a score or reward as a float.
+
+    Raises:
+        ValueError: it is not a finite float, int or bool; the text shows it: "nan", "'1'", or its type.
+    """
+    try:
+        if isinstance(value, (bool, int, float)) and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    raise ValueError(repr(value)[:60] if isinstance(value, (int, float, str)) else type(value).__name__)
 
 
 def located(error: BaseException) -> str:

@@ -8,12 +8,12 @@ Any may be `async def`; the responses of all prompts are then scored at the same
 docs/rewards.md describes the parameters.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import RewardError
+from protocol.user_code import returned_number
 from reward.group import ResponseGroup, Verdict
 from reward.notes import Notes
 from reward.user_code import UserCode, load_user_code
@@ -125,9 +125,8 @@ def _listed(code: UserCode, values: Any, count: int, of: str) -> Sequence[Any]:
 def checked_score(code: UserCode, value: Any) -> float:
     """Return a score as float. Raises RewardError if it is not a finite float, int or bool."""
     try:
-        if isinstance(value, (bool, int, float)) and math.isfinite(value):
-            return float(value)
-    except OverflowError:
-        pass
-    shown = repr(value)[:60] if isinstance(value, (int, float, str)) else type(value).__name__
-    raise RewardError(f"{code.path} returned {shown} ({code.file}); a score is a finite float, int or bool")
+        return returned_number(value)
+    except ValueError as shown:
+        raise RewardError(
+            f"{code.path} returned {shown} ({code.file}); a score is a finite float, int or bool"
+        ) from None

@@ -10,7 +10,7 @@ import inspect
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute
+from protocol.user_code import import_attribute, returned_number
 from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
 
 WHAT = "setting environment.options.function"
@@ -30,15 +30,27 @@ class Agent(SessionEnvironment):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._function, file = import_attribute(options.function, WHAT)
+        self._path = options.function
+        self._function, self._file = import_attribute(self._path, WHAT)
         if not inspect.iscoroutinefunction(self._function):
             raise SettingsError(
-                f"{WHAT}: {options.function} in {file} is not asynchronous; write `async def`"
+                f"{WHAT}: {self._path} in {self._file} is not asynchronous; write `async def`"
             )
 
     async def act(self, task: Task) -> float | None:
+        """Return what the function returns for a task.
+
+        Raises:
+            ValueError: that is no reward; names the function and its file.
+            Exception: whatever the function raises.
+        """
         reward = await self._function(task)
-        return None if reward is None else float(reward)
+        try:
+            return None if reward is None else returned_number(reward)
+        except ValueError as shown:
+            raise ValueError(
+                f"{self._path} returned {shown} ({self._file}); a reward is a finite float, int, bool or None"
+            ) from None
 
 
 make = Agent

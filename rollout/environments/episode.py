@@ -8,11 +8,11 @@ async def play(episode: Episode) -> float | None:
 """
 
 import functools
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from protocol.user_code import returned_number
 from rollout.engines.base import Completion
 from rollout.environments.base import Environment, EpisodeOver, Generate, Sample, SampleBuilder
 from rollout.prompts.base import Prompt
@@ -111,10 +111,13 @@ class Episode:
         if self._last is None:
             raise ValueError("the episode ended before the model said anything")
         final = self.reward if reward is None else reward
-        if final is not None and not (isinstance(final, (bool, int, float)) and math.isfinite(final)):
-            raise ValueError(f"the episode returned {final!r}; a reward is a finite float, int, bool or None")
+        try:
+            value = None if final is None else returned_number(final)
+        except ValueError as shown:
+            raise ValueError(
+                f"the episode returned {shown}; a reward is a finite float, int, bool or None"
+            ) from None
         ended = self._last.finish_reason if final is None else "environment"
-        value = None if final is None else float(final)
         sample = self._sample.finish("length" if truncated else ended, value)
         if self._record is None:
             return sample

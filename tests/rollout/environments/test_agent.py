@@ -1,5 +1,6 @@
 """Agents in the worker: what they did by HTTP is the sample, branch by branch."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,36 @@ async def test_without_a_reward_verifiers_score_the_last_answer(tmp_path: Path) 
 async def test_an_agent_that_never_asks_has_failed(tmp_path: Path) -> None:
     with pytest.raises(EpisodeError, match="without a call of the model"):
         await generated(tmp_path, config("silent"))
+
+
+@pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ({"reward": 1}, "dict"),
+        ("1", "'1'"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        pytest.param(10**400, "10{59}", id="huge"),
+    ],
+)
+async def test_what_an_agent_returns_that_is_no_reward_is_named_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: object, shown: str
+) -> None:
+    monkeypatch.setattr(agents, "outcome", returned)
+    says = (
+        rf"{HERE}:returns returned {shown} \({agents.__file__}\); a reward is a finite float, int, bool or N"
+    )
+    with pytest.raises(EpisodeError, match=says):
+        await generated(tmp_path, config("returns"))
+
+
+@pytest.mark.parametrize("returned", [True, 1, 1.0])
+async def test_any_number_that_an_agent_returns_is_its_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: object
+) -> None:
+    monkeypatch.setattr(agents, "outcome", returned)
+    view = decode_rollout(await generated(tmp_path, config("returns")))
+    assert {row.environment_reward for row in view.rows} == {1.0}
 
 
 async def test_an_agent_that_ignores_its_end_is_left_with_a_dead_key(tmp_path: Path) -> None:
