@@ -1,16 +1,20 @@
 """Keeps the version with the best score as a Hugging Face directory.
 
-    RUN_DIR/exports/best_step_00000040   the model, in the dtype of the engines: the weights that were scored
-    RUN_DIR/exports/best                 a link to it
-    RUN_DIR/exports/best.json            version, set, score and standard error
+    RUN_DIR/exports/best_step_00000040-0123456789abcdef   the model, in the dtype of the engines: the weights
+                                                          that were scored, by their version and digest
+    RUN_DIR/exports/best                                  a link to it
+    RUN_DIR/exports/best.json                             version, set, score and standard error
 
-With adapters, `adapter_best_step_00000040` and the link `adapter_best` hold them as PEFT does, and the model
-has them merged into it. Exports of checkpoints are pruned without regard to these.
+The digest is in the name because a version has other weights after a rewind. With adapters, the same names
+after `adapter_` hold them as PEFT does, and the model has them merged into it. Exports of checkpoints are
+pruned without regard to these.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,7 +27,7 @@ from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
 from protocol.messages import WeightManifest
 from protocol.weights.lora import adapter_targets
-from services.observability.evaluations import BEST, Evaluation, read_evaluations
+from services.observability.evaluations import BEST, Evaluation, counted_evaluations, last_lines
 from services.settings.evaluation import BestScore
 from services.settings.sections import Settings
 from trainer.lora import merged, save_adapter
@@ -32,14 +36,24 @@ from trainer.storage.hf_export import write_hf
 log = logging.getLogger("tether.evaluation")
 
 LINK = "best"
+NAME = re.compile(r"best_step_(\d{8,})-([0-9a-f]{16})")
+
+
+class _Published(msgspec.Struct):
+    """What best.json says of the model that `best` links to."""
+
+    version: int
+    digest: str
+    directory: str
 
 
 def best_of(evaluations: Iterable[Evaluation], wanted: BestScore) -> Evaluation | None:
     """Return the evaluation with the highest score, the earliest of equal ones; None if none has it.
 
-    `wanted.set` must name a set.
+    Of a version that was scored again with other weights the later evaluation counts. `wanted.set` must name
+    a set.
     """
-    found = [(e.score(wanted.metric)[0], e) for e in evaluations if e.set == wanted.set]
+    found = [(e.score(wanted.metric)[0], e) for e in last_lines(evaluations) if e.set == wanted.set]
     known = [(score, e) for score, e in found if score is not None]
     return max(known, key=lambda item: item[0])[1] if known else None
 
@@ -54,7 +68,7 @@ class BestCheckpoint:
         self._directory = settings.run_dir / "exports"
 
     def keep(self, evaluation: Evaluation, manifest: WeightManifest) -> None:
-        """Write the model of an evaluation that is the best one; called before its line is written.
+        """Write the model of an evaluation that is better than those kept; called before its line is written.
 
         So a line without a model cannot be left by a crash. A model that cannot be written is reported, and
         the one before stays.
@@ -63,20 +77,27 @@ class BestCheckpoint:
             evaluation: not in eval.jsonl yet.
             manifest: of the snapshot that was scored.
         """
-        known = list(read_evaluations(self._settings.run_dir))
-        if best_of([*known, evaluation], self._wanted) is not evaluation:
+        kept = self._kept()
+        counted = counted_evaluations(self._settings.run_dir, evaluation)
+        candidates = [e for e in counted if e is evaluation or e.key[:2] in kept]
+        if best_of(candidates, self._wanted) is not evaluation:
             return
         try:
-            self._write(self._directory / _name(evaluation), manifest)
+            self._write(self._directory / f"best_step_{evaluation.version:08d}-{evaluation.digest}", manifest)
         except (OSError, SafetensorError, SettingsError) as error:
             log.error("best.failed version=%d error=%s", evaluation.version, error)
 
     def publish(self) -> None:
-        """Let `best` and `best.json` name the best version in eval.jsonl, and remove the ones before it."""
-        best = best_of(read_evaluations(self._settings.run_dir), self._wanted)
-        if best is None or not (self._directory / _name(best)).is_dir():
+        """Let `best` and `best.json` name the best version that is kept, and remove the others.
+
+        They stay as they are while eval.jsonl has no such version: after a rewind, until one is scored again.
+        """
+        kept = self._kept()
+        counted = counted_evaluations(self._settings.run_dir)
+        best = best_of([e for e in counted if e.key[:2] in kept], self._wanted)
+        if best is None:
             return
-        name = _name(best)
+        name = kept[best.key[:2]]
         self._link(LINK, name)
         if (self._directory / f"adapter_{name}").is_dir():
             self._link(f"adapter_{LINK}", f"adapter_{name}")
@@ -97,6 +118,17 @@ class BestCheckpoint:
             if old.name not in (name, f"adapter_{name}"):
                 shutil.rmtree(old, ignore_errors=True)
 
+    def _kept(self) -> dict[tuple[int, str], str]:
+        """Return version and digest -> directory of each model that is there."""
+        kept = {}
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            found = msgspec.json.decode((self._settings.run_dir / BEST).read_bytes(), type=_Published)
+            kept[found.version, found.digest] = found.directory  # of releases without the digest in the name
+        for path in self._directory.glob("best_step_*"):
+            if match := NAME.fullmatch(path.name):
+                kept[int(match[1]), match[2]] = path.name
+        return {key: name for key, name in kept.items() if (self._directory / name).is_dir()}
+
     def _write(self, target: Path, manifest: WeightManifest) -> None:
         lora, source = self._settings.lora, self._settings.model_dir
         snapshot = dict(_tensors(Path(manifest.location)))
@@ -116,10 +148,6 @@ class BestCheckpoint:
         aside.unlink(missing_ok=True)
         aside.symlink_to(target)
         os.replace(aside, self._directory / name)
-
-
-def _name(evaluation: Evaluation) -> str:
-    return f"best_step_{evaluation.version:08d}"
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from services.observability.steps import append_line
+from services.observability.steps import append_line, epoch_starts
 
 FILE = "eval.jsonl"
 """In the run directory."""
@@ -89,6 +89,36 @@ def read_evaluations(run_dir: Path) -> Iterator[Evaluation]:
                     continue
     except FileNotFoundError:
         return
+
+
+def last_lines(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
+    """Return the last line of each version and set: after a rewind a version has other weights."""
+    found: dict[tuple[int, str], Evaluation] = {}
+    for row in evaluations:
+        found.pop((row.version, row.set), None)
+        found[row.version, row.set] = row
+    return list(found.values())
+
+
+def counted_evaluations(run_dir: Path, *new: Evaluation) -> list[Evaluation]:
+    """Return the last line of each version and set, but for versions that a rewind has abandoned.
+
+    A version is abandoned where metrics.jsonl proves it: a trainer of a later epoch began before it. A rewind
+    shows there with its first step, not earlier.
+
+    Args:
+        run_dir: of the run.
+        new: lines that are not written yet.
+    """
+    rows = [*read_evaluations(run_dir), *new]
+    newest_kept: dict[str, int] = {}
+    if len({row.epoch for row in rows}) > 1:
+        begun: list[int] = []
+        for epoch, step in reversed(epoch_starts(run_dir / "metrics.jsonl").items()):
+            if begun:
+                newest_kept[epoch] = min(begun)
+            begun.append(step)
+    return last_lines(row for row in rows if row.version <= newest_kept.get(row.epoch, row.version))
 
 
 def latest_evaluations(run_dir: Path) -> list[Evaluation]:

@@ -98,3 +98,14 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     """Return the last line of each step, in order of step."""
     steps = {line["step"]: line for line in read_lines(path)}
     return [steps[step] for step in sorted(steps)]
+
+
+def epoch_starts(path: Path) -> dict[str, int]:
+    """Return the first step of each epoch that made one, in the order of the epochs.
+
+    An epoch that begins with a step of an epoch before began with a rewind.
+    """
+    starts: dict[str, int] = {}
+    for line in read_lines(path):
+        starts.setdefault(line["epoch"], line["step"])
+    return starts

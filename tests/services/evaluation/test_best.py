@@ -11,8 +11,10 @@ from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
 from services.evaluation.best import BestCheckpoint, best_of
 from services.observability.evaluations import BEST, SNAPSHOTS, Evaluation, append_evaluation
+from services.observability.steps import StepLog
 from services.settings.evaluation import BestScore
 from services.settings.sections import ModelConfig, RunConfig, Settings
+from tests.services.observability.test_steps import report
 from trainer.config import ScratchConfig, WeightConfig
 from trainer.random_model import build_scratch
 from trainer.weights.disk import DiskSender
@@ -30,6 +32,12 @@ def test_best_is_the_highest_score_and_the_earliest_of_equal_ones() -> None:
     assert best_of(rows, GREEDY) is rows[1]
     assert best_of(rows, BestScore("other", "greedy")) is rows[3]
     assert best_of(rows[4:], GREEDY) is None
+
+
+def test_a_version_that_was_scored_again_has_its_later_score() -> None:
+    rows = [scored(40, 0.9), scored(20, 0.4), scored(40, 0.5), scored(50, 0.6)]
+    assert best_of(rows, GREEDY) is rows[3]
+    assert best_of(rows[:3], GREEDY) is rows[2]
 
 
 def test_best_by_pass_at_k_reads_that_score() -> None:
@@ -54,16 +62,36 @@ class Rig:
         self.model = load_file(model / "model.safetensors")
         self.best = BestCheckpoint(self.settings, GREEDY)
 
-    def evaluate(self, version: int, score: float, tensors: dict[str, torch.Tensor]) -> None:
-        """Do what the evaluator does with a score."""
-        evaluation = scored(version, score)
-        self.best.keep(evaluation, self.snapshot(version, tensors))
+    def evaluate(
+        self, version: int, score: float, tensors: dict[str, torch.Tensor], epoch: str = "e1"
+    ) -> str:
+        """Do what the evaluator does with a score; returns the name that its directory has or would have."""
+        evaluation = self.keep(version, score, tensors, epoch)
         append_evaluation(self.run_dir, evaluation)
         self.best.publish()
+        return f"best_step_{version:08d}-{evaluation.digest}"
 
-    def snapshot(self, version: int, tensors: dict[str, torch.Tensor]) -> WeightManifest:
+    def keep(
+        self, version: int, score: float, tensors: dict[str, torch.Tensor], epoch: str = "e1"
+    ) -> Evaluation:
+        """Do what the evaluator does with a score before it writes the line, which is returned."""
+        manifest = self.snapshot(version, tensors, epoch)
+        evaluation = scored(version, score, digest=f"{manifest.digest:016x}", epoch=epoch)
+        self.best.keep(evaluation, manifest)
+        return evaluation
+
+    def snapshot(self, version: int, tensors: dict[str, torch.Tensor], epoch: str = "e1") -> WeightManifest:
         sender = DiskSender(WeightConfig(directory=str(self.run_dir / SNAPSHOTS)), self.run_dir)
-        return sender.publish("e1", version, tensors.items())
+        return sender.publish(epoch, version, tensors.items())
+
+    def moved(self, by: float) -> dict[str, torch.Tensor]:
+        """Return other weights of the model."""
+        return {name: tensor + by for name, tensor in self.model.items()}
+
+    def holds(self, by: float, name: str) -> bool:
+        """Return whether `best` links to this directory and has these weights."""
+        is_it = (self.run_dir / "exports/best").readlink() == Path(name)
+        return is_it and all(torch.equal(self.kept()[key], t) for key, t in self.moved(by).items())
 
     def kept(self) -> dict[str, torch.Tensor]:
         return load_file(self.run_dir / "exports/best/model.safetensors")
@@ -71,23 +99,70 @@ class Rig:
 
 def test_best_checkpoint_follows_the_score(tmp_path: Path) -> None:
     rig = Rig(tmp_path, LoraConfig())
-    for version, score in ((0, 0.2), (2, 0.6), (4, 0.4)):
-        rig.evaluate(version, score, {name: t + version for name, t in rig.model.items()})
-    assert all(torch.equal(rig.kept()[name], t + 2) for name, t in rig.model.items())
-    assert (tmp_path / "exports/best").readlink() == Path("best_step_00000002")
-    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == [
-        "best", "best.json", "best_step_00000002",
-    ]  # fmt: skip
+    _, name, _ = (rig.evaluate(v, score, rig.moved(v)) for v, score in ((0, 0.2), (2, 0.6), (4, 0.4)))
+    assert rig.holds(2, name)
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["best", "best.json", name]
     facts = json.loads((tmp_path / BEST).read_text())
     assert (facts["version"], facts["set"], facts["metric"], facts["score"]) == (2, "held_out", "greedy", 0.6)
     assert (tmp_path / "exports/best/config.json").is_file()
+
+
+def test_after_a_rewind_the_score_of_the_abandoned_weights_does_not_count(tmp_path: Path) -> None:
+    """Nothing but eval.jsonl says so here: version 40 was scored again with other weights."""
+    rig = Rig(tmp_path, LoraConfig())
+    rig.evaluate(20, 0.7, rig.moved(0))
+    abandoned = rig.evaluate(40, 0.9, rig.moved(1))
+    name = rig.evaluate(40, 0.5, rig.moved(2), "e2")
+    assert name != abandoned
+    assert rig.holds(2, name)  # the weights of version 20 are gone
+    rig.evaluate(45, 0.4, rig.moved(3), "e2")
+    assert rig.holds(2, name)
+    name = rig.evaluate(50, 0.6, rig.moved(4), "e2")
+    assert rig.holds(4, name)
+    assert json.loads((tmp_path / BEST).read_text())["version"] == 50
+    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["best", "best.json", name]
+
+
+def test_a_directory_of_superseded_weights_is_not_linked_by_its_version(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, LoraConfig())
+    before = rig.evaluate(20, 0.7, rig.moved(0))
+    rig.keep(40, 0.9, rig.moved(1))  # and dies here, before the line
+    append_evaluation(tmp_path, scored(40, 0.8, digest="f" * 16, epoch="e2"))
+    rig.best.publish()
+    assert rig.holds(0, before)
+
+
+def test_versions_beyond_the_rewind_are_left_for_the_first_that_is_scored_after_it(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, LoraConfig())
+    steps = StepLog(tmp_path / "metrics.jsonl")
+    steps.append(report(44, "e1"))
+    abandoned = rig.evaluate(45, 0.95, rig.moved(1))
+    steps.append(report(30, "e2"))
+    rig.best.publish()
+    assert rig.holds(1, abandoned)  # there is no other
+    name = rig.evaluate(35, 0.2, rig.moved(2), "e2")
+    assert rig.holds(2, name)
+
+
+def test_a_best_version_of_an_older_release_is_found_and_replaced_by_a_better_one(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, LoraConfig())
+    name = rig.evaluate(2, 0.6, rig.moved(2))
+    old = "best_step_00000002"
+    (tmp_path / "exports" / name).rename(tmp_path / "exports" / old)
+    (tmp_path / BEST).write_text((tmp_path / BEST).read_text().replace(name, old))
+    rig.best.publish()
+    assert rig.holds(2, old)
+    rig.evaluate(4, 0.4, rig.moved(4))
+    assert rig.holds(2, old)
+    name = rig.evaluate(6, 0.8, rig.moved(6))
+    assert rig.holds(6, name)
 
 
 def test_death_between_model_and_line_keeps_the_best_before(tmp_path: Path) -> None:
     rig = Rig(tmp_path, LoraConfig())
     rig.evaluate(0, 0.2, rig.model)
     better = {name: t + 2 for name, t in rig.model.items()}
-    rig.best.keep(scored(2, 0.6), rig.snapshot(2, better))  # and dies here
+    rig.keep(2, 0.6, better)  # and dies here
     BestCheckpoint(rig.settings, GREEDY).publish()
     assert torch.equal(rig.kept()["model.norm.weight"], rig.model["model.norm.weight"])
     rig.evaluate(2, 0.6, better)
@@ -116,11 +191,13 @@ def test_model_that_cannot_be_written_leaves_the_one_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = Rig(tmp_path, LoraConfig())
-    rig.evaluate(0, 0.2, rig.model)
-    manifest = rig.snapshot(2, rig.model)
+    before = rig.evaluate(0, 0.2, rig.model)
+    manifest = rig.snapshot(2, rig.moved(2))
     (Path(manifest.location) / "model.safetensors").write_bytes(b"torn")
-    rig.best.keep(scored(2, 0.9), manifest)
-    append_evaluation(tmp_path, scored(2, 0.9))
+    unwritten = scored(2, 0.9, digest=f"{manifest.digest:016x}")
+    rig.best.keep(unwritten, manifest)
+    append_evaluation(tmp_path, unwritten)
     rig.best.publish()
-    assert (tmp_path / "exports/best").readlink() == Path("best_step_00000000")
+    assert rig.holds(0, before)
     assert "best.failed version=2" in caplog.text
+    assert rig.holds(4, rig.evaluate(4, 0.5, rig.moved(4)))  # the best one that is there

@@ -10,6 +10,7 @@ from services.observability.evaluations import (
     Evaluation,
     EvaluationFollower,
     append_evaluation,
+    counted_evaluations,
     describe_evaluation,
     due_versions,
     evaluation_facts,
@@ -18,6 +19,8 @@ from services.observability.evaluations import (
     render_facts,
     unscored_versions,
 )
+from services.observability.steps import StepLog
+from tests.services.observability.test_steps import report
 
 FULL = Evaluation(
     version=4, step=3, digest="0" * 16, set="math", n=10, samples=2, greedy=0.5, greedy_stderr=0.125,
@@ -33,6 +36,34 @@ def test_evaluations_are_read_as_written_and_torn_lines_are_skipped(tmp_path: Pa
     append_evaluation(tmp_path, other)
     assert list(read_evaluations(tmp_path)) == [FULL, other]
     assert list(read_evaluations(tmp_path / "nowhere")) == []
+
+
+def test_the_last_line_of_a_version_and_set_counts(tmp_path: Path) -> None:
+    rows = [
+        Evaluation(version=4, set="math", digest="a"),
+        Evaluation(version=4, set="code", digest="a"),
+        Evaluation(version=6, set="math", digest="b"),
+        Evaluation(version=4, set="math", digest="c"),
+    ]
+    for row in rows[:-1]:
+        append_evaluation(tmp_path, row)
+    assert counted_evaluations(tmp_path) == rows[:-1]
+    assert counted_evaluations(tmp_path, rows[-1]) == rows[1:]
+
+
+def test_versions_that_a_rewind_abandoned_do_not_count_once_a_step_proves_it(tmp_path: Path) -> None:
+    first = [Evaluation(version=v, set="math", epoch="e1") for v in (0, 2, 4, 6)]
+    resumed = Evaluation(version=7, set="math", epoch="e2")  # published by a trainer that continued there
+    for row in (*first, resumed):
+        append_evaluation(tmp_path, row)
+    log = StepLog(tmp_path / "metrics.jsonl")
+    for step in range(7):
+        log.append(report(step, "e1"))
+    log.append(report(7, "e2"))
+    rewound = Evaluation(version=4, set="code", epoch="e3")
+    assert counted_evaluations(tmp_path, rewound) == [*first, resumed, rewound]
+    log.append(report(4, "e3"))
+    assert counted_evaluations(tmp_path, rewound) == [*first[:3], rewound]
 
 
 def test_what_was_not_measured_is_null(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from protocol.codec import encode_payload
 from protocol.messages import StepReport, WeightApplied
 from services.observability.progress import plot_run
-from services.observability.steps import StepLog, read_lines, read_steps
+from services.observability.steps import StepLog, epoch_starts, read_lines, read_steps
 
 
 def report(step: int, epoch: str = "e1", reward: float = 0.5) -> StepReport:
@@ -29,6 +29,14 @@ def made(path: Path) -> list[tuple[int, str]]:
 
 def test_a_file_that_is_not_there_has_no_steps(path: Path) -> None:
     assert read_steps(path) == []
+
+
+def test_each_epoch_starts_where_its_trainer_took_over(path: Path) -> None:
+    assert epoch_starts(path) == {}
+    log = StepLog(path)
+    for step, epoch in ((0, "e1"), (1, "e1"), (2, "e2"), (1, "e3"), (2, "e3"), (1, "e1")):
+        log.append(report(step, epoch))
+    assert list(epoch_starts(path).items()) == [("e1", 0), ("e2", 2), ("e3", 1)]
 
 
 def test_steps_are_read_as_they_were_written(path: Path) -> None:
