@@ -11,6 +11,7 @@ import functools
 import logging
 from typing import Any
 
+from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import FrameTooLarge
 from protocol.messages import Rollout, ScoredRollout, ScoreFailure
 from protocol.topics import ROLLOUTS, SCORED, Role
@@ -131,8 +132,8 @@ def _too_large(process: Process, rollout: Rollout, error: FrameTooLarge) -> Scor
     log.warning("score.too_large group=%d error=%s", rollout.group, error)
     text = (
         "the group does not fit a frame with its scores and what judges said: raise setting "
-        f"bus.max_frame_bytes, {process.settings.bus.max_frame_bytes}, or lower sampling.max_tokens or "
-        "sampling.samples_per_prompt"
+        f"bus.max_frame_bytes, {process.settings.bus.max_frame_bytes} (at most {MAX_FRAME_BYTES}), or lower "
+        "sampling.max_tokens or sampling.samples_per_prompt"
     )
     return ScoreFailure(
         group=rollout.group, token=rollout.token, verifier="", error=text, scorer=process.incarnation

@@ -1,7 +1,7 @@
 """Defines prompts, the interface of prompt sources, and the order of a prompt stream."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, Protocol
 
@@ -91,7 +91,10 @@ class PromptConfig:
     """Several sources with weights, instead of one."""
 
 
-DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(PromptConfig)}
+DEFAULTS: Mapping[str, Any] = {
+    field.name: field.default if field.default_factory is MISSING else field.default_factory()
+    for field in fields(PromptConfig)
+}
 """Setting of `[prompts]` -> its default."""
 
 
@@ -186,12 +189,13 @@ class GeneratedOrder:
 def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
     """Return the settings of a named source: its own, and for what it does not give those of `[prompts]`.
 
-    With a path of its own it takes neither subset, split nor revision from there, and nothing that its kind
-    of source does not use.
+    With a path of its own it takes neither subset, split nor revision from there. What its kind of source
+    does not use it takes only where the fingerprint covers it, as it did before.
     """
     place = () if own.path is None else PLACE
-    unused = UNUSED.get(own.source or prompts.source, ())
-    prompts = replace(prompts, **{name: DEFAULTS[name] for name in (*place, *unused)})
+    unused = {*UNUSED.get(own.source or prompts.source, ())}
+    left_out = {*place, *unused & (NOT_IN_FINGERPRINT | NOT_IN_FINGERPRINT_BY_DEFAULT)}
+    prompts = replace(prompts, **{name: DEFAULTS[name] for name in left_out})
     given = {
         field.name: value
         for field in fields(own)

@@ -48,9 +48,9 @@ def _read(
 ) -> Sequence[Prompt]:
     merged = source_settings(prompts, config)
     if merged.source in GENERATED:  # other questions than those of training
-        return make_source(replace(merged, held_out=limit, held_out_path="")).held_out()
-    everything = replace(merged, min_pass_rate=None, max_pass_rate=None, easy_first=False)
-    stream = make_source(replace(everything, count=0, held_out=0, held_out_path="", shuffle=False, passes=1))
+        return make_source(replace(merged, held_out=limit, held_out_path=""), config).held_out()
+    everything = replace(merged, min_pass_rate=None, max_pass_rate=None, easy_first=False, count=0)
+    stream = make_source(replace(everything, held_out=0, held_out_path="", shuffle=False, passes=1), config)
     rows = [replace(stream.at(index), index=-1) for index in range(stream.size or 0)]
     kept = unseen(rows, trained)
     if not kept:

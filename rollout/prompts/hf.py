@@ -8,13 +8,13 @@ from typing import Any
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name, resolve_commit
-from rollout.prompts.base import Prompt, PromptConfig
+from rollout.prompts.base import DEFAULTS, Prompt, PromptConfig
 from rollout.prompts.rows import RowSource, local_path, prompts_of
 
 READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}
 """Suffix of a file -> constructor of `datasets.Dataset`."""
 SAVED = ("state.json", "dataset_dict.json")
-"""Files of which a directory made by `save_to_disk` has one."""
+"""Files of which a directory made by `save_to_disk` has one: of one data set, or of several splits."""
 
 
 def make(config: PromptConfig) -> RowSource:
@@ -32,7 +32,7 @@ def make(config: PromptConfig) -> RowSource:
 
     def read(text: str, setting: str) -> list[Prompt]:
         path = _located(text, setting, config)
-        rows = enumerate(_opened(path, config, datasets))
+        rows = enumerate(_opened(path, setting, config, datasets))
         return prompts_of(((f"{text}: row {number}", row) for number, row in rows), config)
 
     return RowSource(config, read)
@@ -56,11 +56,19 @@ def _located(text: str, setting: str, config: PromptConfig) -> Path:
     return path
 
 
-def _opened(path: Path, config: PromptConfig, datasets: Any) -> Any:
+def _opened(path: Path, setting: str, config: PromptConfig, datasets: Any) -> Any:
     """Return the rows of a data set. `datasets` copies files that it reads to a cache, which is not kept."""
     is_saved = any((path / name).is_file() for name in SAVED)
     if config.subset and (is_saved or path.is_file()):
-        raise SettingsError(f"setting prompts.subset: {path} has no subsets; leave it out")
+        raise SettingsError(
+            f"setting prompts.subset: {config.subset!r}, but {path} has no subsets; leave it out"
+        )
+    is_whole = path.is_file() or (path / SAVED[0]).is_file()
+    if is_whole and setting == "path" and config.split != DEFAULTS["split"]:
+        raise SettingsError(
+            f"setting prompts.split: {config.split!r}, but {path} has no splits; leave it out, or give a "
+            "directory with a file for each"
+        )
     if is_saved:
         found = datasets.load_from_disk(str(path), keep_in_memory=True)
         if isinstance(found, datasets.DatasetDict):

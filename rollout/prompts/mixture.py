@@ -111,7 +111,7 @@ def make(config: PromptConfig) -> MixtureSource:
                 "raise it or leave the source out"
             )
         try:
-            sources.append(make_source(source_settings(config, entry)))
+            sources.append(make_source(source_settings(config, entry), entry))
         except SettingsError as error:
             raise SettingsError(f"{what}: {error}") from None
     return MixtureSource([entry.name for entry in config.mixture], quota, sources, config.seed)

@@ -11,8 +11,12 @@ from protocol.errors import SettingsError
 from protocol.paths import HUB_NAME, PathMark
 
 _OF_ROWS = (
+    "path",
     "subset",
+    "split",
     "revision",
+    "prompt_field",
+    "answer_field",
     "template",
     "answer_pattern",
     "pass_rate_field",
@@ -21,11 +25,13 @@ _OF_ROWS = (
     "easy_first",
 )
 UNUSED: Mapping[str, Sequence[str]] = {
-    "jsonl": ("subset", "revision"),
+    "hf": ("families", "params"),
+    "jsonl": ("subset", "split", "revision", "families", "params"),
     "reasoning_gym": _OF_ROWS,
     "textarena": (*_OF_ROWS, "held_out_path"),
 }
-"""Source -> settings that it does not use, and that are refused with it."""
+"""Source -> settings that it does not use. They are refused where they are given; a named source may inherit
+them."""
 GENERATED = ("reasoning_gym", "textarena")
 """Sources that generate prompts, and other ones for evaluation than for training."""
 PLACE = ("subset", "split", "revision")

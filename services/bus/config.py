@@ -40,8 +40,9 @@ class BusConfig:
     """Frames that a socket queues per connection, and messages that wait for `receive`."""
     curve_dir: FilePath = ""
     """Directory of CURVE keys, made by `tether keys`. Empty: no encryption, loopback only."""
-    max_frame_bytes: Annotated[int, Meta(ge=1, le=2**40)] = MAX_FRAME_BYTES
-    """A peer that sends a larger frame is disconnected before the frame is read."""
+    max_frame_bytes: Annotated[int, Meta(ge=1, le=MAX_FRAME_BYTES)] = MAX_FRAME_BYTES
+    """A peer that sends a larger frame is disconnected before the frame is read. The largest value is that of
+    the format."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "bus")

@@ -89,7 +89,7 @@ async def test_a_group_that_its_scores_make_too_large_for_a_frame_is_one_failure
             failed = await scored.receive()
             assert isinstance(failed.message, ScoreFailure)
             assert (failed.message.group, failed.message.token) == (8, GROUP_8.token)
-            assert f"raise setting bus.max_frame_bytes, {limit}, or lower" in failed.message.error
+            assert f"raise setting bus.max_frame_bytes, {limit} (at most " in failed.message.error
             assert process.info[FAILED] == f"reward: {failed.message.error}"
             scored.ack(failed)
             await sending  # acknowledged, so it is not sent to another worker

@@ -96,6 +96,6 @@ def test_a_wrong_curriculum_is_refused(
 
 def test_generated_prompts_have_no_pass_rates() -> None:
     with pytest.raises(
-        SettingsError, match=r"prompts\.easy_first: prompts\.source 'reasoning_gym' does not use"
+        SettingsError, match=r"prompts\.easy_first: True, but prompts\.source 'reasoning_gym' does not use"
     ):
         make_source(PromptConfig(source="reasoning_gym", families=("chain_sum",), easy_first=True))

@@ -107,7 +107,7 @@ def test_a_fingerprint_is_that_of_earlier_releases(tmp_path: Path) -> None:
     assert make_source(demo).fingerprint == "90e54be16a3fe4d2"
     rows = [{"q": f"q{i}", "a": str(i), "level": i % 3} for i in range(9)]
     path = written(tmp_path / "a.jsonl", rows).path  # type: ignore[arg-type]
-    named = PromptConfig(source="hf", path=path, split="x", prompt_field="q", answer_field="a", seed=3)
+    named = PromptConfig(source="hf", path=path, prompt_field="q", answer_field="a", seed=3)
     assert make_source(named).fingerprint == "2ed19b42d2d5d787"
 
 
@@ -185,6 +185,13 @@ def test_a_saved_data_set_and_its_files_give_the_same_stream(tmp_path: Path) -> 
         make_source(PromptConfig(source="hf", path=str(tmp_path / "splits"), split="trian"))
     with pytest.raises(SettingsError, match="no field 'question'"):
         make_source(PromptConfig(source="hf", path=str(tmp_path / "saved"), prompt_field="question"))
+    for whole in ("saved", "lines.json"):
+        with pytest.raises(SettingsError, match=rf"prompts\.split: 'test', but .*{whole} has no splits"):
+            make_source(PromptConfig(source="hf", path=str(tmp_path / whole), split="test"))
+    of_test = PromptConfig(source="hf", path=str(tmp_path / "splits"), split="test")
+    (tmp_path / "held.json").write_text(json.dumps({"prompt": "other", "answer": "1"}) + "\n")
+    held = make_source(replace(of_test, held_out_path=str(tmp_path / "held.json"))).held_out()
+    assert [prompt.text for prompt in held] == ["other"]  # a file for evaluation needs no split
 
 
 def test_hf_refuses_what_is_not_a_data_set(tmp_path: Path) -> None:

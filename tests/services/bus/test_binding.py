@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
 from protocol.host.curve_keys import load_authorized, load_pair, load_public
 from protocol.messages import Hello
@@ -76,6 +77,7 @@ def test_advertised_host_is_registered() -> None:
         {"high_water_mark": 0},
         {"port_base": 65535},
         {"port_base": -1},
+        {"max_frame_bytes": MAX_FRAME_BYTES + 1},
     ],
 )
 def test_settings_that_cannot_work_are_refused(values: dict[str, float]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
 from services.settings.load import FILE, dump_settings, load_settings, recorded_settings
 from services.settings.reference import sections
@@ -37,7 +38,7 @@ def other(value: Any) -> Any:
         case bool():
             return not value
         case int() | float():
-            return value + 1
+            return value - 1 if value == MAX_FRAME_BYTES else value + 1  # that default is the largest value
         case dict():
             return {**value, "x": {}}
         case tuple():
