@@ -148,7 +148,7 @@ def describe_error(error: BaseException, file: str, printed: set[str]) -> str:
         if place not in printed and len(printed) < MOST_TRACES:
             printed.add(place)
             traceback.print_exception(error)
-    return text[:MAX_ERROR]
+    return text[:MAX_ERROR].encode(errors="replace").decode()  # half of a surrogate pair fits no frame
 
 
 def read_frame(source: BinaryIO) -> Any:

@@ -42,6 +42,7 @@ def hang(options):
 
 ACTS = {
     "raise": lambda options: 1 / 0,
+    "surrogate": lambda options: (_ for _ in ()).throw(ValueError(chr(0xd800))),
     "exit": lambda options: os._exit(3),
     "quit": lambda options: sys.exit(4),
     "nan": lambda options: float("nan"),
@@ -111,6 +112,7 @@ async def test_a_group_is_scored_by_all_verifiers(pool: ScorePool) -> None:
         ("text", "could not convert string", True),
         ("nan", "scored sample 1 as nan", True),
         ("memory", "MemoryError", True),
+        ("surrogate", r"ValueError: \?", True),
         ("exit", "exit code 3", False),
         ("quit", "SystemExit: 4", True),
     ],
