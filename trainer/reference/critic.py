@@ -9,6 +9,7 @@ from safetensors import safe_open
 from transformers import AutoModel
 from transformers.utils import logging as transformers_logging
 
+from protocol.device.hf_attention import use_whole_attention
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from trainer.backends.host_offload import HostOffload
@@ -187,4 +188,5 @@ def _load_body(model_dir: Path) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # torch would not train that row, and other backends do
+    use_whole_attention(model)
     return model.eval()

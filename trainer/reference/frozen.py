@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from protocol.device.hf_attention import use_whole_attention
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from trainer.backends.base import FrozenModel
@@ -49,6 +50,7 @@ def load_model(model_dir: Path, setting: str) -> torch.nn.Module:
         raise SettingsError(
             f"{setting} {model_dir}: not a model that transformers can load: {error}"
         ) from error
+    use_whole_attention(model)
     return model.eval()
 
 

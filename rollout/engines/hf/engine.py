@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
+from protocol.device.hf_attention import use_whole_attention
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError
@@ -122,6 +123,7 @@ def _load(model_dir: Path, config: EngineConfig) -> Any:
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise EngineError(f"engine hf cannot load {model_dir}: {error}") from error
+    use_whole_attention(model)
     if not torch.cuda.is_available():
         torch.set_num_threads(config.threads)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from protocol.errors import SettingsError
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
-from tests.trainer.megatron.models import make_model
+from tests.trainer.megatron.models import make_model, plain_logprobs
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ScratchConfig, TrainerConfig
@@ -97,6 +97,15 @@ def test_logprobs_equal_plain_transformers_and_are_zero_where_not_sampled(model_
         wanted = plain(AutoModelForCausalLM.from_pretrained(model_dir).eval(), made)[0]
     torch.testing.assert_close(got, wanted * made.sampled_mask, atol=1e-5, rtol=0)
     assert not got[~made.sampled_mask].any()
+
+
+def test_attention_scores_are_bounded_where_the_model_bounds_them(tmp_path: Path) -> None:
+    make_model("gemma2").save_pretrained(tmp_path)
+    data = batch()
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.no_grad():
+        expected = plain_logprobs(oracle, data)[0] * data.sampled_mask
+    torch.testing.assert_close(make(tmp_path).logprobs(data), expected, atol=1e-5, rtol=0)
 
 
 def test_a_step_equals_plain_adamw_on_the_sum_of_losses(tied_dir: Path) -> None:

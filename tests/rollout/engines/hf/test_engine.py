@@ -1,9 +1,10 @@
-"""Tests that versions of a mixture of experts come as its checkpoint has them."""
+"""Tests that versions of a mixture of experts come as its checkpoint has them; bounded attention scores."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.errors import WeightError
@@ -37,3 +38,19 @@ async def test_a_version_has_the_tensors_of_the_checkpoint(tmp_path: Path, name:
     finally:
         await engine.close()
     assert follows([(12, model)], PROMPT, found.tokens, recompute=True)
+
+
+async def test_attention_scores_are_bounded_where_the_model_bounds_them(tmp_path: Path) -> None:
+    make_model("gemma2").save_pretrained(tmp_path / "model")
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    engine = HFEngine(EngineConfig(name="hf", max_model_len=64), tmp_path / "model", "engine.0")
+    try:
+        await engine.start()
+        found = await engine.generate(Request("a/0", PROMPT, Sampling(max_tokens=12, temperature=1.0)))
+    finally:
+        await engine.close()
+    tokens = torch.tensor([[*PROMPT, *found.tokens]])
+    with torch.no_grad():
+        table = torch.log_softmax(oracle(tokens).logits[0].float(), -1)
+    expected = table[len(PROMPT) - 1 : -1].gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=0)
