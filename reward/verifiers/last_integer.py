@@ -10,10 +10,14 @@ from reward.verifiers.registry import required
 
 SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
 """The comma in 12,345."""
-DOLLAR = re.compile(r"\$(?=-?\d)", re.ASCII)
+CURRENCY = re.compile(r"\\?[$\u20ac\u00a3\u00a5](?=-?\d)", re.ASCII)
 """The sign in $72 and -$5."""
-INTEGER = re.compile(r"(?<![\d.])(-?\d+)(?:\.0+)?(?!\d|\.\d)", re.ASCII)
-"""A whole number, also written as 72.00: no part of 3.5, and without the minus of 5-3."""
+MINUS = re.compile(r"\u2212|(?<!\d)\u2013(?=\d)", re.ASCII)
+"""Unicode's minus, and an en dash that stands for one; between digits the dash means a range."""
+NUMBER = re.compile(r"(?:(?<!\d)-)?\d(?:[\d.,/]|\u2013(?=\d))*(?:[eE][-+]?\d+)?", re.ASCII)
+"""A number with everything that belongs to it, such as 3.5, 1/2, 1,5 or 1e6; 5-3 is two, without a sign."""
+WHOLE = re.compile(r"(-?\d+)(?:\.0*)?(?:[eE]\+?(\d{1,3}))?[.,/]*", re.ASCII)
+"""A whole number, also written as 72.00 or 1e6."""
 MARK = "####"
 """What precedes the answer in GSM8K's solutions."""
 
@@ -30,24 +34,25 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     """Return 1 if the numbers are equal, ignoring leading zeros, else 0.
 
     The answer may have the forms of GSM8K: 1,234, $72, 72.00, 72., or a solution that ends with #### 72.
+    Numbers that are not whole (3.5, 1/2, 1,5, a range) are passed over and never read in part.
 
     Raises:
         RewardError: the answer is missing or not a whole number.
     """
     answer = str(required(metadata, options.key)).rpartition(MARK)[2].strip().removesuffix(".")
-    expected = INTEGER.fullmatch(_bare(answer))
+    expected = WHOLE.fullmatch(_bare(answer))
     if not expected:
         raise RewardError(f"the answer {answer[:80]!r} is not a whole number")
-    found = INTEGER.findall(_bare(response))
-    return float(bool(found) and _normal(found[-1]) == _normal(expected[1]))
+    found = [whole for number in NUMBER.findall(_bare(response)) if (whole := WHOLE.fullmatch(number))]
+    return float(bool(found) and _normal(found[-1]) == _normal(expected))
 
 
 def _bare(text: str) -> str:
-    """Return the text without separators of thousands and signs of dollars."""
-    return SEPARATOR.sub("", DOLLAR.sub("", text))
+    """Return the text with plain minus signs, without separators of thousands and signs of currencies."""
+    return SEPARATOR.sub("", CURRENCY.sub("", MINUS.sub("-", text)))
 
 
-def _normal(number: str) -> str:
+def _normal(whole: re.Match[str]) -> str:
     """Return the digits as text, since `int` refuses thousands of them."""
-    digits = number.lstrip("-").lstrip("0") or "0"
-    return f"-{digits}" if number.startswith("-") and digits != "0" else digits
+    digits = whole[1].lstrip("-").lstrip("0") + "0" * int(whole[2] or 0)
+    return f"-{digits}" if whole[1].startswith("-") and digits.strip("0") else digits.lstrip("0") or "0"

@@ -6,7 +6,7 @@ if the model's last turn gives that number, else 0.
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Annotated
 
 from msgspec import Meta
@@ -16,9 +16,18 @@ from rollout.environments.episode import Episode, EpisodeEnvironment
 from rollout.environments.tools import Options as ToolOptions
 from rollout.environments.tools import Tools
 
-NUMBER = r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+"
-LAST_NUMBER = re.compile(NUMBER, re.ASCII)
-MARKED = re.compile(rf"####\s*({NUMBER})", re.ASCII)
+MINUS = re.compile(r"\u2212|(?<!\d)\u2013(?=[\d$.])", re.ASCII)
+"""Unicode's minus, and an en dash that stands for one; between digits the dash means a range."""
+NUMBER = re.compile(
+    r"((?:(?<!\d)-)?)\\?(?:[$\u20ac\u00a3\u00a5](-?))?"
+    r"((?:\d|\.\d)(?:[\d.,/]|\u2013(?=\d))*+(?:[eE][-+]?\d+)?+)",
+    re.ASCII,
+)
+"""A number with everything that belongs to it, such as 1,234.5, 1/2 or 1e6; 10-5 is two, without a sign."""
+MARKED = re.compile(rf"####[\s*_]*{NUMBER.pattern}((?:-\d)?)", re.ASCII)
+"""A number after the mark, and the rest of a range if it is one."""
+VALUE = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:[eE][-+]?\d{1,2}|/\d{1,99})?", re.ASCII)
+"""The forms that are read; of 1,5 and of the range 3 to 5 written with a dash nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +71,22 @@ class Gsm8k:
         return float(number_in(said, self._strict) == right)
 
 
-def number_in(text: str, strict: bool) -> Decimal | None:
-    """Return the last number after `####`; without that mark the last number, unless `strict`."""
-    found = MARKED.findall(text) or ([] if strict else LAST_NUMBER.findall(text))
+def number_in(text: str, strict: bool) -> Fraction | None:
+    """Return the last number after `####`; without that mark the last number, unless `strict`.
+
+    A number in a form that is not read, such as 1,5 or a range, gives None and is never read in part.
+    """
+    text = MINUS.sub("-", text)
+    found = MARKED.findall(text) or [(*number, "") for number in ([] if strict else NUMBER.findall(text))]
+    if not found:
+        return None
+    sign, second_sign, digits, rest = found[-1]
+    digits = digits.rstrip(".,/")
+    if rest or not VALUE.fullmatch(digits) or not any(map(str.isdigit, digits)):
+        return None
     try:
-        return Decimal(re.sub(r"[$,]", "", found[-1])) if found else None
-    except InvalidOperation:
+        return Fraction((sign or second_sign) + digits.replace(",", ""))
+    except (ValueError, ZeroDivisionError):
         return None
 
 

@@ -1,6 +1,6 @@
 """Problems of GSM8K: which number counts."""
 
-from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 
@@ -33,11 +33,27 @@ def gsm8k(**options: object) -> Environment:
         ("so 3 and -4.5.", "-4.5", None),
         ("none", None, None),
         ("", None, None),
+        ("#### \u22125", "-5", "-5"),
+        ("#### \u20135", "-5", "-5"),
+        ("#### 1/2", "1/2", "1/2"),
+        ("#### 1e6", "1000000", "1000000"),
+        ("#### 1,5", None, None),
+        ("#### 3\u20135", None, None),
+        ("#### 10-5", None, None),
+        ("#### **72**", "72", "72"),
+        ("#### \\$72", "72", "72"),
+        ("#### \u20ac72.50", "72.5", "72.5"),
+        ("#### -$5", "-5", "-5"),
+        ("#### 1/0", None, None),
+        ("10-5", "5", None),
+        ("2024-25", "25", None),
+        ("it is 10 - 5", "5", None),
+        ("a loss of $-5", "-5", None),
     ],
 )
 def test_the_marked_number_counts_and_else_the_last(text: str, loose: str | None, strict: str | None) -> None:
-    assert number_in(text, False) == (None if loose is None else Decimal(loose))
-    assert number_in(text, True) == (None if strict is None else Decimal(strict))
+    assert number_in(text, False) == (None if loose is None else Fraction(loose))
+    assert number_in(text, True) == (None if strict is None else Fraction(strict))
 
 
 @pytest.mark.parametrize(

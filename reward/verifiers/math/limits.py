@@ -1,4 +1,4 @@
-"""Picks the final answer out of a response, and bounds what parsing and comparing it can cost, before either.
+"""Bounds what parsing and comparing an answer can cost, before either.
 
 math-verify computes numbers exactly and tries many ways to read nested brackets: 9^{9^{9^9}} or 3,000
 brackets would keep it busy for longer than any time limit.
@@ -6,9 +6,8 @@ brackets would keep it busy for longer than any time limit.
 
 import re
 
-LONGEST = 1000
-"""Characters of an answer; also those at the end of a response without a box, in which its answer is looked
-for."""
+from reward.verifiers.math.final_answer import LONGEST
+
 DEPTH = 12
 """Brackets inside each other."""
 DIGITS = 500
@@ -21,35 +20,11 @@ POWERS = 100_000
 """Largest product of an exponent, the exponents of brackets, and the digits of the longest number over 20."""
 CHOOSE = 10_000
 """Numbers in a factorial, a binomial coefficient, a sum or a product are below this."""
-BOXED = "\\boxed{"
-BETWEEN = re.compile(r"\s*(?:\$|\\\)|\\\])?\s*,?\s*(?:and|or|,)\s*(?:\$|\\\(|\\\[)?\s*")
-"""What connects boxes that are one answer."""
-GAP = 20
-"""Characters between boxes that are one answer."""
-BEFORE = re.compile(r"(?:\$\$?|\\\(|\\\[)\s*\Z")
-AFTER = re.compile(r"(?:\s{0,9}(?:\$\$?|\\\)|\\\]))?(?:\s{0,9}\\?%)?")
 NUMBER = re.compile(r"\d+", re.ASCII)
 OPENING, CLOSING = "([{", ")]}"
 COSTLY = re.compile(r"\\(?:binom|dbinom|tbinom|choose|sum|prod|int|lim)(?![a-zA-Z])")
 MOST_COSTLY = 2
 """Sums, products, integrals, limits and binomial coefficients in one answer."""
-
-
-def final_answer(response: str) -> str:
-    """Return the part of a response that math-verify has to read: the last boxed answer, or the end."""
-    start = response.rfind(BOXED)
-    if start < 0 or response.rfind("inal answer is") > start:
-        return response[-LONGEST:]
-    first, end = start, _end_of_box(response, start)
-    for _ in range(5):  # 1 and 2, each in a box, are one answer of two parts
-        earlier = response.rfind(BOXED, 0, first)
-        gap = _end_of_box(response, earlier) if earlier >= 0 else -GAP
-        if first - gap > GAP or not BETWEEN.fullmatch(response, gap, first):
-            break
-        first = earlier
-    before = BEFORE.search(response, max(0, first - 8), first)
-    after = AFTER.match(response, end)
-    return response[before.start() if before else first : after.end() if after else end]
 
 
 def why_too_costly(text: str) -> str:
@@ -67,17 +42,6 @@ def why_too_costly(text: str) -> str:
     if COSTLY.search(text) and _largest(text) >= CHOOSE:
         return f"a sum, product or binomial coefficient with a number of {CHOOSE} or more"
     return _factorial_problem(text, pairs) or _power_problem(text, pairs)
-
-
-def _end_of_box(text: str, start: int) -> int:
-    """Return where the box that begins at `start` ends, or a place too far away for an answer."""
-    depth = 0
-    most = min(len(text), start + LONGEST + 1)
-    for i in range(start + len(BOXED) - 1, most):
-        depth += (text[i] == "{") - (text[i] == "}")
-        if depth == 0:
-            return i + 1
-    return most
 
 
 def _brackets(text: str) -> dict[int, int] | None:

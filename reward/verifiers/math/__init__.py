@@ -1,0 +1,5 @@
+"""The verifier `math`: final answer, limits, reading, equality."""
+
+from reward.verifiers.math.equality import Options, score
+
+__all__ = ["Options", "score"]
