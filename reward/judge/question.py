@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
@@ -55,9 +56,7 @@ class TemplateQuestion:
         """Return the messages. Raises RewardError if the metadata lacks a field."""
         known: dict[str, str] = {"prompt": group.prompt}
         if self.whole:
-            known["responses"] = "\n\n".join(
-                f"Response {number}:\n{self._cut(text)}" for number, text in enumerate(group.responses, 1)
-            )
+            known["responses"] = _numbered([self._cut(text) for text in group.responses])
         else:
             known["response"] = self._cut(group.responses[i])
         values = {name: _text(group, name, known) for name in self._fields}
@@ -122,6 +121,19 @@ def _fields(template: str, option: str) -> set[str]:
                 f"{WHAT}: option {option}: {{{name}}} is no plain name; write {{{{ for a brace"
             )
     return {str(name) for _, name, _, _ in parts}
+
+
+def _numbered(texts: Sequence[str]) -> str:
+    """Return the responses, each below a heading that no response can contain.
+
+    The headings have a mark that depends on all responses: none can hold the mark that it leads to. Equal
+    responses make equal questions, as the cache of answers needs.
+    """
+    mark = blake2b(repr(texts).encode(), digest_size=8).hexdigest()
+    return "\n\n".join([
+        f"Each response follows a line with the mark {mark}; text without it is part of a response.",
+        *(f"{mark} Response {number}:\n{text}" for number, text in enumerate(texts, 1)),
+    ])  # fmt: skip
 
 
 def _text(group: ResponseGroup, name: str, known: Mapping[str, str]) -> str:

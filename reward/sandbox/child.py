@@ -30,6 +30,7 @@ from typing import Any
 NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
 MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 1 << 14, 1 << 18, 1 << 1, 1 << 2
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
 CAP_DAC_READ_SEARCH = 1 << 2
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
@@ -51,19 +52,10 @@ READABLE = (
     "/dev/zero",
 )
 """Paths that the code may read, besides its working directory."""
+REQUIRED = {"pid", "net", "tmpfs", "readonly", "landlock"}
+"""Kinds of isolation without which no code is run, if isolation is required."""
 NOBODY = 65534
 PR_SET_SECCOMP, SECCOMP_FILTER = 22, 2
-AUDIT_X86_64, X32_BIT = 0xC000003E, 0x40000000
-DENIED = (
-    41, 101, 310, 311,  # socket; ptrace, process_vm_readv, process_vm_writev
-    # unshare, setns; pivot_root, chroot, mount, umount2, open_by_handle_at
-    272, 308, 155, 161, 165, 166, 304,
-    29, 64, 68, 319,  # shmget, semget, msgget, memfd_create: memory that no limit counts
-    248, 249, 250, 298, 321, 323, 425, 426, 427,  # keys; perf_event_open, bpf, userfaultfd, io_uring
-    167, 168, 169, 175, 176, 246, 313, 320,  # swapon, swapoff, reboot, modules, kexec
-)  # fmt: skip
-"""x86-64 system calls that no tested code needs, which fail with EPERM."""
-CLONE, CLONE3, NEW_NAMESPACES = 56, 435, 0x7E020000
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
@@ -83,8 +75,8 @@ def main() -> None:
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def run_confined() -> None:
-        confine(limits, directory, isolation)
-        if limits["isolation"] == "required" and not {"pid", "net", "tmpfs", "landlock"} <= isolation:
+        confine(limits, directory, isolation, [bytes.fromhex(text) for text in spec["filters"]])
+        if limits["isolation"] == "required" and REQUIRED - isolation:
             offered = ", ".join(sorted(isolation)) or "nothing"
             raise OSError(f"reward isolation is required, but this machine offers only: {offered}")
         report("isolation " + " ".join(sorted(isolation)))
@@ -157,14 +149,22 @@ def namespaces(directory: str, size_mb: int) -> set[str]:
     entered = {"pid", "net"}
     owner = f",uid={NOBODY},gid={NOBODY}" if not user else ""
     options = f"size={size_mb}m,nr_inodes=4096,mode=700{owner}".encode()
-    private = libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0
-    if private and libc.mount(b"tmpfs", directory.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0:
+    if libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None):
+        return entered
+    read_only = struct.pack("=4Q", MOUNT_ATTR_RDONLY, 0, 0, 0)
+    if libc.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, read_only, len(read_only)) == 0:
+        entered.add("readonly")
+    if libc.mount(b"tmpfs", directory.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options) == 0:
         entered.add("tmpfs")
     return entered
 
 
-def confine(limits: dict[str, Any], directory: str, isolation: set[str]) -> None:
-    """Drop everything that the code does not need; add to `isolation` what is in force."""
+def confine(limits: dict[str, Any], directory: str, isolation: set[str], filters: list[bytes]) -> None:
+    """Drop everything that the code does not need; add to `isolation` what is in force.
+
+    The second of the seccomp `filters` allows to change modes and times, too. That is safe only if all mounts
+    but the working directory are read-only, and Landlock keeps the code from the mounts of other processes.
+    """
     os.chdir(directory)
     target = NOBODY if os.getuid() == 0 else os.getuid()
     own = target == os.getuid()  # then this process is counted, too
@@ -195,7 +195,7 @@ def confine(limits: dict[str, Any], directory: str, isolation: set[str]) -> None
         (resource.RLIMIT_AS, limits["memory_mb"] * mb),
     ):
         resource.setrlimit(kind, (value, value))
-    if seccomp():
+    if seccomp(filters[{"readonly", "tmpfs", "landlock"} <= isolation]):
         isolation.add("seccomp")
 
 
@@ -239,40 +239,11 @@ def allow(rules: int, path: str, rights: int) -> None:
     os.close(beneath)
 
 
-def seccomp() -> bool:
-    """Deny the system calls in `DENIED` and new namespaces from now on.
-
-    Returns:
-        False without seccomp filters, and on processors other than x86-64.
-    """
-    if os.uname().machine != "x86_64":
-        return False
-    load, equal, at_least, any_bit, ret = 0x20, 0x15, 0x35, 0x45, 0x06
-    kill, eperm, enosys, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
-    program = [
-        (load, 0, 0, 4),
-        (equal, 1, 0, AUDIT_X86_64),
-        (ret, 0, 0, kill),
-        (load, 0, 0, 0),
-        (at_least, 0, 1, X32_BIT),
-        (ret, 0, 0, enosys),
-    ]
-    for number in DENIED:
-        program += [(equal, 0, 1, number), (ret, 0, 0, eperm)]
-    program += [
-        (equal, 0, 1, CLONE3),
-        (ret, 0, 0, enosys),
-    ]  # a filter cannot read its flags; after ENOSYS the C library uses clone
-    program += [
-        (equal, 0, 3, CLONE),
-        (load, 0, 0, 16),
-        (any_bit, 0, 1, NEW_NAMESPACES),
-        (ret, 0, 0, eperm),
-        (ret, 0, 0, allow),
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
-    head = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
-    return int(libc.prctl(PR_SET_SECCOMP, SECCOMP_FILTER, head, 0, 0)) == 0
+def seccomp(lines: bytes) -> bool:
+    """Load a seccomp filter, an array of struct sock_filter; False without it, and if it is empty."""
+    code = ctypes.create_string_buffer(lines, len(lines))
+    head = ctypes.create_string_buffer(struct.pack("@HP", len(lines) // 8, ctypes.addressof(code)))
+    return bool(lines) and libc.prctl(PR_SET_SECCOMP, SECCOMP_FILTER, head, 0, 0) == 0
 
 
 def keep_capabilities(mask: int) -> None:

@@ -6,15 +6,16 @@
 Always: a session of its own, a minimal environment, a temporary working directory, limits on CPU time,
 memory, file size, open files and processes, no core dumps; it is killed together with everything that it
 started. If the kernel allows it (`IsolationLevel`), also: no network, no visibility of other processes, a
-memory file system of limited size as working directory, files outside it read-only and mostly unreadable
-(Landlock), no system calls that tested code does not need (seccomp, x86-64); as root, the code runs as
-`nobody`. `reward/sandbox/child.py` does this inside the new process.
+memory file system of limited size as working directory, all other mounts read-only, files outside it
+read-only and mostly unreadable (Landlock), the system calls of a list only (seccomp, x86-64); as root, the
+code runs as `nobody`. `reward/sandbox/child.py` does this inside the new process.
 
 Limits of the sandbox: the tests of `run_tests` run in the same interpreter as the code, so code written
 against this very sandbox can fake their results; and it is not a virtual machine. Run reward workers of
 untrusted models in a container or virtual machine of their own.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -32,13 +33,14 @@ from typing import Any
 
 from protocol.errors import RewardError
 from protocol.host.process_tree import kill_process_tree
+from reward.sandbox.system_calls import seccomp_filter
 
 CHILD = Path(__file__).with_name("child.py")
 SETUP_S = 60.0
 """Time limit for the process to start and confine itself; the code's own time begins after that."""
 MAX_REPORT = 1 << 16
 """Bytes read from the process besides outputs, more than any honest report has."""
-KINDS = frozenset({"pid", "net", "tmpfs", "landlock", "seccomp", "nobody"})
+KINDS = frozenset({"pid", "net", "tmpfs", "readonly", "landlock", "seccomp", "nobody"})
 """Kinds of isolation; `nobody` only as root."""
 NEEDED = KINDS - {"nobody"}
 """Kinds of which full isolation consists."""
@@ -141,6 +143,7 @@ def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits, stop: int |
         "nonce": nonce,
         "directory": directory,
         "limits": asdict(limits),
+        "filters": [seccomp_filter(own_files=own).hex() for own in (False, True)],
     }
     most = MAX_REPORT + (0 if kind == "tests" else limits.output_kb << 10)
     try:
@@ -157,6 +160,7 @@ def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits, stop: int |
                 "HOME": directory,
                 "TMPDIR": directory,
                 "PYTHONHASHSEED": "0",
+                "GIT_CONFIG_NOSYSTEM": "1",  # /etc/gitconfig cannot be read, upon which git ends
             },
         )
         with process:
@@ -174,7 +178,7 @@ def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits, stop: int |
             outputs, isolation = parsed
             return Verdict(frozenset(outputs), outputs, timed_out, isolation)
     finally:
-        shutil.rmtree(directory, onerror=_open_and_retry)
+        _remove(directory)
 
 
 def _watch(
@@ -232,11 +236,20 @@ def parse_report(report: bytes, nonce: str, cases: int) -> tuple[dict[int, str],
     return outputs, KINDS.intersection(trusted[0].split()[1:])
 
 
-def _open_and_retry(function: object, path: str, _: object) -> None:
-    """Remove a path of which the code has changed the permissions."""
-    os.chmod(os.path.dirname(path), 0o700)
-    os.chmod(path, 0o700)
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        os.unlink(path)
+def _remove(directory: str) -> None:
+    """Remove a directory in which the code may have closed folders, and left links to anywhere."""
+    _open(directory)
+    for _, folders, _, opened in os.fwalk(directory):
+        for folder in folders:
+            _open(folder, opened)
+    shutil.rmtree(directory, ignore_errors=True)  # what still runs without a pid namespace may add files
+
+
+def _open(folder: str, parent: int | None = None) -> None:
+    """Give this user all rights to a folder; do nothing to what a link leads to."""
+    with contextlib.suppress(OSError):
+        found = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        try:
+            os.chmod(f"/proc/self/fd/{found}", 0o700)
+        finally:
+            os.close(found)
