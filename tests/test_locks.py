@@ -1,4 +1,4 @@
-"""Tests the locked environments by what is installed here: Pythons, completeness, and that it fits together."""
+"""Tests the locked environments by what is installed here: Pythons, completeness, imports."""
 
 import os
 import re
