@@ -71,7 +71,7 @@ def test_each_engine_has_its_own_samples() -> None:
 async def test_the_page_waits_for_a_run_that_the_ledger_does_not_have_yet_or_any_more(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "ledger")
     url = await server.start()
-    settings = settings_for(tmp_path, "stragglers.toml", f'ledger.url="{url}"')
+    settings = settings_for(tmp_path, "stragglers.toml")
     try:
         async with (
             asyncio.timeout(60),
