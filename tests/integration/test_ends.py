@@ -97,3 +97,41 @@ def test_the_page_does_not_end_a_run(tmp_path: Path) -> None:
         until(lambda: len(read_steps(run_dir / "metrics.jsonl")) > made + 2, seconds=60, what="more steps")
         up.send_signal(signal.SIGINT)
         assert up.wait(120) == 0, output.read_text()
+
+
+def test_what_an_engine_refuses_at_its_start_ends_the_run_at_once(tmp_path: Path) -> None:
+    """The checks before the start do not find this one."""
+    run, run_dir, output = f"ends-engine-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
+    sets = ("engine.name=hf", "engine.max_model_len=64", "services.restarts=5")
+    refused = "engine.enable_return_routed_experts"
+    with tether_up(*arguments(run_dir, run, *sets, f"{refused}=true"), output=output) as up:
+        assert up.wait(120) == 2, output.read_text()
+    text = output.read_text()
+    assert text.splitlines()[-1].startswith(f"tether: tether rollout: setting {refused}: ")
+    assert "Traceback" not in text
+    assert (run_dir / "logs/rollout.0.log").read_text().count("process.failed") == 1
+    assert (processes_of(run_dir), shared_memory(run)) == ([], [])
+
+
+def test_a_run_whose_event_log_was_deleted_ends_at_once_and_says_what_to_do(tmp_path: Path) -> None:
+    run, run_dir, output = f"ends-log-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
+    path, aside = run_dir / FILE, tmp_path / "aside"
+    with tether_up(*arguments(run_dir, run, "services.restarts=5"), output=output) as up:
+        services(run_dir, run, up, output)
+        path.rename(aside)
+        assert up.wait(120) == 2
+    last = output.read_text().splitlines()[-1]
+    assert last.startswith(f"tether: tether ingest: {path} ends at event 0, and the ledger begins at event ")
+    assert "Put the whole file back and start the run again" in last
+    assert last.endswith(f"at the newest of {run_dir / 'exports'}")
+    assert (run_dir / "logs/ingest.log").read_text().count("process.failed") == 1
+    assert not path.exists()
+    with tether_up(*arguments(run_dir, run), output=output) as up:
+        assert up.wait(120) == 2, output.read_text()
+    assert output.read_text().splitlines()[-1].startswith(f"tether: {path} ends at event 0")
+    aside.rename(path)
+    made = len(read_steps(run_dir / "metrics.jsonl"))
+    with tether_up(*arguments(run_dir, run, f"run.steps={made + 3}"), output=output) as up:
+        assert up.wait(120) == 0, output.read_text()
+    result = audit(run_dir)
+    assert (result["code"], result["violations"], result["steps"]) == (0, [], made + 3)
