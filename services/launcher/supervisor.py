@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from protocol.errors import TetherError
+from protocol.host.owned_directory import remove_dead
 from services.launcher.finishing import describe_unscored, finish_evaluation
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import run_lock, scale_loop
@@ -38,12 +39,11 @@ from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import open_ledger
 from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
-from trainer.weights.owned_directory import remove_dead
 
 log = logging.getLogger("tether.up")
 
 EXIT_S, POLL_S = 5.0, 0.05
-"""Seconds that processes which were killed have to exit, and between two looks whether they have."""
+"""Seconds that processes which were killed have to exit, and between two questions whether they have."""
 
 
 class _Halted(TetherError):

@@ -1,4 +1,4 @@
-"""How a run ends that cannot go on: drained, with one sentence, with nothing left in shared memory."""
+"""How a run ends that cannot continue: drained, with one sentence, with nothing left in shared memory."""
 
 import json
 import os

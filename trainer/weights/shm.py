@@ -1,6 +1,6 @@
 """Publishes versions as files in shared memory, for engines on the same host.
 
-    DIRECTORY/owner.pid                          see `owned_directory.py`
+    DIRECTORY/owner.pid                          see `protocol/host/owned_directory.py`
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
 
 These are plain files rather than `multiprocessing.shared_memory`, because the resource tracker of a reader
@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from protocol.errors import WeightError
+from protocol.host.owned_directory import OWNER, SHARED_MEMORY, claim, claim_shared
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
-from trainer.weights.owned_directory import OWNER, SHARED_MEMORY, claim, claim_shared
 from trainer.weights.version_directories import VersionDirectories, remove
 
 

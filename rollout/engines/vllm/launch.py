@@ -318,8 +318,7 @@ def launch(arguments: dict[str, Any]) -> Any:
     """Start an AsyncLLM with its processes; blocks for seconds to minutes.
 
     Raises:
-        EngineSettingsError: with vLLM's reason to refuse the arguments.
-        EngineError: with its reason, if it did not start.
+        EngineError: with vLLM's reason; EngineSettingsError if it refuses the arguments.
     """
     try:
         with eager_environment(arguments["enforce_eager"]):
@@ -330,10 +329,8 @@ def launch(arguments: dict[str, Any]) -> Any:
                 return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:  # vLLM raises many types; all of them mean that it did not start
         # errors of its processes arrive as RuntimeError: there may be memory a moment later
-        is_refused = isinstance(error, (ValueError, TypeError, NotImplementedError))
-        why = " ".join(str(error).split())
-        kind = EngineSettingsError if is_refused else EngineError
-        raise kind(f"vLLM cannot serve {arguments['model']}: {why}") from error
+        kind = EngineSettingsError if isinstance(error, (TypeError, ValueError)) else EngineError
+        raise kind(f"vLLM cannot serve {arguments['model']}: {' '.join(str(error).split())}") from error
 
 
 def _is_served(arguments: Mapping[str, Any]) -> bool:

@@ -131,10 +131,10 @@ def _last_sequence(path: Path) -> int:
 
 
 def _damaged(path: Path, problem: str) -> SettingsError:
-    """Return the refusal to go on with an archive that does not continue in the ledger."""
+    """Return the refusal to continue an archive that does not meet the ledger's log."""
     return SettingsError(
         f"{path} {problem}: the file was deleted, cut or replaced. Put the whole file back and start the run "
-        "again, which then resumes. Without it the run cannot go on: with run.remote start it in an empty "
+        "again, which then resumes. Without it the run cannot continue: with run.remote start it in an empty "
         "run.dir, where it resumes from its newest copy; otherwise begin a new run with model.path at the "
         f"newest of {path.parent / 'exports'}"
     )

@@ -1,4 +1,4 @@
-"""Directories of versions in shared memory, each with an owner that the kernel knows to be alive or not.
+"""Makes directories of weights in shared memory, each with an owner that the kernel knows to be alive or not.
 
     DIRECTORY/owner.pid   pid of the trainer, which locks the file while it lives
 
@@ -8,12 +8,12 @@ The lock ends with the process, and is seen from every pid namespace.
 import os
 import re
 import secrets
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from protocol.errors import WeightError
 from protocol.host.file_lock import try_lock
-from trainer.weights.version_directories import remove
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner.pid"
@@ -65,7 +65,8 @@ def remove_dead(run: str) -> list[Path]:
     found = [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
     for path in found:
         if _is_dead(path):
-            remove(path)
+            with suppress(FileNotFoundError):  # another process of the run was faster
+                shutil.rmtree(path)
     return [path for path in found if path.exists()]
 
 
