@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.errors import EngineError, EpisodeError, SettingsError
+from protocol.errors import EngineError, EngineSettingsError, EpisodeError, SettingsError
 from protocol.messages import Rollout, ScoredRollout, WeightManifest
 from protocol.rollout_view import sample_lengths
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
@@ -226,6 +226,8 @@ async def _started(settings: Settings, name: str, lora: LoraConfig) -> Engine:
     """
     try:
         return await _start(settings, name, lora)
+    except EngineSettingsError:
+        raise
     except EngineError as error:
         log.warning("evaluation.engine_failed error=%s; it is started once more", error)
     return await _start(settings, name, lora)

@@ -197,13 +197,17 @@ class SupervisedProcess:
         return line or (last_log_line(older_log(self.log_path)) if self._is_log_cut else "")
 
     async def stop(self, drain_s: float) -> None:
-        """Send SIGTERM and wait `drain_s` seconds; then kill the process and everything that it started."""
-        self._stopping = True
+        """Send SIGTERM and wait `drain_s` seconds; then kill the process and everything that it started.
+
+        If that is cancelled it can be repeated; the signal is sent once, because a second one ends the drain.
+        """
+        is_asked, self._stopping = self._stopping, True
         process = self._process
         if process is None or process.returncode is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+        if not is_asked:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(drain_s):
                 await process.wait()
@@ -263,7 +267,7 @@ def cut_log(log_path: Path, limit: int = MAX_LOG_BYTES) -> bool:
     return True
 
 
-def last_log_line(log_path: Path, limit: int = 300, start: int = 0) -> str:
+def last_log_line(log_path: Path, limit: int = 1000, start: int = 0) -> str:
     """Return the last line of a service's log from byte `start` on, at most `limit` characters.
 
     A line that the service itself closed with is preferred, because torchrun writes more after it.

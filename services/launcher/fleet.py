@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from protocol.device.shared_layout import TRANSPORT
+from protocol.errors import TetherError
 from protocol.topics import Role
 from services.launcher.child import ServiceSpec, SupervisedProcess
 from services.settings.engine_pool import pool_variables
@@ -40,7 +41,7 @@ DRAIN_MARGIN_S = {Role.ROLLOUT: 10.0, Role.REWARD: 5.0}
 """Seconds beyond `rollout.drain_s` after which one of these is killed; it hands back and closes meanwhile."""
 FLUSH_MARGIN_S = 5.0
 """Seconds beyond `tracking.flush_s` after which tracking is killed."""
-OPTIONAL = (Role.EVALUATION, Role.TRACKING)
+OPTIONAL = (Role.EVALUATION, Role.MONITOR, Role.TRACKING)
 """The run continues without them."""
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
 
@@ -61,6 +62,7 @@ class Fleet:
         self._is_over = is_over
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
+        self._failures: asyncio.Queue[TetherError] = asyncio.Queue()  # one a process at most
         counts = {
             Role.INGEST: 1,
             Role.REWARD: settings.services.rewards,
@@ -96,11 +98,15 @@ class Fleet:
         return DRAIN_S[role]
 
     def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Keep every process running, each by a task of `tasks`."""
+        """Keep every process running, each by a task of `tasks`, which raises nothing; see `failure`."""
         self._tasks = tasks
         for group in self.children.values():
             for child in group:
-                tasks.create_task(child.keep_running(), name=child.spec.name)
+                tasks.create_task(self._keep_running(child), name=child.spec.name)
+
+    async def failure(self) -> TetherError:
+        """Return why the first process that cannot be kept running cannot, once there is one."""
+        return await self._failures.get()
 
     async def scale(self, role: Role, count: int) -> None:
         """Change the number of processes of a role to `count`.
@@ -112,7 +118,7 @@ class Fleet:
         while len(group) < count and self._tasks is not None and not self._stopping:
             child = self._child(role, len(group))
             group.append(child)
-            self._tasks.create_task(child.keep_running(), name=child.spec.name)
+            self._tasks.create_task(self._keep_running(child), name=child.spec.name)
         retired = group[count:]
         async with asyncio.TaskGroup() as stops:
             for child in retired:
@@ -134,6 +140,12 @@ class Fleet:
         for group in self.children.values():
             for child in group:
                 child.kill()
+
+    async def _keep_running(self, child: SupervisedProcess) -> None:
+        try:
+            await child.keep_running()
+        except TetherError as error:
+            self._failures.put_nowait(error)
 
     def _child(self, role: Role, index: int) -> SupervisedProcess:
         name = f"{role}.{index}" if role in SCALABLE else str(role)

@@ -1,7 +1,7 @@
 """Runs `python -m services.monitor`: a read-only web page and metrics of a run.
 
 Consumes: the ledger's status and registry, metrics.jsonl, the event log, and records of past steps. Changes
-nothing.
+nothing. Waits for: the run in the ledger.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from services.monitor.series import numbers_of
 from services.observability.http import HttpServer
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.runtime.prompt_stream import wait_for_run
 
 log = logging.getLogger("tether.monitor")
 
@@ -51,6 +52,7 @@ async def serve(process: Process) -> None:
     try:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(pages.read_loop(REFRESH_S), name="monitor.read")
+            await wait_for_run(process)
             while not await process.stopped_within(REFRESH_S):
                 snapshot.update(await state.collect())
                 gauges.set(snapshot, pages.history.last)

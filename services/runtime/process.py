@@ -159,7 +159,7 @@ async def open_process(role: Role, settings: Settings, name: str) -> AsyncIterat
         Unavailable: the ledger did not answer.
     """
     async with open_ledger(settings) as ledger:
-        if role not in (Role.INGEST, Role.MONITOR):  # the ingest is what reconciles; the monitor only reads
+        if role is not Role.INGEST:  # which is what reconciles
             await ledger.guard()
         process = Process(role, settings, ledger, name)
         server = HttpServer(

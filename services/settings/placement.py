@@ -34,7 +34,8 @@ class ServicesConfig:
     """GPUs of the reward workers, for reward models whose option `device` is a GPU. Empty: all that
     `tether up` itself sees."""
     restarts: Annotated[int, Meta(ge=0, le=10**6)] = 5
-    """Restarts of one service within a minute; one death more ends the run."""
+    """Restarts of one service within a minute; one death more ends the run (of evaluation, page and
+    tracking: only them)."""
 
     @property
     def rollout_workers(self) -> int:

@@ -103,23 +103,23 @@ def until(ready: Callable[[], T | None], *, seconds: float, what: str) -> T:
     raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
 
 
-def pids(run_dir: Path) -> dict[str, int]:
-    """Live services of a run of the demo by name, as its ledger says: at once, for whoever kills one before
+def pids(run_dir: Path, run: str = "demo") -> dict[str, int]:
+    """Live services of a run by name, as its ledger says: at once, for whoever kills one before
     the run is over."""
 
     async def look() -> dict[str, int]:
-        async with ledger_of(run_dir) as ledger:
+        async with ledger_of(run_dir, run) as ledger:
             return {peer.info["name"]: peer.info["pid"] for peer in await ledger.peers()}
 
     return asyncio.run(look())
 
 
 @asynccontextmanager
-async def ledger_of(run_dir: Path) -> AsyncIterator[RedisLedger]:
-    """The ledger of a run of the demo, beside the services."""
+async def ledger_of(run_dir: Path, run: str = "demo") -> AsyncIterator[RedisLedger]:
+    """The ledger of a run, beside the services."""
     url = read_endpoint(run_dir / "ledger")
     assert url is not None
-    ledger = await RedisLedger.connect(url, "demo")
+    ledger = await RedisLedger.connect(url, run)
     try:
         yield ledger
     finally:

@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import xxhash
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.multi_process.parent_watch import OWNER
@@ -231,7 +231,7 @@ def engine_arguments(
     """Return the keyword arguments of vLLM's AsyncEngineArgs.
 
     Raises:
-        EngineError: if vLLM has no adapters of that rank.
+        EngineSettingsError: if vLLM has no adapters of that rank.
     """
     on_gpu = torch.cuda.is_available()
     memory = (
@@ -273,20 +273,20 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     """Return the model's config, after checks of what would fail late or in another process.
 
     Raises:
-        EngineError: naming the culprit.
+        EngineSettingsError: naming the culprit.
     """
     if config.enable_sleep_mode and not torch.cuda.is_available():
-        raise EngineError(
+        raise EngineSettingsError(
             "engine.enable_sleep_mode is true, but vLLM cannot sleep on a CPU: "
             "its sleep would silently do nothing"
         )
     if config.enable_return_routed_experts and not torch.cuda.is_available():
-        raise EngineError(
+        raise EngineSettingsError(
             "setting engine.enable_return_routed_experts: vLLM records experts on a GPU only; "
             "use engine.name 'hf' or 'megatron'"
         )
     if lora.rank and torch.cuda.is_available() and config.dtype == "float32":
-        raise EngineError(
+        raise EngineSettingsError(
             "setting engine.dtype: vLLM's adapter kernels on a GPU compute in bfloat16 and float16, "
             "not in float32"
         )
@@ -298,7 +298,7 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
         with eager_environment(config.enforce_eager):  # vLLM is imported here
             sizes = _cpu_head_sizes()
         if sizes and head_dim not in sizes:
-            raise EngineError(
+            raise EngineSettingsError(
                 f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; "
                 f"supported are {', '.join(map(str, sizes))}"
             )
@@ -318,7 +318,7 @@ def launch(arguments: dict[str, Any]) -> Any:
     """Start an AsyncLLM with its processes; blocks for seconds to minutes.
 
     Raises:
-        EngineError: with vLLM's reason.
+        EngineError: with vLLM's reason; EngineSettingsError if it refuses the arguments.
     """
     try:
         with eager_environment(arguments["enforce_eager"]):
@@ -328,7 +328,9 @@ def launch(arguments: dict[str, Any]) -> Any:
             with forked_from_server(_is_served(arguments)):
                 return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:  # vLLM raises many types; all of them mean that it did not start
-        raise EngineError(f"vLLM cannot serve {arguments['model']}: {error}") from error
+        # errors of its processes arrive as RuntimeError: there may be memory a moment later
+        kind = EngineSettingsError if isinstance(error, (TypeError, ValueError)) else EngineError
+        raise kind(f"vLLM cannot serve {arguments['model']}: {' '.join(str(error).split())}") from error
 
 
 def _is_served(arguments: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.prompts.base import Prompt
 from services.evaluation import scoring as scoring_module
@@ -108,7 +108,8 @@ class Repair(logging.Handler):
         super().__init__()
         self._config = model_dir / "config.json"
         self._before = self._config.read_text()
-        self._config.write_text(self._before.replace('"model_type": "qwen2"', '"model_type": "none"'))
+        facts = json.loads(self._before)  # its files have tensors of another shape, which torch notices
+        self._config.write_text(json.dumps({**facts, "intermediate_size": facts["intermediate_size"] * 2}))
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -129,9 +130,13 @@ async def test_engine_that_does_not_start_is_started_once_more_and_that_is_said(
     assert "evaluation.engine_failed error=engine hf cannot load" in repair.said[0]
 
 
-async def test_engine_that_never_starts_is_an_error_with_its_reason(tmp_path: Path) -> None:
+async def test_what_an_engine_refuses_is_not_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = settings_of(tmp_path, "engine.name=hf", "engine.dtype=float32")
-    Repair(settings.model_dir)
-    with pytest.raises(EngineError, match="engine hf cannot load"):
+    config = settings.model_dir / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "qwen2"', '"model_type": "none"'))
+    with pytest.raises(EngineSettingsError, match="engine hf cannot load"):
         async with open_scorer(settings, "eval"):
             pass
+    assert "evaluation.engine_failed" not in caplog.text
