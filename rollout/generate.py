@@ -14,6 +14,7 @@ from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import NOTHING_READ, Environment, EnvironmentConfig, PromptTokens, Sample
 from rollout.episodes import EpisodeReport, Episodes
+from rollout.off_loop import TOKEN, off_loop
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording
@@ -79,18 +80,28 @@ async def generate_group(
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
     """
-    began, prompt_tokens, read = time.perf_counter(), renderer.prompt_tokens(prompt), _ReadTokens(report)
+    began, read = time.perf_counter(), _ReadTokens(report)
+    length = len(prompt.text) + sum(len(content) for _, content in prompt.messages)
+    prompt_tokens = await off_loop(length, lambda: renderer.prompt_tokens(prompt))
     episodes = Episodes(
         environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, read.add,
         ended, recording, Strays() if strays is None else strays,
     )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
-    rollout = assemble(
-        prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
-        group=group, token=token, engine=engine_name, generate_s=time.perf_counter() - began,
-    )  # fmt: skip
-    rollout = turn_texts(rollout, renderer.text) if with_turn_texts else rollout
-    return _for_readers(rollout, read.tokens, samples, renderer)
+    seconds = time.perf_counter() - began
+
+    def assembled() -> Rollout:
+        rollout = assemble(
+            prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
+            group=group, token=token, engine=engine_name, generate_s=seconds,
+        )  # fmt: skip
+        rollout = turn_texts(rollout, renderer.text) if with_turn_texts else rollout
+        return _for_readers(rollout, read.tokens, samples, renderer)
+
+    tokens = sum(
+        len(sample.tokens) + sum(len(branch.tokens) for branch in sample.branches) for sample in samples
+    )
+    return await off_loop(TOKEN * tokens, assembled)
 
 
 def failure_reason(error: Exception) -> str:

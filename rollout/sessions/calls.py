@@ -62,7 +62,10 @@ def context_tokens(parent: ModelCall | None, inserted: tuple[int, ...]) -> tuple
 
 @dataclass(slots=True)
 class CallTree:
-    """The calls of a session in the order of their answers."""
+    """The calls of a session in the order of their answers.
+
+    A thread may look for the call that a request continues while the event loop adds others.
+    """
 
     calls: list[ModelCall] = field(default_factory=list)
     _by_end: dict[int | TextEnd, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
@@ -106,7 +109,7 @@ class CallTree:
         """Find the completion that a text prompt continues, and return it with the rest of the prompt."""
         best, rest = None, prompt
         hashed, at = xxhash.xxh3_128(), 0
-        for length in sorted({end[0] for end in self._by_end if isinstance(end, tuple)}):
+        for length in sorted({end[0] for end in list(self._by_end) if isinstance(end, tuple)}):
             if length > len(prompt):
                 break
             hashed.update(_bytes(prompt[at:length]))
