@@ -129,9 +129,11 @@ class CallTree:
         while reached:
             parent, start = reached.pop()
             for call in reversed(self._next.get(id(parent), ())):
-                own = (*call.inserted, *call.completion.tokens)
-                end = start + len(own)
-                if tokens[start:end] == own:
+                middle = start + len(call.inserted)
+                end = middle + len(call.completion.tokens)
+                if end > len(tokens):
+                    continue
+                if (tokens[start:middle], tokens[middle:end]) == (call.inserted, call.completion.tokens):
                     reached.append((call, end))
                     best = (call, end) if end > best[1] else best
         return best

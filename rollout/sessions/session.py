@@ -204,9 +204,9 @@ class Session:
     def _too_long(self, tokens: str, param: str | None = None) -> RequestRefused:
         """Return the refusal of a request that does not fit; the sample of a later call is truncated."""
         if not self.tree.calls:
+            most = self._renderer.max_prompt_tokens or self._max_model_len
             return invalid(
-                f"the request has {tokens}, over the context length of {self._renderer.max_prompt_tokens} "
-                "(render.max_prompt_tokens)",
+                f"the request has {tokens}, over the context length of {most} (render.max_prompt_tokens)",
                 param,
                 "context_length_exceeded",
             )
