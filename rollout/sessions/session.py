@@ -25,7 +25,7 @@ from rollout.sessions.results import Results
 from rollout.sessions.template import added, whole
 
 OTHER_BYTES = 1 << 16
-"""Bytes of a body besides its texts."""
+"""Bytes of a body besides its texts, in which a character has at most 12: two escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Session:
             RequestRefused: as for `begin`, or it is malformed.
         """
         self._check_free()
-        least = (len(body) - OTHER_BYTES) // (6 * self._renderer.longest_piece)  # at most 6 a character
+        least = (len(body) - OTHER_BYTES) // (12 * self._renderer.longest_piece)
         if 0 < self._max_model_len < least:
             raise self._too_long(f"at least {least} tokens")
 

@@ -11,12 +11,15 @@ import openai
 import pytest
 
 from rollout.engines.base import Completion
+from rollout.environments.episode import Episode
+from rollout.prompts.base import Prompt
 from rollout.sessions.session import SessionLimits
 from services.ledger.event_log.events import ExpireEvent
 from services.ledger.event_log.reader import read_events
 from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
 from tests.integration.loop import running, settings_for
+from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import USER, served
 from tests.security.hostile_agent import post
 from tests.security.hostile_requests import HOSTILE
@@ -88,6 +91,26 @@ async def test_a_hostile_request_leaves_the_event_loop_to_others(max_model_len: 
         played.cancel()
     assert not late
     assert len(others.tree.calls) > len(HOSTILE)
+
+
+@pytest.mark.usefixtures("own_garbage")
+async def test_a_huge_result_of_a_tool_leaves_the_event_loop_to_others() -> None:
+    """An episode records it, and inserts it; without a limit of the context it is tokenized to its end."""
+    text, turns = renderer("tool use"), Turns()
+    prompt = Prompt("abc")
+    episode = Episode(prompt, text.prompt_tokens(prompt), says_much, text)
+
+    async def tool() -> list[str]:
+        return ["\n" * 4_000_000, "1" * 300_000]
+
+    async with asyncio.TaskGroup() as tasks:
+        watched = tasks.create_task(turns.watch())
+        await episode.generate()
+        for result in await episode.once("tool", tool):
+            episode.insert(result[:300_000])
+        await episode.generate()
+        watched.cancel()
+    assert turns.longest < MOST_S
 
 
 async def test_a_run_continues_whatever_comes_to_its_endpoint(tmp_path: Path) -> None:
