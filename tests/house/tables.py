@@ -75,6 +75,7 @@ SCENARIOS = {
     "tests/rollout/engines/test_sleep.py": "engines give memory back and return",
     "tests/rollout/environments/test_contract.py": "every environment keeps what `Environment` promises",
     "tests/rollout/environments/test_recorded_episodes.py": "episodes of text and their tools, over kills",
+    "tests/rollout/sessions/test_large_requests.py": "requests that are read beside the event loop",
     "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
     "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",
     "tests/services/bus/test_closing.py": "what a closed bus leaves behind",
