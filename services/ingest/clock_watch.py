@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 log = logging.getLogger("tether.clock")
 
 JUMP_S = 60.0
-"""Move against this process's monotonic clock, between two looks, that is worth a warning."""
-LOOK_S = 5.0
+"""Move against this process's monotonic clock, between two comparisons, that is worth a warning."""
+COMPARE_S = 5.0
 SLOW_S = 10.0
-"""An answer that took longer does not say when the server read its clock; the next look compares."""
+"""An answer that took longer does not say when the server read its clock; the next one decides."""
 
 
 class ClockWatch:
@@ -24,8 +24,8 @@ class ClockWatch:
         self._wall_ms, self._clock = wall_ms, clock
         self._offset_s: float | None = None
 
-    async def look(self) -> float:
-        """Return by how many seconds the wall clock has jumped since the last look; warn if by many."""
+    async def compare(self) -> float:
+        """Return by how many seconds the wall clock has jumped since the last call; warn if by many."""
         asked = self._clock()
         wall_s = await self._wall_ms() / 1000
         answered = self._clock()
@@ -37,14 +37,14 @@ class ClockWatch:
         if abs(jump_s) > JUMP_S:
             log.warning(
                 "ledger.clock_jumped seconds=%+.0f (the wall clock of the ledger's server went %s; leases and "
-                "registrations go on, the times of events jump)",
+                "registrations last as long as before, the times of events jump)",
                 jump_s,
                 "back" if jump_s < 0 else "ahead",
             )
         return jump_s
 
     async def watch_loop(self) -> None:
-        """Look every few seconds, until cancelled."""
+        """Compare every few seconds, until cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(LOOK_S)
+            await self.compare()
+            await asyncio.sleep(COMPARE_S)

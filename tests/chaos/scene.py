@@ -45,8 +45,6 @@ class Scene:
         )
         self.redis_held = 0
         """How many faults keep Redis from being started again."""
-        self.redis_ahead_s = 0
-        """By how much its clock is ahead."""
         self.up: asyncio.subprocess.Process | None = None
         self.up_held = 0
         self.up_starts = 0

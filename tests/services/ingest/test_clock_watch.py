@@ -27,12 +27,12 @@ async def test_a_jump_is_warned_of_once(jump_s: float, said: str, caplog: pytest
     clocks = Clocks()
     watch = ClockWatch(clocks.wall_ms, lambda: clocks.now_s)
     with caplog.at_level(logging.WARNING):
-        assert await watch.look() == 0
+        assert await watch.compare() == 0
         clocks.pass_s(5)
         clocks.wall_s += jump_s
-        assert await watch.look() == pytest.approx(jump_s)
+        assert await watch.compare() == pytest.approx(jump_s)
         clocks.pass_s(5)
-        assert await watch.look() == pytest.approx(0)
+        assert await watch.compare() == pytest.approx(0)
     (warning,) = caplog.messages
     assert f"ledger.clock_jumped seconds={jump_s:+.0f}" in warning
     assert said in warning
@@ -45,5 +45,5 @@ async def test_time_that_passes_and_slow_answers_are_no_jump(caplog: pytest.LogC
         for answer_s in (0.0, 0.0, 3 * JUMP_S, 0.0):
             clocks.answer_s = answer_s
             clocks.pass_s(3600)
-            await watch.look()
+            await watch.compare()
     assert caplog.messages == []
