@@ -1,4 +1,4 @@
-"""Forgets the recorded calls of groups that the trainer will never ask for: those that ended without a record.
+"""Forgets the recorded calls of groups that ended without a record: the trainer will never ask for them.
 
 The ledger says which groups have ended, so no clock can make the ingest delete what a session still needs.
 """

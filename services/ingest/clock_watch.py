@@ -1,4 +1,4 @@
-"""Warns when the wall clock of the ledger's server jumps, which nothing in the run depends on, but people do."""
+"""Warns when the wall clock of the ledger's server jumps. No decision depends on it, but dates of events do."""
 
 import asyncio
 import logging
@@ -36,8 +36,8 @@ class ClockWatch:
         self._offset_s = offset_s
         if abs(jump_s) > JUMP_S:
             log.warning(
-                "ledger.clock_jumped seconds=%+.0f (the wall clock of the ledger's server went %s; leases and "
-                "registrations last as long as before, the times of events jump)",
+                "ledger.clock_jumped seconds=%+.0f (the wall clock of the ledger's server went %s; "
+                "leases and registrations last as long as before, the times of events jump)",
                 jump_s,
                 "back" if jump_s < 0 else "ahead",
             )

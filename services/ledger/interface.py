@@ -226,7 +226,7 @@ class Snapshot:
 
 
 class Ledger(Protocol):
-    """State of one run. Leases and registrations end by its clock (ms), which no jump of a wall clock moves."""
+    """State of one run. Leases and registrations end by its clock (ms), which no wall clock makes jump."""
 
     async def create(self, spec: RunSpec) -> None:
         """Create the run, or update its steps and drop limits. Refuses RUN_MISMATCH, WRONG_STATE."""

@@ -1,4 +1,4 @@
-"""A ledger under test, with what only a test may do to it: make a lease expire, and let its wall clock jump."""
+"""A ledger under test, with what only a test may do to it: make a lease expire, let its wall clock jump."""
 
 import itertools
 from collections.abc import Awaitable

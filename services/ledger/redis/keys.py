@@ -4,7 +4,7 @@ Every key carries the hash tag `{tether:RUN}`, so that one cluster slot holds th
 
 | key | type | holds |
 |---|---|---|
-| `run` | hash | what the run is and where it stands: spec, bound, pending bound, version, epoch, counters, clock |
+| `run` | hash | what the run is and where it stands: spec, bounds, version, epoch, counters, clock |
 | `lineage` | set | epochs whose branch is the current one; engines that serve one of them get leases |
 | `epochs` | set | every epoch that ever claimed the run, so that none is used twice |
 | `groups` | hash | padded group id -> JSON record; TRAINED and DROPPED ones until a checkpoint covers them |

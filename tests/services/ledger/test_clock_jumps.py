@@ -53,7 +53,7 @@ class World:
         before_ms = await self.rig.ledger.wall_ms()
         self.place.set_clock("redis", offset_s)
         async with asyncio.timeout(DEADLINE_S):
-            while abs(await self.rig.ledger.wall_ms() - before_ms) < abs(offset_s - was_s) * 500:
+            while abs(await self.rig.ledger.wall_ms() - before_ms) < abs(offset_s - was_s) * 500:  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
 
     async def live(self, lease: Lease) -> None:
@@ -72,7 +72,7 @@ class World:
     async def buried(self, dead: Lease) -> None:
         """Wait until the lease of a dead worker has expired and its registration is over."""
         async with asyncio.timeout(DEADLINE_S):
-            while dead.group not in await self.expired() or "dead" in await self.registered():
+            while dead.group not in await self.expired() or "dead" in await self.registered():  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
 
 

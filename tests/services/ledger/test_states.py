@@ -138,10 +138,8 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
 
     for engine in "ab":
         version = run_state.engines[engine][1]
-        yield from attempt(
-            f"lease {engine}",
-            lambda t, e=engine: t.lease(request=f"{run_state.sequence}", engine=e, holder="w", lease_ms=LEASE_MS),
-        )
+        asked = {"request": f"{run_state.sequence}", "engine": engine, "holder": "w", "lease_ms": LEASE_MS}
+        yield from attempt(f"lease {engine}", lambda t, a=asked: t.lease(**a))
         if (
             run_state.engines[engine] != (run_state.epoch, run_state.version)
             and run_state.resumed[0] == run_state.epoch
