@@ -1,4 +1,4 @@
-"""Warns when the wall clock of the ledger's server jumps. No decision depends on it, but dates of events do."""
+"""Warns when the wall clock of the ledger's server jumps. Only the dates of events come from it."""
 
 import asyncio
 import logging
