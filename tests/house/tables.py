@@ -82,6 +82,7 @@ SCENARIOS = {
     "tests/services/bus/test_delivery.py": "a message reaches one receiver",
     "tests/services/bus/test_noise.py": "bytes that are no message",
     "tests/services/bus/test_resend.py": "when a message is sent again",
+    "tests/services/ledger/test_clock_jumps.py": "the wall clock of a real server jumps by days",
     "tests/services/ledger/test_contract.py": "every ledger keeps the contract of tests/contracts",
     "tests/services/ledger/test_races.py": "many workers and two trainers at once",
     "tests/services/ledger/test_states.py": "every reachable state of small runs",

@@ -7,9 +7,9 @@ One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the t
     journal(seq, event, epoch, step, groups, ledger_seq, details)
         accepts and commits in the order in which they were seen
     calls(grp, sample, number, token, payload, stored_ms), call_leases(grp, token)
-        encoded `Call`s, and the lease of each group that may add some; `calls.py` reads and writes them. The
-        index on the times has all that a sweep reads, which so passes over no payload
+        encoded `Call`s, and the lease of each group that may add some; `calls.py` reads and writes them
 
+Times (Unix, ms) are for people: nothing decides by them.
 What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory
 between its users.
 """
@@ -42,7 +42,6 @@ CREATE TABLE IF NOT EXISTS calls (
     grp INTEGER NOT NULL, sample INTEGER NOT NULL, number INTEGER NOT NULL, token TEXT NOT NULL,
     payload BLOB NOT NULL, stored_ms INTEGER NOT NULL, PRIMARY KEY (grp, sample, number)
 );
-CREATE INDEX IF NOT EXISTS call_times ON calls (grp, stored_ms);
 CREATE TABLE IF NOT EXISTS call_leases (grp INTEGER PRIMARY KEY, token TEXT NOT NULL);
 """
 _PRUNE = """
@@ -143,7 +142,7 @@ class Spool:
         Raises:
             SpoolError: the file cannot be read.
         """
-        query = "SELECT payload FROM records WHERE grp = ? ORDER BY accepted_ms DESC LIMIT 1"
+        query = "SELECT payload FROM records WHERE grp = ? ORDER BY rowid DESC LIMIT 1"
         with self.transaction("read", "BEGIN") as connection:
             found = [connection.execute(query, (group,)).fetchone() for group in sorted(set(groups))]
         return [row[0] for row in found if row is not None]
