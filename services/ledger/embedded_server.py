@@ -94,6 +94,7 @@ class EmbeddedServer:
         """
         binary = self._binary or find_server()
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o700)
         before = urlsplit(read_endpoint(self.directory) or "")
         password = before.password or secrets.token_hex(16)
         for _ in range(_START_TRIES):
@@ -149,6 +150,7 @@ class EmbeddedServer:
                     pass_fds=(lock,),
                     start_new_session=True,
                     preexec_fn=tied_to_this_process(),
+                    umask=0o077,  # its files have the password and everything that the ledger knows
                 )
         finally:
             os.close(lock)
