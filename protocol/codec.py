@@ -40,7 +40,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, rename={"checksum": "s
     epoch: Name = ""
     """Epoch known to the sender; empty before it knows one."""
     id: Name
-    """Message id: unique per message, the same when the message is resent; empty where nothing refers to it."""
+    """Message id: unique per message, the same when the message is resent. Empty: not needed."""
     group: int = -1
     """Group that the message is about, or -1."""
     token: Name = ""

@@ -43,6 +43,8 @@ STOP_S = 20.0
 _START_TRIES = 5
 _PORT_TRIES = 100
 _LOWEST_PORT, _DEFAULT_LOWEST_EPHEMERAL = 10_000, 32_768
+_PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+"""Variables that the server gets; the others may have credentials, and the server does not hide its own."""
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_S = 0.02
 _PROGRAMS = ("valkey-server", "redis-server")
@@ -149,6 +151,7 @@ class EmbeddedServer:
                     stderr=log,
                     pass_fds=(lock,),
                     start_new_session=True,
+                    env={name: os.environ[name] for name in _PASSED if name in os.environ},
                     preexec_fn=tied_to_this_process(),
                     umask=0o077,  # its files have the password and everything that the ledger knows
                 )

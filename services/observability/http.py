@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-
 from yarl import URL
 
 from protocol.errors import SettingsError
@@ -106,7 +105,7 @@ class HttpServer:
 
 
 def names_loopback(request: web.Request) -> bool:
-    """Return whether a request names the host by a loopback name, not one that somebody's DNS points there."""
+    """Return whether a request names the host by a loopback name; others' DNS may point to it."""
     try:
         return is_loopback(URL(f"//{request.headers.get(hdrs.HOST, '')}").host or "")
     except ValueError:

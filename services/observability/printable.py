@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    r"""Return text as a single line: control characters, and also line ends and tabs, are written as `\x0a`."""
+    r"""Return text as a single line: line ends and tabs are written as `\x0a` and `\x09`, too."""
     return "".join(_escape(char) if char in "\n\t" else char for char in printable(text))
 
 

@@ -32,7 +32,9 @@ for pid in sys.argv[1:]:
             pass
 """
 """Prints what it can read of processes."""
-PR_CAPBSET_DROP, CAP_SYS_PTRACE = 24, 19
+PR_CAPBSET_DROP = 24
+READING = (19, 21, 38)
+"""Capabilities of root to read other processes: CAP_SYS_PTRACE, CAP_SYS_ADMIN, CAP_PERFMON."""
 
 
 @dataclass
@@ -60,13 +62,17 @@ def open_to_others(*places: Path) -> list[str]:
     return [f"{path} {mode & 0o777:o}" for path, mode in modes if mode & 0o077 and not stat.S_ISLNK(mode)]
 
 
+def without_privileges() -> None:
+    """Before an exec: have root read other processes as another user does, its own if they are not closed."""
+    for capability in READING:
+        ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability)  # another user has none: refused, no matter
+
+
 def read_by_a_program(pids: list[int]) -> str:
-    """What a program of the same user, without privileges, can read of these processes."""
-    drop = ctypes.CDLL(None).prctl
-    words = [sys.executable, "-c", READ, *map(str, pids)]
+    """What a program of the same user can read of these processes."""
     done = subprocess.run(
-        words, preexec_fn=lambda: drop(PR_CAPBSET_DROP, CAP_SYS_PTRACE), capture_output=True, text=True,
-        timeout=60, check=True,
+        [sys.executable, "-c", READ, *map(str, pids)],
+        preexec_fn=without_privileges, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     return done.stdout
 
@@ -80,7 +86,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         "--set", f"run.name={RUN}", "--set", "monitor.host=0.0.0.0", "--set", "trainer.step_s=0.2",
     )  # fmt: skip
     secrets = {"WANDB_API_KEY": WANDB, "SEARCH_API_KEY": SEARCH}
-    with tether_up(*options, output=run_dir.parent / "log", **secrets) as up:
+    with tether_up(*options, output=run_dir.parent / "log", before_exec=without_privileges, **secrets) as up:
         status = until(lambda: complete(run_dir), seconds=240, what="a page and a step")
         services = {item["name"]: item["pid"] for item in status["processes"]}
         found.page = next(item["page"] for item in status["processes"] if item["page"])
@@ -133,6 +139,11 @@ def test_the_password_is_in_files_of_the_ledger_only(found: Found) -> None:
 
 def test_programs_of_the_same_user_read_no_variable_and_no_memory_of_services(found: Found) -> None:
     assert found.readable == ""
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], preexec_fn=without_privileges, stdin=subprocess.PIPE
+    ) as other:
+        assert read_by_a_program([other.pid]).split() == [str(other.pid), "environ", str(other.pid), "mem"]
+        other.communicate(b"\n")
 
 
 def test_services_have_the_credentials_that_they_need(found: Found) -> None:
