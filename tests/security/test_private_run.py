@@ -92,6 +92,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         found.page = next(item["page"] for item in status["processes"] if item["page"])
         found.readable = read_by_a_program([*services.values(), up.pid])
         if os.getuid() == 0:
+            services |= {"ledger": json.loads((run_dir / "ledger/endpoint.json").read_text())["pid"]}
             found.variables = {
                 name: Path(f"/proc/{pid}/environ").read_bytes() for name, pid in services.items()
             }
