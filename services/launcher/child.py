@@ -52,6 +52,8 @@ class ServiceSpec:
     """Whether the run continues without it when it dies too often."""
     registers: bool = True
     """Whether it appears in the registry of the ledger."""
+    withheld: frozenset[str] = frozenset()
+    """Variables that it does not inherit: credentials of other services."""
 
 
 class SupervisedProcess:
@@ -163,7 +165,7 @@ class SupervisedProcess:
                 "-m",
                 self.spec.module,
                 env={
-                    **safe_environment(inherited_environment()),
+                    **safe_environment(inherited_environment(self.spec.withheld)),
                     **self.spec.environ,
                     "TETHER_INSTANCE": self.spec.name,
                     "PYTHONUNBUFFERED": "1",
@@ -230,12 +232,12 @@ class SupervisedProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-def inherited_environment() -> dict[str, str]:
-    """Return the environment without `TETHER_*` settings, which services read from settings.json."""
+def inherited_environment(withheld: frozenset[str]) -> dict[str, str]:
+    """Return the environment without these variables and without settings: services read settings.json."""
     return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL"
+        if name not in withheld and (not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL")
     }
 
 

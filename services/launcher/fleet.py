@@ -1,12 +1,14 @@
 """Starts the processes of a run together, scales them while the run is on, and stops them in order."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import TetherError
 from protocol.topics import Role
 from services.launcher.child import ServiceSpec, SupervisedProcess
+from services.launcher.credentials import withheld_from
 from services.settings.engine_pool import pool_variables
 from services.settings.load import FILE
 from services.settings.placement import (
@@ -158,6 +160,7 @@ class Fleet:
             finishes=role is Role.TRAINER,
             optional=role in OPTIONAL,
             registers=role is not Role.TRACKING,
+            withheld=withheld_from(role, self._settings, os.environ),
         )
         return SupervisedProcess(
             spec,

@@ -3,12 +3,12 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.lifecycle import NO_SIGNAL
-from protocol.messages import StepReport
+from protocol.messages import AnyMessage, StepReport, WeightApplied, WeightFailed
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
@@ -52,9 +52,23 @@ class StepReporter:
         """Count drops from this status of the ledger on."""
         self._before = status
 
-    def note_pause(self, pause_ms: float) -> None:
-        """Note how long an engine stood still for a version; the next report has the longest."""
-        self._pause_ms = max(self._pause_ms or 0.0, pause_ms)
+    def note_answer(self, message: AnyMessage, registered: Collection[str]) -> None:
+        """Note what an engine says of a version; the next report has the longest pause.
+
+        What names an engine that is not registered is counted, and has no other effect.
+        """
+        if getattr(message, "engine", "") not in registered:
+            self._process.metrics.count("weights.unknown_engine")
+        elif isinstance(message, WeightApplied):
+            self._pause_ms = max(self._pause_ms or 0.0, message.pause_ms)
+        elif isinstance(message, WeightFailed):
+            self._process.metrics.count("weights.failed")
+            log.warning(
+                "weights.failed engine=%s version=%d error=%s",
+                message.engine,
+                message.version,
+                message.error,
+            )
 
     def report(
         self,

@@ -66,7 +66,9 @@ def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedPro
 
 
 @contextmanager
-def tether_up(*arguments: str, output: Path, **variables: str) -> Iterator["subprocess.Popen[bytes]"]:
+def tether_up(
+    *arguments: str, output: Path, before_exec: Callable[[], None] | None = None, **variables: str
+) -> Iterator["subprocess.Popen[bytes]"]:
     """`tether up` in the background; ended by its pid if the block fails."""
     with output.open("wb") as out:
         process = subprocess.Popen(
@@ -75,6 +77,7 @@ def tether_up(*arguments: str, output: Path, **variables: str) -> Iterator["subp
             env=environment(**variables),
             stdout=out,
             stderr=subprocess.STDOUT,
+            preexec_fn=before_exec,
         )
     try:
         yield process
