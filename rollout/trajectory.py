@@ -47,6 +47,7 @@ def assemble(
     prompt_experts, experts = _experts(group, len(prompt_tokens), samples)
     shared = common_prompt(prompt_tokens, samples)
     rows, branches = _rows(prompt_tokens, len(shared), samples)
+    own = [len(prompt_tokens if s.prompt is None else s.prompt) - len(shared) for s in samples]
     return Rollout(
         group=group,
         token=token,
@@ -70,6 +71,7 @@ def assemble(
         branches=Array.of(branches, "int32") if len(rows) > len(samples) else None,
         calls=_calls(samples, rows),
         turns=_turns(samples, rows),
+        own_prompts=Array.of(own, "int32") if any(own) else None,
     )
 
 

@@ -121,7 +121,7 @@ class StepTally:
         self.sampled_tokens[-1] += sampled
         self._truncated_tokens += sampled * sample.masked
         self._tokens += len(sample)
-        self.response_tokens[-1] += len(sample.tokens)
+        self.response_tokens[-1] += len(sample.tokens) - sample.own_prompt
 
     def first_rows(self, rows: Sequence[BatchSample]) -> list[BatchSample]:
         """Return the first row of each sample, of all rows in the order in which they were added."""

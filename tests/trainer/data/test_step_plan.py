@@ -341,6 +341,18 @@ def test_a_step_of_truncated_samples_alone_trains_nothing_if_they_are_masked() -
     assert (made.trained_counts, made.stats.trained_tokens, made.totals.trained_tokens) == ({0: {}}, 0, 0)
 
 
+def test_a_samples_own_prompt_is_in_no_length() -> None:
+    """Its first two tokens are its prompt: without them it is as long as the other one."""
+    spec = GroupSpec(
+        samples=[SampleSpec([9, 9, 5, 6], [0] * 4, 1.0, mask=[0, 0, 1, 1]), SampleSpec([5, 6], [0, 0], 1.0)]
+    )
+    config = AlgorithmConfig(truncated="shape", overlong_length=4, overlong_buffer=2)
+    groups = [(scored(spec, own_prompts=Array.of([2, 0], "int32")), 0)]
+    planned = plan_step(groups, step=0, algorithm=make_algorithm(config))
+    assert planned.rewards.tolist() == [1.0, 1.0]
+    assert planned.stats.response_length_mean == 2.0
+
+
 def test_rewards_are_shaped_by_length_and_reported_apart() -> None:
     """With a limit of 4 and a buffer of 2, lengths 4, 2, 3 are punished by 1, 0, 0.5 times the penalty."""
     shaped = truncated("shape", overlong_buffer=2, overlong_penalty=0.4)
