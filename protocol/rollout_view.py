@@ -248,7 +248,9 @@ def _own_prompts(
     mask = checked_array(group, "loss_mask", rollout.loss_mask, "uint8", (starts[-1],))
     for own, (sample, _, _), (start, end) in zip(found, branches, pairwise(starts), strict=True):
         fits = 0 <= own <= end - start and not mask[start : start + own].any()
-        require(fits, group, "own_prompts", f"has {own} of the first row of sample {sample}, not all inserted")
+        require(
+            fits, group, "own_prompts", f"has {own} of the first row of sample {sample}, not all inserted"
+        )
     return found
 
 
