@@ -13,7 +13,7 @@ def measured(
     logprobs: list[float],
     entropy: list[float],
     scores: dict[int, float],
-    trust: set[int] | None,
+    cap: float,
 ) -> dict[str, float]:
     """Return what a step reports of its tokens, but for loss and gradient; names are those of the report.
 
@@ -38,6 +38,9 @@ def measured(
         ratios = [gap / before for gap, before in zip(gaps, old, strict=True)]
         if config.name == "gspo":
             ratios = naive.at_level(ratios, "geometric")
+            compared = naive.at_level(gaps, "geometric")
+        else:
+            compared = gaps
         weights = naive.at_level(old, config.importance_level)
         kept = naive.at_level(gaps, config.rejection_level or "token")
         samples.append(math.prod(gaps))
@@ -45,15 +48,13 @@ def measured(
             gap = gaps[place]
             note("entropy", entropy[token])
             note("ratio_mean", ratios[place])
-            note("clip_fraction", _clipped(config, ratios[place], scores[token]))
-            note("behaviour_clip_fraction", _outside(config, gap, scores[token]))
+            note("clip_fraction", _clipped(config, ratios[place], scores[token], cap))
+            note("behaviour_clip_fraction", _clipped(config, compared[place], scores[token], cap))
             note("behaviour_kl_k3", gap - 1 - math.log(gap))
             note("importance_mean", gap)
             if batch.decoupled and config.importance_cap:
                 note("importance_capped", weights[place] > config.importance_cap)
-            if trust is not None:
-                note("importance_rejected", token not in trust)
-            elif config.rejection_level:
+            if config.rejection_level:
                 note("importance_rejected", not config.rejection_low <= kept[place] <= config.rejection_high)
             if batch.reference_logprobs is not None:
                 q = math.exp(batch.reference_logprobs[token].item() - logprobs[token])
@@ -96,16 +97,12 @@ def _mismatch(at: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def _outside(config: AlgorithmConfig, ratio: float, advantage: float) -> bool:
-    """Return whether PPO's clip takes the gradient."""
-    up, down = ratio > 1 + config.clip_high, ratio < 1 - config.clip_low
-    return (advantage > 1e-9 and up) or (advantage < -1e-9 and down)  # not of rounding alone
-
-
-def _clipped(config: AlgorithmConfig, ratio: float, advantage: float) -> bool:
+def _clipped(config: AlgorithmConfig, ratio: float, advantage: float, cap: float) -> bool:
+    """Return whether the recipe's clip bounds a weight, or takes a gradient."""
+    low, high = naive.edges(config, cap)
     if config.name == "cispo":
-        return not 1 - config.clip_low <= ratio <= 1 + config.clip_high
-    return config.name != "m2po" and _outside(config, ratio, advantage)
+        return not low <= ratio <= high
+    return (advantage > 1e-9 and ratio > high) or (advantage < -1e-9 and ratio < low)  # not of rounding alone
 
 
 def _ess(weights: list[float]) -> float:
