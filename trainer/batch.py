@@ -73,6 +73,9 @@ class Batch:
     rows: torch.Tensor | None = None
     """int64 [n]: index of each sample within the step, the same for all of its branches; None where nobody
     needs it."""
+    shares: torch.Tensor | None = None
+    """float32 [n]: what part of its sample's tokens each branch has, where a mean over samples counts it by
+    that; None: each is a sample."""
     experts: torch.Tensor | None = None
     """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
     where unknown. The trainer's model uses them in place of its own choice. None: nothing was recorded."""
@@ -147,7 +150,7 @@ TOKEN_FIELDS = (
     "turn_rewards",
 )
 """Arrays with an entry for each token."""
-SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch", "rows")
+SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch", "rows", "shares")
 """Arrays with an entry for each sample."""
 
 
@@ -184,6 +187,8 @@ class TrainedTokens:
     there are none."""
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    shares: torch.Tensor | None = None
+    """All as in `Batch`, the last of each token's sample."""
 
     def over_samples(self, values: torch.Tensor) -> torch.Tensor:
         """Return, for each token, the sum of `values` [k] over the trained tokens of its sample, [k]."""
@@ -211,6 +216,7 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
         entropy_coef=batch.entropy_coef,
         values=_picked(batch.values, place),
         returns=_picked(batch.returns, place),
+        shares=_picked(batch.shares, sample),
     )
 
 

@@ -48,12 +48,13 @@ def _problems_of_algorithm(
         ),
         (
             algorithm.name != "m2po" and algorithm.second_moment_threshold > 0,
-            f"algorithm.second_moment_threshold: it is the trust region of 'm2po', and {algorithm.name!r} has "
-            "a clip of its own; leave it out, or choose m2po",
+            "algorithm.second_moment_threshold: it is the trust region of 'm2po', and "
+            f"{algorithm.name!r} has a clip of its own; leave it out, or choose m2po",
         ),
         (
             algorithm.name == "m2po" and trainer.recompute_logprobs,
-            "trainer.recompute_logprobs: the trust region of 'm2po' is around the engine's policy; turn it off",
+            "trainer.recompute_logprobs: the trust region of 'm2po' is around the engine's policy; turn it "
+            "off",
         ),
         (
             algorithm.proximal_policy != "start" and not trainer.recompute_logprobs,

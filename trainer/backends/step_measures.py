@@ -147,7 +147,8 @@ class StepMeasures:
             rho = (sum_i w_i)^2 / (B sum_i w_i^2),  w_i = pi(o_i) / pi_behaviour(o_i) of each of B samples
 
         and its root with `ess_scaling` = sqrt, which suits Adam. VCPO: Huang et al. 2026 (arXiv 2602.17616).
-        Samples without a trained token do not count; pi is the present policy.
+        Samples without a trained token do not count, and a branch counts by its share of its sample's tokens;
+        pi is the present policy.
         """
         if not self.config.ess_scaling:
             return 1.0
@@ -236,6 +237,8 @@ class StepMeasures:
 def _of_samples(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str, torch.Tensor]:
     """Return the sums over samples as values of their tokens, [k]: each has its share of its sample's."""
     share = 1 / tokens.over_samples(torch.ones_like(log_ratio))
+    if tokens.shares is not None:
+        share = share * tokens.shares
     weight = level_ratio(log_ratio, "sequence", tokens.over_samples)
     return {
         "samples": share,

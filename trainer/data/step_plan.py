@@ -66,6 +66,8 @@ class StepPlan:
     """float32 [N]: in the loss of the sample's mini-batch."""
     measured: torch.Tensor
     """bool [N]."""
+    shares: torch.Tensor
+    """float32 [N]: part of its sample's tokens that each row has."""
     trained_counts: TrainedCounts
     """As `Ledger.commit` expects them; every group has an entry, possibly an empty one."""
     stats: BatchStats
@@ -117,6 +119,7 @@ class StepPlan:
             measured=self.measured[rows],
             mini_batch=self.mini_batches.of_row[rows],
             rows=self.mini_batches.rows[rows],
+            shares=self.shares[rows],
             temperature=self.temperature,
             decoupled=self.decoupled,
             **by_token,
@@ -165,6 +168,7 @@ def plan_step(
         samples=samples,
         totals=tally.totals(),
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
+        shares=_shares(by_sample["lengths"], divided.rows),
         trained_counts=counts,
         stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample | digested(turns)),
@@ -220,6 +224,12 @@ def _by_row(
     rows = torch.tensor(tally.sample_of_row)
     by_row = {name: values[rows] for name, values in scores.items()}
     return {"lengths": torch.tensor([len(row) for row in samples]), **by_row}
+
+
+def _shares(lengths: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return what part of the inputs of its sample, `rows` [N], each row has, float32 [N]."""
+    inputs = (lengths - 1).clamp_min(1).float()
+    return inputs / torch.zeros(int(rows.max()) + 1).index_add_(0, rows, inputs)[rows]
 
 
 def _shaped(

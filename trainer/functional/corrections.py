@@ -83,7 +83,7 @@ def log_ratio_limit(squares: FloatK, budget: float) -> float:
 
 
 def leaves_region(log_ratio: FloatK, advantages: FloatK) -> torch.Tensor:
-    """Return where the gradient moves a policy further away: A > 0 and ratio > 1, A < 0 and ratio < 1, [k]."""
+    """Return where the gradient moves a policy further away, bool [k]: A > 0, ratio > 1; A < 0, ratio < 1."""
     return log_ratio.sign() * advantages > NO_ADVANTAGE
 
 

@@ -142,7 +142,6 @@ class Packing:
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
             experts: whether layers have experts, whose routers have to know what is padding.
         """
-        shares = _shares(batch)
         segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
         for samples, division in zip(self.samples, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
@@ -157,7 +156,7 @@ class Packing:
                 keys=visible_keys(division, position.cp) if len(division.pieces) > 1 else None,
             )
             if experts:
-                routed = _routed(part, division, inputs, position, shares[chosen])
+                routed = _routed(part, division, inputs, position)
                 sequences = dataclasses.replace(sequences, routed=routed)
             shift = batch.offsets[chosen] - part.offsets[:-1]
             yield _micro_batch(part, shift, inputs, division.size, sequences, position, trained=trained)
@@ -226,19 +225,8 @@ def _trained(part: Batch, position: Position) -> TrainedTokens:
     return tokens
 
 
-def _shares(batch: Batch) -> torch.Tensor:
-    """Return what part of its sample's inputs each row of a replica has, float32 [n]."""
-    inputs, rows = (batch.lengths - 1).float(), batch.rows
-    if rows is None:
-        return torch.ones_like(inputs)
-    _, own = rows.unique(return_inverse=True)
-    return inputs / torch.zeros_like(inputs).index_add_(0, own, inputs)[own].clamp_min(1)
-
-
-def _routed(
-    part: Batch, division: Division, inputs: torch.Tensor, position: Position, shares: torch.Tensor
-) -> RoutedTokens:
-    """Describe the tokens that this rank has in sequence-parallel regions; `shares` as in `routed_tokens`."""
+def _routed(part: Batch, division: Division, inputs: torch.Tensor, position: Position) -> RoutedTokens:
+    """Describe the tokens that this rank has in sequence-parallel regions."""
     lengths, pieces = (part.lengths - 1).tolist(), division.pieces[position.cp]
     owners = torch.tensor([*(piece.sequence for piece in pieces), len(lengths)])
     counts = torch.tensor([*(piece.tokens for piece in pieces), division.size - len(inputs)])
@@ -246,7 +234,7 @@ def _routed(
         lengths,
         owners.repeat_interleave(counts),
         part.totals.samples,
-        shares=shares,
+        shares=part.shares,
         experts=None if part.experts is None else part.experts[inputs],
         part=position.tp if position.sequence_parallel else 0,
         parts=_divisor(position),

@@ -67,15 +67,16 @@ def with_whitened(batch: Batch, config: AlgorithmConfig, replicas: Sequence[Sequ
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
         sample, sampled = batch.sample_index, batch.sampled_mask
         none = torch.zeros_like(advantages)
-        later = generalized_advantages(behaviour_k1(batch), none, sampled, sample, gamma=1, gae_lambda=1)
+        gaps = behaviour_k1(batch, batch.reference_logprobs)
+        later = generalized_advantages(gaps, none, sampled, sample, gamma=1, gae_lambda=1)
         advantages = advantages - config.kl_coef * later
     white = whitened(advantages, batch.loss_mask, config.advantage_eps, replicas)
     return dataclasses.replace(batch, advantages=white.float())
 
 
-def behaviour_k1(batch: Batch) -> torch.Tensor:
+def behaviour_k1(batch: Batch, reference: torch.Tensor) -> torch.Tensor:
     """Return log pi_behaviour - log pi_ref of each sampled token, 0 elsewhere, float64 [t]."""
-    return torch.where(batch.sampled_mask, batch.behaviour_logprobs - batch.reference_logprobs, 0.0).double()
+    return torch.where(batch.sampled_mask, batch.behaviour_logprobs - reference, 0.0).double()
 
 
 def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
@@ -90,7 +91,7 @@ def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
     else:
         rewards = batch.turn_rewards.double()
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
-        rewards -= config.kl_coef * behaviour_k1(batch)
+        rewards -= config.kl_coef * behaviour_k1(batch, batch.reference_logprobs)
     return rewards
 
 

@@ -56,7 +56,12 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
         "algorithm.importance_cap=2",
         "algorithm.proximal_policy=interpolated",
     ),
-    "m2po": ("algorithm.name=m2po", "algorithm.second_moment_threshold=0.04"),
+    "m2po": (
+        "algorithm.name=m2po",
+        "algorithm.second_moment_threshold=0.04",
+        "algorithm.clip_low=0.3",
+        "algorithm.clip_high=0.5",
+    ),
     "clip-ess": ("algorithm.ess_scaling=sqrt",),
 }
 """Correction -> its settings.

@@ -49,6 +49,13 @@ def sums_of_samples(batch: Batch, values: list[Any]) -> list[Any]:
     ]
 
 
+def shares_of_rows(batch: Batch) -> list[float]:
+    """Return the inputs of each row by those of all rows of its sample."""
+    inputs = [length - 1 for length in batch.lengths.tolist()]
+    sums = sums_of_samples(batch, inputs)
+    return [own / sums[sample] for own, sample in zip(inputs, owners(batch), strict=True)]
+
+
 def advantages(config: AlgorithmConfig, rewards: list[float], groups: list[int]) -> list[float]:
     """Return the advantage of each sample."""
     others = [
@@ -122,7 +129,9 @@ KL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def clip_of(config: AlgorithmConfig, batch: Batch, logprobs: list[float], of_tokens: dict[int, float]) -> float:
+def clip_of(
+    config: AlgorithmConfig, batch: Batch, logprobs: list[float], of_tokens: dict[int, float]
+) -> float:
     """Return M2PO's cap of |log ratio| for an update, by bisection; `logprobs` [t] are the present ones.
 
     Of tokens with A > 0 whose ratio is above 1, and of those with A < 0 whose ratio is below it, the mean

@@ -75,6 +75,13 @@ def test_counts_and_statistics_by_hand() -> None:
     assert stats.reward_std == pytest.approx((2 / 3) ** 0.5)
 
 
+def test_groups_without_signal_are_counted_by_hand() -> None:
+    """Rewards (1, 0) and (1, 1) and a group of one sample, which cannot differ."""
+    alike = GroupSpec(group=9, samples=[SampleSpec([5], [3], 1.0)] * 2)
+    assert plan(LATE, alike, FRESH).stats.frac_reward_zero_std == 0.5
+    assert plan(FRESH).stats.frac_reward_zero_std is None
+
+
 def test_lag_is_split_at_the_end_of_the_groups_generation() -> None:
     """In step 5, group 7 was complete under version 3, group 8 under version 2; bound 4 trains all tokens."""
     stats = plan(LATE, FRESH, step=5, bound=4).stats

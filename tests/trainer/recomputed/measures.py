@@ -26,13 +26,16 @@ def measured(
     rows: dict[str, list[float]] = {}
     by_lag: dict[int, dict[str, list[float]]] = {}
     samples: list[float] = []
+    shares: list[float] = []
+    part = naive.shares_of_rows(batch)  # type: ignore[arg-type]
 
     def note(name: str, value: float, into: dict[str, list[float]] = rows) -> None:
         into.setdefault(name, []).append(float(value))
 
-    for tokens in batch.trained:
+    for row, tokens in enumerate(batch.trained):
         if not tokens:
             continue
+        shares.append(part[row])
         gaps = [math.exp(logprobs[token] - engine[token]) for token in tokens]
         old = [_weight_of_old(config, batch, token, gap) for token, gap in zip(tokens, gaps, strict=True)]
         ratios = [gap / before for gap, before in zip(gaps, old, strict=True)]
@@ -67,7 +70,7 @@ def measured(
     found["importance_max"] = max(rows["importance_mean"])
     found["importance_ess"] = _ess(rows["importance_mean"])
     if config.ess_scaling:
-        found["lr_scale"] = _ess(samples) ** (0.5 if config.ess_scaling == "sqrt" else 1.0)
+        found["lr_scale"] = _ess(samples, shares) ** (0.5 if config.ess_scaling == "sqrt" else 1.0)
     for lag, at in by_lag.items():
         found |= {f"mismatch.{lag}.{name}": value for name, value in _mismatch(at).items()}
     if 0 in by_lag:
@@ -105,5 +108,8 @@ def _clipped(config: AlgorithmConfig, ratio: float, advantage: float, cap: float
     return (advantage > 1e-9 and ratio > high) or (advantage < -1e-9 and ratio < low)  # not of rounding alone
 
 
-def _ess(weights: list[float]) -> float:
-    return sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights))
+def _ess(weights: list[float], counts: list[float] | None = None) -> float:
+    """Return (sum w)^2 / (n sum w^2); a weight may count for less than one."""
+    pairs = list(zip(weights, counts or [1.0] * len(weights), strict=True))
+    total, squares = (sum(count * weight**power for weight, count in pairs) for power in (1, 2))
+    return total**2 / (sum(count for _, count in pairs) * squares)

@@ -27,7 +27,9 @@ RECIPES = {
         entropy_coef_delta=0.004,
         entropy_coef_max=0.03,
     ),
-    "m2po": AlgorithmConfig(name="m2po", second_moment_threshold=0.02, clip_low=0.05, clip_high=0.05, ess_scaling="sqrt"),
+    "m2po": AlgorithmConfig(
+        name="m2po", second_moment_threshold=0.02, clip_low=0.05, clip_high=0.05, ess_scaling="sqrt"
+    ),
     "interpolated": AlgorithmConfig(name="dr_grpo", proximal_policy="interpolated", importance_cap=1.2),
 }
 STEPS = 3
@@ -106,7 +108,9 @@ class PlainLoop:
             logprobs, entropy = self.forward(part)
             cap = math.inf
             if config.second_moment_threshold:
-                cap = naive.clip_of(config, part, logprobs.tolist(), dict(enumerate(part.advantages.tolist())))
+                cap = naive.clip_of(
+                    config, part, logprobs.tolist(), dict(enumerate(part.advantages.tolist()))
+                )
             loss = naive.step_loss(
                 dataclasses.replace(
                     config, entropy_coef=bonus if config.entropy_target else config.entropy_coef
@@ -142,13 +146,16 @@ class PlainLoop:
         return report
 
     def share(self, part: Batch, logprobs: torch.Tensor) -> float:
-        """The root of the effective sample size as a share of the rows."""
+        """The root of the effective sample size as a share of the samples; a row counts by its tokens."""
         if not self.config.ess_scaling:
             return 1.0
         moved = (logprobs - part.behaviour_logprobs) * part.loss_mask
         samples = part.sample_index[part.loss_mask].unique().tolist()
         weights = [math.exp(float(moved[part.sample_index == sample].sum())) for sample in samples]
-        return math.sqrt(sum(weights) ** 2 / (len(weights) * sum(w**2 for w in weights)))
+        parts = naive.shares_of_rows(part)
+        counts = [parts[row] for row in samples]
+        pairs = list(zip(weights, counts, strict=True))
+        return math.sqrt(sum(w * n for w, n in pairs) ** 2 / (sum(counts) * sum(n * w**2 for w, n in pairs)))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach() for name, tensor in self.model.named_parameters()}

@@ -1,6 +1,7 @@
 """Defines what keeps the tokens of a step spread over the experts.
 
-Shapes: T tokens of this rank, S rows of the micro-batch (samples, or branches of them), E experts of the layer, k of them for a token.
+Shapes: T tokens of this rank, S rows of the micro-batch (samples, or branches of them), E experts of the
+layer, k of them for a token.
 """
 
 from collections.abc import Sequence

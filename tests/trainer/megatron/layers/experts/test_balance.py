@@ -59,7 +59,10 @@ def branched(copies: int) -> Batch:
     batch = make_batch(MODEL, samples=3)
     batch = batch.select(torch.tensor([0] * copies + [1, 2]))
     rows, weights = torch.tensor([5] * (copies + 1) + [7]), torch.zeros_like(batch.weights)
-    return replace(batch, rows=rows, weights=weights, totals=replace(batch.totals, samples=2))
+    inputs = (batch.lengths - 1).float()
+    shares = inputs / torch.cat([inputs[:-1].sum().expand(copies + 1), inputs[-1:]])
+    totals = replace(batch.totals, samples=2)
+    return replace(batch, rows=rows, shares=shares, weights=weights, totals=totals)
 
 
 @pytest.mark.parametrize("trainer", [{}, {"micro_batch_size": 1}], ids=["together", "apart"])
