@@ -101,7 +101,6 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
         require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
     rewards, own_prompts = _environment_rewards(rollout, n), _own_prompts(rollout, branches, starts)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
-    sampled = mask.astype(bool)
     contexts = _contexts(group, starts, branches, tokens)
     of_contexts = [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
     rows = tuple(
@@ -110,7 +109,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
             context=contexts[i],
             tokens=tokens[start:end],
             logprobs=logprobs[start:end],
-            sampled=sampled[start:end],
+            sampled=mask[start:end].astype(bool),
             versions=versions[start:end],
             finish_reason=rollout.finish_reasons[sample],
             response=rollout.responses[sample],

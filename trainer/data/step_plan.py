@@ -66,8 +66,6 @@ class StepPlan:
     """float32 [N]: in the loss of the sample's mini-batch."""
     measured: torch.Tensor
     """bool [N]."""
-    shares: torch.Tensor
-    """float32 [N]: part of its sample's tokens that each row has."""
     trained_counts: TrainedCounts
     """As `Ledger.commit` expects them; every group has an entry, possibly an empty one."""
     stats: BatchStats
@@ -119,7 +117,7 @@ class StepPlan:
             measured=self.measured[rows],
             mini_batch=self.mini_batches.of_row[rows],
             rows=self.mini_batches.rows[rows],
-            shares=self.shares[rows],
+            shares=_shares(self.lengths, self.mini_batches.rows)[rows],
             temperature=self.temperature,
             decoupled=self.decoupled,
             **by_token,
@@ -168,7 +166,6 @@ def plan_step(
         samples=samples,
         totals=tally.totals(),
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
-        shares=_shares(by_sample["lengths"], divided.rows),
         trained_counts=counts,
         stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample | digested(turns)),

@@ -75,13 +75,6 @@ def test_counts_and_statistics_by_hand() -> None:
     assert stats.reward_std == pytest.approx((2 / 3) ** 0.5)
 
 
-def test_groups_without_signal_are_counted_by_hand() -> None:
-    """Rewards (1, 0) and (1, 1) and a group of one sample, which cannot differ."""
-    alike = GroupSpec(group=9, samples=[SampleSpec([5], [3], 1.0)] * 2)
-    assert plan(LATE, alike, FRESH).stats.frac_reward_zero_std == 0.5
-    assert plan(FRESH).stats.frac_reward_zero_std is None
-
-
 def test_lag_is_split_at_the_end_of_the_groups_generation() -> None:
     """In step 5, group 7 was complete under version 3, group 8 under version 2; bound 4 trains all tokens."""
     stats = plan(LATE, FRESH, step=5, bound=4).stats
@@ -346,18 +339,6 @@ def test_a_step_of_truncated_samples_alone_trains_nothing_if_they_are_masked() -
     spec = GroupSpec(samples=[SampleSpec([5], [0], finish="length")] * 2)
     made = plan_step([(scored(spec), 1)], step=0, algorithm=make_algorithm(AlgorithmConfig(truncated="mask")))
     assert (made.trained_counts, made.stats.trained_tokens, made.totals.trained_tokens) == ({0: {}}, 0, 0)
-
-
-def test_a_samples_own_prompt_is_in_no_length() -> None:
-    """Its first two tokens are its prompt: without them it is as long as the other one."""
-    spec = GroupSpec(
-        samples=[SampleSpec([9, 9, 5, 6], [0] * 4, 1.0, mask=[0, 0, 1, 1]), SampleSpec([5, 6], [0, 0], 1.0)]
-    )
-    config = AlgorithmConfig(truncated="shape", overlong_length=4, overlong_buffer=2)
-    groups = [(scored(spec, own_prompts=Array.of([2, 0], "int32")), 0)]
-    planned = plan_step(groups, step=0, algorithm=make_algorithm(config))
-    assert planned.rewards.tolist() == [1.0, 1.0]
-    assert planned.stats.response_length_mean == 2.0
 
 
 def test_rewards_are_shaped_by_length_and_reported_apart() -> None:
