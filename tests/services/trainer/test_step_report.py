@@ -62,7 +62,7 @@ def test_report_has_nulls_where_nobody_measured() -> None:
 
 def test_report_has_speed_of_the_batch_and_use_of_a_known_gpu() -> None:
     found = report(reporter())
-    assert found.tokens_per_s == 4 / 2.0
+    assert (found.tokens_per_s, found.train_tokens_per_s) == (4 / 6.0, 4 / 2.0)
     assert (found.step_s, found.other_s, found.mfu) == (6.0, 2.25, None)
     assert report(reporter("NVIDIA H100 80GB HBM3")).mfu == 0.5
 
