@@ -10,7 +10,7 @@ from typing import Any
 from tests.house.source import PACKAGES, House, Module, Violation
 from tests.house.tables import CONSTANTS, FOREIGN_NAMES, MADE_PATHS, Constant
 
-_FOLDERS = (*PACKAGES, "tests", "docs", "deploy")
+_FOLDERS = (*PACKAGES, "tests", "docs", "results", "deploy")
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./*-]*(?![\w{{<])")
 _FILE = re.compile(r"(?<![\w./*-])\w+\.(?:py|lua)\b(?![./])")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
