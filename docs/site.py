@@ -21,7 +21,7 @@ BESIDE = {
     "SECURITY.md": "reporting.md",
 } | {f"results/{path.name}": f"results/{path.name}" for path in sorted((ROOT / "results").iterdir())}
 """File outside docs/ -> its file on the site."""
-LINK = re.compile(r"\[([^\]\n]+)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]\n]+(?:\n[^\]\n]+)?)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

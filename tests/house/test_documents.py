@@ -68,9 +68,11 @@ def test_document_number_must_be_the_constant(build: Build) -> None:
     ]
 
 
-def test_document_default_must_be_that_of_the_setting(build: Build) -> None:
+def test_document_default_must_be_the_default_of_the_setting(build: Build) -> None:
     row = "| `TETHER_A` | `trainer.archive_mb` | size | {} |\n"
-    assert messages(documents.document_default(build({"README.md": row.format("`5`")}), Sections)) == []
-    assert messages(documents.document_default(build({"README.md": row.format(6)}), Sections)) == [
+    assert (
+        messages(documents.document_default(build({"docs/commands.md": row.format("`5`")}), Sections)) == []
+    )
+    assert messages(documents.document_default(build({"docs/commands.md": row.format(6)}), Sections)) == [
         "trainer.archive_mb is 5 by default, not 6"
     ]
