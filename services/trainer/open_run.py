@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.codec import decode_payload
-from protocol.errors import TetherError
+from protocol.errors import ProtocolError, TetherError
 from protocol.messages import ScoredRollout
 from protocol.rollout_view import sample_lengths
 from services.bus.broadcast import Broadcaster
@@ -16,20 +16,22 @@ from services.observability.steps import StepLog
 from services.runtime.process import Process
 from services.runtime.training import train_command
 from trainer.backends.rank_commands import TrainCommand
+from trainer.data.samples import check_scored
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
 
 
-@dataclass(frozen=True)
+@dataclass
 class OpenRun:
     """The run directory's files, the bus and the epoch of this trainer."""
 
     process: Process
     epoch: str
-    """Under which this trainer claims the run."""
+    """Under which this trainer holds the run; `reclaim` draws another one."""
     spool: Spool
     archive: Archive
     checkpoints: Checkpoints
@@ -42,10 +44,31 @@ class OpenRun:
         """Return the command that trains on a batch; reads its records from the spool. Blocks.
 
         Raises:
-            MissingRecord: (a LookupError) the spool does not hold a group.
+            MissingRecords: (a LookupError) the spool does not hold a group as it was received.
         """
         records = self.spool.get_many([(group.group, group.token) for group in taken.groups])
         return train_command(self.process.settings, taken, records, mask_late=mask_late)
+
+    def unreadable(self, taken: Taken, error: ProtocolError) -> MissingRecords:
+        """Return the groups of a batch that cannot be trained, after `error` refused the batch. Blocks.
+
+        Raises:
+            ProtocolError: `error` itself, if every record can be read.
+            MissingRecords: meanwhile the spool does not hold a group as it was received.
+        """
+        causes = {}
+        for record in self.spool.stored([(group.group, group.token) for group in taken.groups]):
+            try:
+                message = decode_payload(record.payload)
+                if not isinstance(message, ScoredRollout):
+                    raise ProtocolError(f"is a {type(message).__name__}, not a ScoredRollout")
+                check_scored(message, taken.step)
+            except ProtocolError as found:
+                named = str(found).removeprefix(f"group {record.group}: ")
+                causes[record.group, record.token] = f"group {record.group}: {named}"
+        if not causes:
+            raise error
+        return MissingRecords(causes)
 
     def response_lengths(self, groups: Sequence[int]) -> list[list[int]]:
         """Return the tokens of each sample of those groups whose record the spool holds. Blocks.

@@ -22,6 +22,7 @@ from services.preflight.memory import check_host_memory
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.runtime.writing import until_written
 from services.settings.load import load_settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.gpu_turn import TrainerGpuTurn, first_turn
@@ -36,6 +37,9 @@ from trainer.hosts.place import find_place
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.spool import Spool
+
+SPOOL_S = 1.0
+"""Seconds between two checks of the spool."""
 
 
 async def serve(process: Process) -> None:
@@ -63,7 +67,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
         run = OpenRun(
             process=process,
             epoch=new_epoch(),
-            spool=Spool(run_dir / "spool.sqlite"),
+            spool=await _open_spool(process),
             archive=Archive(run_dir / "archive", settings.trainer.archive_mb),
             checkpoints=Checkpoints(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints),
             steps=StepLog(run_dir / "metrics.jsonl"),
@@ -74,13 +78,44 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
         process.info["endpoints"] = {WEIGHTS.name: broadcaster.endpoint}
         try:
             async with asyncio.TaskGroup() as tasks:
-                idle = tasks.create_task(runner.idle_loop(), name="ranks.idle")
+                beside = [
+                    tasks.create_task(runner.idle_loop(), name="ranks.idle"),
+                    tasks.create_task(_watch_spool_loop(process, run.spool), name="spool.watch"),
+                ]
                 await _train(run, runner)
-                idle.cancel()
+                for task in beside:
+                    task.cancel()
             await runner.run(runner.rank.exit)
         finally:
             run.spool.close()
             await runner.close()
+
+
+async def _open_spool(process: Process) -> Spool:
+    """Open the ingest's spool; the trainer never makes one, which the ingest would not write to."""
+    path = process.settings.run_dir / "spool.sqlite"
+    with process.waiting("the ingest to make the spool"):
+        while not path.is_file() and not await process.stopped_within(SPOOL_S):
+            pass
+    return await asyncio.to_thread(lambda: Spool(path, create=False))
+
+
+async def _watch_spool_loop(process: Process, spool: Spool) -> None:
+    """Check each second that the spool is the one at its path and the ingest's, until cancelled.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    while True:
+        await asyncio.to_thread(spool.check_place)
+        known = [peer.info for peer in await process.ledger.peers(Role.INGEST) if "spool" in peer.info]
+        newest = max(known, key=lambda info: float(info["started"]), default={"spool": spool.id})
+        if newest["spool"] != spool.id:
+            raise SettingsError(
+                f"the spool {spool.path} is not the one that the ingest writes to: one of them was deleted "
+                "or replaced; leave the run directory as it is and start the run again"
+            )
+        await asyncio.sleep(SPOOL_S)
 
 
 async def _train(run: OpenRun, runner: ModelRunner) -> None:
@@ -112,7 +147,8 @@ async def _take_over_and_step(run: OpenRun, runner: ModelRunner) -> None:
 async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     """Make steps, while engines answer and the shared engine is watched."""
     process = run.process
-    await asyncio.to_thread(run.steps.backfill, await process.ledger.reports(0))
+    reports = await process.ledger.reports(0)
+    await until_written(process, lambda: run.steps.backfill(reports))
     async with asyncio.TaskGroup() as tasks:
         beside = [tasks.create_task(loop.answers_loop(), name="weights.answers")]
         if runner.shared_engine is not None:

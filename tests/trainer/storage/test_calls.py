@@ -32,7 +32,7 @@ def test_only_the_holder_adds_calls(store: CallStore) -> None:
     store.hold(7, "later")
     assert put(store, CALL, replace(CALL, token="later", number=2)) == [NOT_HELD, ""]
     assert (store.is_held(7, CALL.token), store.is_held(7, "later")) == (False, True)
-    assert len(store.of_sample(7, 0)) == 2
+    assert len(store.recall(7, 0)) == 2
 
 
 def test_a_sample_has_a_bounded_record(store: CallStore, monkeypatch: pytest.MonkeyPatch) -> None:

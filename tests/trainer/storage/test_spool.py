@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SpoolError, TetherError
-from trainer.storage.spool import JournalEntry, MissingRecord, Spool
+from trainer.storage.journal import JournalEntry
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
 
 ROOT = Path(__file__).resolve().parents[3]
 
 WRITER = """
 import sys
 from pathlib import Path
-from trainer.storage.spool import JournalEntry, Spool
+from trainer.storage.journal import JournalEntry
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
 spool = Spool(Path(sys.argv[1]))
 for group in range(1000000):
     spool.put_many([(group, "a", bytes([group % 256]) * 5000), (group, "b", b"late")])
@@ -67,8 +71,8 @@ def test_a_missing_record_names_its_group(tmp_path: Path) -> None:
     spool.put_many([(1, "a", b"x")])
     with pytest.raises(LookupError, match="group 2: the spool has no record of it under lease a") as caught:
         spool.get_many([(1, "a"), (2, "a")])
-    assert isinstance(caught.value, MissingRecord)
-    assert (caught.value.group, caught.value.token) == (2, "a")
+    assert isinstance(caught.value, MissingRecords)
+    assert list(caught.value.causes) == [(2, "a")]
 
 
 def test_forget_removes_covered_groups_only(tmp_path: Path) -> None:
