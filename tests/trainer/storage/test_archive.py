@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.errors import SpoolError
 from trainer.storage.archive import Archive
@@ -71,3 +72,15 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SpoolError, match="archive"):
         filled(tmp_path / "file" / "x")
+
+
+def test_the_archive_keeps_the_checksum_of_what_was_received(tmp_path: Path) -> None:
+    archive, received = Archive(tmp_path, 1), record(7, "a", b"seven")
+    archive.put(2, [received], [StoredMessage.received(7, "a", b"call", 0, 3)])
+    assert archive.read(2).records == (received,)
+    archive.put(2, [received], [replace(StoredMessage.received(7, "a", b"call", 0, 3), payload=b"cald")])
+    with pytest.raises(SpoolError, match="call 3 of sample 0 of group 7 does not match its checksum"):
+        archive.read(2)
+    archive.put(2, [replace(received, payload=b"sevem")])
+    with pytest.raises(SpoolError, match="the record of group 7 does not match its checksum"):
+        archive.get(2, [(7, "a")])
