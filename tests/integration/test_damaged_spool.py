@@ -1,13 +1,13 @@
 """Bits of the spool are flipped, the spool is deleted, and its disk is full, while a run is on."""
 
+import asyncio
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ import pytest
 
 from protocol.codec import decode_payload
 from protocol.messages import ScoredRollout
+from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE
 from services.observability.steps import read_steps
-from tests.integration.command import audit, pids, processes_of, tether_up, until
+from tests.integration.command import audit, ledger_of, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 from trainer.storage.spool import Spool
 
 STEPS = 12
 OVERRIDES = (
+    "run.name=demo",
     "engine.straggler_share=0",
     "engine.seconds_per_token=0.02",
     "trainer.checkpoint_every=4",
@@ -32,8 +34,6 @@ OVERRIDES = (
     "monitor.enabled=false",
     "services.restarts=1",
 )
-TOLD_S = 1.5
-"""Seconds within which a full disk is reported, and the poll of a loaded machine."""
 
 
 def arguments(run_dir: Path, steps: int = STEPS) -> list[str]:
@@ -150,3 +150,45 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)], check=True)
     yield path
     subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def waits_of(place: Path, name: str) -> list[str]:
+    """What a service waits for, as the ledger in a place says."""
+
+    async def look() -> list[str]:
+        async with ledger_of(place) as ledger:
+            peers = await ledger.peers()
+        return [what for peer in peers if peer.info["name"] == name for what in peer.info["waits"]]
+
+    return asyncio.run(look())
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_run_until_there_is_room(tmp_path: Path, small_disk: Path) -> None:
+    run_dir, output, place = small_disk / "run", tmp_path / "up.log", tmp_path / "server"
+    server = EmbeddedServer(place / "ledger")  # on another disk
+    url = asyncio.run(server.start())
+    try:
+        with tether_up(*arguments(run_dir), output=output, TETHER_REDIS_URL=url) as up:
+            reaches(run_dir, 2, up)
+            before = pids(place)
+            with (small_disk / "ballast").open("wb") as ballast, suppress(OSError):
+                while True:
+                    ballast.write(bytes(1 << 12))
+                    ballast.flush()
+            full = f"the disk of {run_dir} is full"
+            for name in ("trainer", "ingest"):
+                until(lambda name=name: f"room: {full}" in waits_of(place, name), seconds=60, what=name)
+            until(lambda: full in output.read_text(), seconds=10, what="a word of it")
+            after = pids(place)
+            assert {name: after[name] for name in ("trainer", "ingest")}.items() <= before.items()
+            (small_disk / "ballast").unlink()
+            assert up.wait(200) == 0, output.read_text()
+        text = output.read_text()
+        assert "has room again" in text
+        assert "restarts" not in text
+        result = audit(run_dir)
+        assert (result["code"], result["violations"], result["steps"]) == (0, [], STEPS)
+        assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    finally:
+        asyncio.run(server.stop())
