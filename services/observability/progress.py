@@ -8,13 +8,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from protocol.errors import TetherError
+from protocol.host.full_disk import describe_full, is_full
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.evaluations import EvaluationFollower
-from services.observability.full_disk import ROOM, describe_full, is_full
 from services.observability.line_follower import LineFollower
 from services.observability.printable import printable
-from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
+from services.observability.service_rows import (
+    MISSING,
+    ROOM,
+    STARTS,
+    ServiceRow,
+    Supervised,
+    service_rows,
+)
 from services.observability.skipped_steps import count_skipped
 from services.observability.start_parts import describe_start
 from services.observability.steps import parse_line, read_steps

@@ -6,10 +6,11 @@ from typing import Protocol
 
 from protocol.topics import Role
 from services.ledger.interface import Peer
-from services.observability.full_disk import ROOM
 
 WORKS, WAITS, STARTS, MISSING = "works", "waits", "starts", "missing"
 """States of a row."""
+ROOM = "room"
+"""How the wait of a process begins that waits for the disk of the run directory."""
 
 _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.TRAINER, "groups", WAITS, "waits for rollouts and rewards"),

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 from protocol.errors import SpoolError, TetherError
-from services.observability.full_disk import ROOM, describe_full, is_for_want_of_room
+from protocol.host.full_disk import describe_full, is_for_want_of_room
+from services.observability.service_rows import ROOM
 from services.runtime.process import Process
 
 log = logging.getLogger("tether")

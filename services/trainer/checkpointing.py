@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import Any
 
 from protocol.errors import TetherError
+from protocol.host.full_disk import is_for_want_of_room
 from services.ledger.interface import LedgerStatus, StepRecord
-from services.observability.full_disk import is_for_want_of_room
 from services.runtime.writing import RETRY_S, waiting_for_room
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun

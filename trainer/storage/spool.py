@@ -73,7 +73,7 @@ class DamagedItem:
     what: str
     """Names it, such as "the record of group 7 under lease 3f2a"."""
     group: int = -1
-    """Of a record or a call; -1 for an entry of the journal."""
+    """The group of a record or a call; -1 for an entry of the journal."""
 
 
 class Spool:

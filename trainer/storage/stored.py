@@ -25,9 +25,9 @@ class StoredMessage(msgspec.Struct, frozen=True):
     payload: bytes
     """The encoded `ScoredRollout` or `Call`."""
     sample: int = -1
-    """Of a call; -1 for a record."""
+    """The sample of a call; -1 for a record."""
     number: int = -1
-    """Of a call; -1 for a record."""
+    """The number of a call; -1 for a record."""
 
     @classmethod
     def received(cls, group: int, token: str, payload: bytes, sample: int = -1, number: int = -1) -> Self:

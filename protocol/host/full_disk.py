@@ -4,13 +4,11 @@ import errno
 import shutil
 from pathlib import Path
 
-ROOM = "room"
-"""How the wait of a process begins that waits for the disk of the run directory."""
 LEAST_BYTES = 1 << 20
 """A disk with less free space counts as full."""
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = ("No space left on device", "disk is full", "Disk quota exceeded")
-"""Of writers that raise errors without a code, and of other ranks."""
+"""Texts of writers that raise errors without a code, and of other ranks."""
 
 
 def is_full(run_dir: Path) -> bool:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SpoolError, TetherError
-from services.observability import full_disk
-from services.observability.full_disk import is_for_want_of_room, is_full
+from protocol.host import full_disk
+from protocol.host.full_disk import is_for_want_of_room, is_full
 
 
 def refused_by_a_full_disk() -> TetherError:
