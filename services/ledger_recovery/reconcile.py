@@ -159,7 +159,7 @@ class LedgerReconciler:
             damaged = next(item.what for item in self._spool.damaged() if item.group < 0)
             raise SettingsError(
                 f"the ledger lost writes, and {damaged} in {self._spool.path} is damaged, so it cannot be "
-                "rebuilt: restore the spool from a copy, or start in a new run directory"
+                "rebuilt: check the disk, and start in a new run directory, from the newest export"
             )
         return whole
 

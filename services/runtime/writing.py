@@ -58,8 +58,9 @@ async def waiting_for_room(process: Process, error: BaseException) -> AsyncItera
     is_full = is_for_want_of_room(error)
     what = f"{ROOM}: {describe_full(process.settings.run_dir)}" if is_full else "the spool"
     with process.waiting(what):
-        with contextlib.suppress(TetherError):  # the ledger may be on the same disk
-            await process.register()
+        with contextlib.suppress(TetherError, TimeoutError):  # the ledger may be on the same disk
+            async with asyncio.timeout(RETRY_S):
+                await process.register()
         yield
     log.info("write.continues")
 

@@ -75,11 +75,13 @@ async def reclaim(
         The manifest under the new epoch, which is announced.
 
     Raises:
+        Refused: STALE_EPOCH, another trainer holds the run.
         TetherError: the export differs from the committed one.
     """
     ledger = run.process.ledger
     for cause in missing.causes.values():
         log.error("group.lost %s", cause)
+    await ledger.take(run.epoch)  # refuses if another trainer has taken the run over meanwhile
     run.epoch = new_epoch()
     status = await ledger.claim(run.epoch)
     for group, token in missing.causes:

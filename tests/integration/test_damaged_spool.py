@@ -172,10 +172,9 @@ def test_a_full_disk_stops_the_run_until_there_is_room(tmp_path: Path, small_dis
         with tether_up(*arguments(run_dir), output=output, TETHER_REDIS_URL=url) as up:
             reaches(run_dir, 2, up)
             before = pids(place)
-            with (small_disk / "ballast").open("wb") as ballast, suppress(OSError):
+            with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
                 while True:
                     ballast.write(bytes(1 << 12))
-                    ballast.flush()
             full = f"the disk of {run_dir} is full"
             for name in ("trainer", "ingest"):
                 until(lambda name=name: f"room: {full}" in waits_of(place, name), seconds=60, what=name)
