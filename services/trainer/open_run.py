@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.codec import decode_payload
-from protocol.errors import ProtocolError, TetherError
+from protocol.errors import ProtocolError, SettingsError, TetherError
 from protocol.messages import ScoredRollout
 from protocol.rollout_view import sample_lengths
+from protocol.topics import Role
 from services.bus.broadcast import Broadcaster
 from services.ledger.event_log.archiver import FILE, last_sequence
 from services.ledger.interface import Taken
@@ -23,6 +24,9 @@ from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
+
+SPOOL_S = 1.0
+"""Seconds between two checks of the spool."""
 
 
 @dataclass
@@ -100,3 +104,30 @@ class OpenRun:
             log.warning("spool.forget_failed error=%s", error)
             return False
         return True
+
+
+async def open_spool(process: Process) -> Spool:
+    """Open the ingest's spool; the trainer never makes one, which the ingest would not write to."""
+    path = process.settings.run_dir / "spool.sqlite"
+    with process.waiting("the ingest to make the spool"):
+        while not path.is_file() and not await process.stopped_within(SPOOL_S):
+            pass
+    return await asyncio.to_thread(lambda: Spool(path, create=False))
+
+
+async def watch_spool_loop(process: Process, spool: Spool) -> None:
+    """Check each second that the spool is the one at its path and the ingest's, until cancelled.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    while True:
+        await asyncio.to_thread(spool.check_place)
+        known = [peer.info for peer in await process.ledger.peers(Role.INGEST) if "spool" in peer.info]
+        newest = max(known, key=lambda info: float(info["started"]), default={"spool": spool.id})
+        if newest["spool"] != spool.id:
+            raise SettingsError(
+                f"the spool {spool.path} is not the one that the ingest writes to: one of them was deleted "
+                "or replaced; leave the run directory as it is and start the run again"
+            )
+        await asyncio.sleep(SPOOL_S)

@@ -28,7 +28,7 @@ from services.trainer.checkpointing import Checkpointer
 from services.trainer.gpu_turn import TrainerGpuTurn, first_turn
 from services.trainer.hosts import run_on_hosts
 from services.trainer.model_runner import ModelRunner, load_model
-from services.trainer.open_run import OpenRun
+from services.trainer.open_run import OpenRun, open_spool, watch_spool_loop
 from services.trainer.ranks import follow_rank_0, run_ranks
 from services.trainer.snapshots import Snapshots
 from services.trainer.takeover import take_over
@@ -36,10 +36,6 @@ from services.trainer.train_loop import TrainLoop
 from trainer.hosts.place import find_place
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.spool import Spool
-
-SPOOL_S = 1.0
-"""Seconds between two checks of the spool."""
 
 
 async def serve(process: Process) -> None:
@@ -67,7 +63,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
         run = OpenRun(
             process=process,
             epoch=new_epoch(),
-            spool=await _open_spool(process),
+            spool=await open_spool(process),
             archive=Archive(run_dir / "archive", settings.trainer.archive_mb),
             checkpoints=Checkpoints(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints),
             steps=StepLog(run_dir / "metrics.jsonl"),
@@ -80,7 +76,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
             async with asyncio.TaskGroup() as tasks:
                 beside = [
                     tasks.create_task(runner.idle_loop(), name="ranks.idle"),
-                    tasks.create_task(_watch_spool_loop(process, run.spool), name="spool.watch"),
+                    tasks.create_task(watch_spool_loop(process, run.spool), name="spool.watch"),
                 ]
                 await _train(run, runner)
                 for task in beside:
@@ -89,33 +85,6 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
         finally:
             run.spool.close()
             await runner.close()
-
-
-async def _open_spool(process: Process) -> Spool:
-    """Open the ingest's spool; the trainer never makes one, which the ingest would not write to."""
-    path = process.settings.run_dir / "spool.sqlite"
-    with process.waiting("the ingest to make the spool"):
-        while not path.is_file() and not await process.stopped_within(SPOOL_S):
-            pass
-    return await asyncio.to_thread(lambda: Spool(path, create=False))
-
-
-async def _watch_spool_loop(process: Process, spool: Spool) -> None:
-    """Check each second that the spool is the one at its path and the ingest's, until cancelled.
-
-    Raises:
-        SettingsError: it is not.
-    """
-    while True:
-        await asyncio.to_thread(spool.check_place)
-        known = [peer.info for peer in await process.ledger.peers(Role.INGEST) if "spool" in peer.info]
-        newest = max(known, key=lambda info: float(info["started"]), default={"spool": spool.id})
-        if newest["spool"] != spool.id:
-            raise SettingsError(
-                f"the spool {spool.path} is not the one that the ingest writes to: one of them was deleted "
-                "or replaced; leave the run directory as it is and start the run again"
-            )
-        await asyncio.sleep(SPOOL_S)
 
 
 async def _train(run: OpenRun, runner: ModelRunner) -> None:

@@ -1,13 +1,20 @@
 """Tests what a trainer reads of groups that were dropped, and of those that it cannot train."""
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.codec import encode_payload
-from protocol.errors import ProtocolError
-from services.ledger.interface import Taken, TakenGroup
-from services.trainer.open_run import OpenRun
+from protocol.errors import ProtocolError, SettingsError
+from protocol.staleness import Bound, Policy
+from protocol.topics import Role
+from services.ledger.interface import Peer, RunSpec, Taken, TakenGroup
+from services.ledger.memory.ledger import MemoryLedger
+from services.runtime.process import Process
+from services.trainer.open_run import OpenRun, open_spool, watch_spool_loop
+from tests.integration.loop import settings_for
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.storage.spool import Spool
 
@@ -49,3 +56,36 @@ def test_only_the_groups_that_refuse_a_batch_are_given_up(tmp_path: Path) -> Non
     assert causes[5, "t"].startswith("group 5: not a message")
     with pytest.raises(ProtocolError, match="group 4: logprobs"):
         open_run(spool).unreadable(taken(3, 6), refused)
+
+
+async def test_a_spool_that_the_ingest_does_not_write_to_ends_the_trainer(tmp_path: Path) -> None:
+    ledger: Any = MemoryLedger()
+    await ledger.create(RunSpec("r", "f", None, steps=9, bound=Bound(1, 1, Policy.WAIT)))
+    process = Process(Role.TRAINER, settings_for(tmp_path, "stragglers.toml"), ledger, "trainer")
+    Spool(tmp_path / "spool.sqlite").close()
+    spool = await open_spool(process)
+
+    async def registered(started: float, id: str) -> None:
+        info = {"started": started, "spool": id}
+        await ledger.register(Peer(Role.INGEST, f"ingest.{started}", info), ttl_ms=60_000)
+
+    await registered(1.0, "of an ingest that has died")
+    await registered(2.0, spool.id)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await watch_spool_loop(process, spool)
+    await registered(3.0, "of another file")
+    async with asyncio.timeout(60):
+        with pytest.raises(SettingsError, match="is not the one that the ingest writes to"):
+            await watch_spool_loop(process, spool)
+
+
+async def test_a_trainer_waits_for_the_spool_and_makes_none(tmp_path: Path) -> None:
+    process = Process(Role.TRAINER, settings_for(tmp_path, "stragglers.toml"), MemoryLedger(), "trainer")  # type: ignore[arg-type]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        opening = tasks.create_task(open_spool(process))
+        while not process.waits:  # noqa: ASYNC110 (a wait tells nobody)
+            await asyncio.sleep(0.01)
+        assert list(tmp_path.glob("spool*")) == []
+        Spool(tmp_path / "spool.sqlite").close()
+    assert opening.result().get_many([]) == []
