@@ -20,7 +20,7 @@ from trainer.backends.rank_commands import TrainCommand
 from trainer.data.samples import check_scored
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.spool import Spool
+from trainer.storage.spool import Spool, is_made
 from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
@@ -110,7 +110,7 @@ async def open_spool(process: Process) -> Spool:
     """Open the ingest's spool; the trainer never makes one, which the ingest would not write to."""
     path = process.settings.run_dir / "spool.sqlite"
     with process.waiting("the ingest to make the spool"):
-        while not path.is_file() and not await process.stopped_within(SPOOL_S):
+        while not await asyncio.to_thread(is_made, path) and not await process.stopped_within(SPOOL_S):
             pass
     return await asyncio.to_thread(lambda: Spool(path, create=False))
 

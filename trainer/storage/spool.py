@@ -285,6 +285,17 @@ class Spool:
             raise SpoolError(f"spool {self.path}: cannot {doing}: {error}") from error
 
 
+def is_made(path: Path) -> bool:
+    """Return whether a file holds more than a database that its maker has not filled yet."""
+    if not path.is_file():
+        return False
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as connection:
+            return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+    except sqlite3.Error:  # which opening it as a spool explains
+        return True
+
+
 def read_calls(
     connection: sqlite3.Connection, where: str = "1 = 1", values: Sequence[int] = ()
 ) -> Iterator[tuple[int, int, int, StoredMessage | None]]:

@@ -87,5 +87,6 @@ async def test_a_trainer_waits_for_the_spool_and_makes_none(tmp_path: Path) -> N
         while not process.waits:  # noqa: ASYNC110 (a wait tells nobody)
             await asyncio.sleep(0.01)
         assert list(tmp_path.glob("spool*")) == []
+        (tmp_path / "spool.sqlite").touch()  # as SQLite makes it, before the tables are in it
         Spool(tmp_path / "spool.sqlite").close()
     assert opening.result().get_many([]) == []
