@@ -17,7 +17,7 @@ from protocol.errors import EngineError, SettingsError
 from protocol.topics import CALLS, ROLLOUTS, WEIGHTS, Role, Topic
 from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
-from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
+from rollout.engines.registry import STARTED_TO_SLEEP, import_engine, make_engine
 from rollout.environments.base import Environment
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
@@ -236,6 +236,11 @@ def _engine_config(settings: Settings) -> EngineConfig:
         enable_sleep_mode=engine.enable_sleep_mode or sleeps,
         enable_return_routed_experts=engine.enable_return_routed_experts or settings.trainer.routing_replay,
     )
+
+
+def preload(settings: Settings) -> None:
+    """Import what generating with these settings needs, for a spare."""
+    import_engine(_engine_config(settings))
 
 
 def main() -> None:
