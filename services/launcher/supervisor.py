@@ -7,6 +7,7 @@ and ledger stop. No process is left running, whatever ends the run.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -38,6 +39,9 @@ from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether.up")
+
+BEGUN_S = 1.0
+"""Seconds between two questions to the ledger whether a step was made."""
 
 
 class _Halted(TetherError):
@@ -132,7 +136,7 @@ async def _supervise(
     stop = _stop_on_signals(fleet, progress)
     try:
         async with asyncio.TaskGroup() as tasks:
-            fleet.start(tasks)
+            fleet.start(tasks, functools.partial(_stepped, ledger, first))
             watchers = [
                 tasks.create_task(progress.watch_loop(ledger, fleet.children), name="progress"),
                 tasks.create_task(scale_loop(settings.run_dir, fleet), name="scale"),
@@ -163,6 +167,14 @@ async def _supervise(
         interrupted=stop.is_set() and not status.done,
         exhausted=prompts is not None and status.issued >= prompts,
     )
+
+
+async def _stepped(ledger: RedisLedger, first: int) -> None:
+    """Return once the run is beyond version `first`."""
+    while True:
+        if (await ledger.status()).version > first:
+            return
+        await asyncio.sleep(BEGUN_S)
 
 
 def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
