@@ -2,13 +2,13 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.house.source import PACKAGES, House, Module, Violation
-from tests.house.tables import CONSTANTS, FOREIGN_NAMES, MADE_PATHS, Constant
+from tests.house.tables import CONSTANTS, FOREIGN_NAMES, MADE_PATHS, MOST_WORDS, Constant
 
 _FOLDERS = (*PACKAGES, "tests", "docs", "results", "deploy")
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./*-]*(?![\w{{<])")
@@ -94,6 +94,14 @@ def document_default(house: House, settings: Callable[[], Any] | None = None) ->
             value = getattr(value, part)
         if said != str(value):
             yield _at(_COMMANDS, text, match, "document-default", f"{name} is {value} by default, not {said}")
+
+
+def document_length(house: House, most: Mapping[str, int] = MOST_WORDS) -> Iterator[Violation]:
+    """Find documents with more words than the table allows."""
+    for document, limit in most.items():
+        words = len(house.documents.get(document, "").split())
+        if words > limit:
+            yield Violation(document, 1, "document-length", f"has {words} words; {limit} at most")
 
 
 def _exists(root: Path, path: str) -> bool:
