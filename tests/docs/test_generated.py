@@ -1,4 +1,4 @@
-"""Checks that the drawings and the API page are those of the code, and draw or name all of it."""
+"""Checks drawings, the API page and the table of commands against the code."""
 
 import importlib.util
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from protocol.lifecycle import TRANSITIONS
 from protocol.topics import TOPICS
+from services.cli import app
 from tests.docs.pages import DOCS
 
 
@@ -48,3 +49,12 @@ def test_api_page_has_every_member_that_it_selects() -> None:
             assert all(
                 f"#### `{member}" in section or f"#### `async {member}" in section for member in members or ()
             )
+
+
+def test_commands_page_has_every_command() -> None:
+    page = (DOCS / "commands.md").read_text()
+    names = [
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    ]
+    assert len(names) > 10
+    assert [name for name in names if f"| `tether {name} " not in page] == []
