@@ -5,7 +5,8 @@ C_i tokens that it follows after the prompt. Without branches a row is a sample,
 row may be empty (T_i = 0).
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,9 @@ from protocol.tensors import Array
 
 MAX_GROUPS = 10**12
 """Group numbers are below this: they have twelve digits in the ledger."""
+MAX_LOGPROB = 1e-4
+"""Largest log-probability, nats: x - logsumexp(x) in float32 is above 0 by rounding alone, 3e-5 at a logit of
+512."""
 MAX_FOLLOWED = 2**28
 """Tokens that the rows of a message share with earlier ones; a reader has them in memory for each row."""
 
@@ -94,7 +98,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     _check_first_tokens(group, len(prompt), starts, branches, mask)
     require(bool((prompt >= 0).all()), group, "prompt_tokens", "has a negative token")
     require(bool((tokens >= 0).all()), group, "tokens", "has a negative token")
-    require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
+    check_logprobs(group, logprobs, lambda token: branches[bisect_right(starts, token) - 1][0])
     for field, values in (("finish_reasons", rollout.finish_reasons), ("responses", rollout.responses)):
         require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
     rewards = _environment_rewards(rollout, n)
@@ -173,6 +177,25 @@ def checked_array(
         return array.numpy()
     except ProtocolError as error:
         raise ProtocolError(f"group {group}: {field}: {error}") from error
+
+
+def check_logprobs(group: int, logprobs: NDArray[Any], sample_at: Callable[[int], int]) -> None:
+    """Refuse log-probabilities that are not finite, or above 0 by more than rounding.
+
+    Args:
+        group: number of the group, for the error.
+        logprobs: float32 [T], nats.
+        sample_at: returns the sample of a token, for the error.
+
+    Raises:
+        ProtocolError: names group, sample, token and value.
+    """
+    require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
+    above = logprobs > MAX_LOGPROB
+    if above.any():
+        at = int(above.argmax())
+        problem = f"of sample {sample_at(at)} has {logprobs[at]:.6g} for token {at}, above 0"
+        require(False, group, "logprobs", problem)
 
 
 def require(condition: bool, group: int, field: str, problem: str) -> None:

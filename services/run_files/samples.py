@@ -16,7 +16,8 @@ from protocol.rollout_view import sample_lengths
 from services.run_files.event_tail import EventTail
 from services.run_files.turn_scores import describe_turns
 from trainer.storage.archive import Archive
-from trainer.storage.spool import MissingRecord, Spool
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
 
 MAX_STEPS = 1000
 """Steps that are offered, the newest ones."""
@@ -96,7 +97,7 @@ class SampleBrowser:
 
     def _from_spool(self, keys: Sequence[tuple[int, str]]) -> Sequence[bytes]:
         if keys and self._spool.is_file():
-            with closing(Spool(self._spool, read_only=True)) as spool, suppress(MissingRecord):
+            with closing(Spool(self._spool, read_only=True)) as spool, suppress(MissingRecords):
                 return spool.get_many(keys)
         return []
 

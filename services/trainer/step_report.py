@@ -38,10 +38,9 @@ class TrainedStep:
 class StepReporter:
     """Reports steps; holds what some of their numbers are differences to."""
 
-    def __init__(self, process: Process, epoch: str, device: str = "") -> None:
+    def __init__(self, process: Process, device: str = "") -> None:
         """Report nothing yet; `device` is the name of each rank's GPU, empty for a CPU."""
         self._process = process
-        self._epoch = epoch
         self._pause_ms: float | None = None
         self._busy = BusyShare()
         self._before: LedgerStatus | None = None
@@ -60,6 +59,7 @@ class StepReporter:
         self,
         step: TrainedStep,
         *,
+        epoch: str,
         times: StepTimes,
         status: LedgerStatus,
         engines: Sequence[Peer],
@@ -67,8 +67,8 @@ class StepReporter:
     ) -> StepReport:
         """Return the report of a step. Counts and shares in it are of the time since the last one.
 
-        `times` are those since the last report, `status` is the ledger's before the commit, and `engines` are
-        the registered rollout workers; `warnings` are added to those of the step.
+        `epoch` is the trainer's, `times` are those since the last report, `status` is the ledger's before the
+        commit, and `engines` are the registered rollout workers; `warnings` are added to those of the step.
         """
         pause_ms, self._pause_ms = self._pause_ms, None
         before, self._before = self._before or status, status
@@ -82,7 +82,7 @@ class StepReporter:
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,
-            epoch=self._epoch,
+            epoch=epoch,
             wasted_tokens=status.wasted_tokens - before.wasted_tokens + step.plan.stats.masked_tokens,
             groups=len(step.taken.groups),
             dropped_groups=status.dropped - before.dropped,

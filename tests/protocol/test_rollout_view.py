@@ -164,6 +164,10 @@ def test_spans_give_each_token_its_version(specs: list[SampleSpec]) -> None:
         ({"prompt_tokens": Array.of([-1], "int32")}, "prompt_tokens has a negative token"),
         ({"logprobs": Array.of([0.0] * 4, "float32")}, "logprobs has shape"),
         ({"logprobs": Array.of([0.0, float("nan"), 0.0, 0.0, 0.0], "float32")}, "logprobs is not finite"),
+        (
+            {"logprobs": Array.of([0.0, 1e-5, -1.0, 2e-4, -1.0], "float32")},
+            "logprobs of sample 1 has 0.0002 for token 3, above 0",
+        ),
         ({"loss_mask": Array.of([[1] * 5], "uint8")}, "loss_mask has shape"),
         ({"loss_mask": Array.of([1, 1, 2, 1, 1], "uint8")}, "loss_mask has a value other"),
         ({"responses": ("a",)}, "responses has 1 entries for 2 samples"),

@@ -98,7 +98,9 @@ async def test_a_program_killed_at_every_call_goes_on_after_it(tmp_path: Path, p
         recording = Worker(store, "t", version=5).recording(group=7)
         killed = EnvironmentConfig("command", options, attempts=TURNS + 1)
         rollout = await generated(tmp_path, killed, n=1, recording=recording)
-        calls = [call for data in store.of_groups([7]) if isinstance(call := decode_payload(data), Call)]
+        calls = [
+            call for item in store.of_groups([7]) if isinstance(call := decode_payload(item.payload), Call)
+        ]
     assert list(kills.iterdir()) == []
     names = [name for turn in range(TURNS) for name in ("", f"turn {turn}")]
     assert [(call.number, call.attempt, call.name) for call in calls] == [

@@ -33,7 +33,7 @@ TIMES = StepTimes(step_s=6.0, wait_s=1.0, train_s=2.0, publish_s=0.5, checkpoint
 
 def reporter(device: str = "") -> StepReporter:
     process = Process(Role.TRAINER, Settings(), MemoryLedger(), "trainer")  # type: ignore[arg-type]
-    made = StepReporter(process, "e1", device)
+    made = StepReporter(process, device)
     made.start(STATUS)
     return made
 
@@ -48,7 +48,7 @@ def report(
 ) -> Any:
     step = TrainedStep(Taken(0, ()), PLAN, StepStats(trained_tokens=2, **stats), 989e12, lengths)  # type: ignore[arg-type]
     engines = [] if engine is None else [Peer("rollout", "rollout.0.a", engine)]
-    return made.report(step, times=TIMES, status=status, engines=engines)
+    return made.report(step, epoch="e1", times=TIMES, status=status, engines=engines)
 
 
 def test_report_has_nulls_where_nobody_measured() -> None:
@@ -124,7 +124,7 @@ def test_report_counts_groups_without_signal_where_they_are_filtered() -> None:
     assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (None, None, None)
     settings = replace(Settings(), algorithm=AlgorithmConfig(filter_groups=True))
     process = Process(Role.TRAINER, settings, MemoryLedger(), "trainer")  # type: ignore[arg-type]
-    filtering = StepReporter(process, "e1")
+    filtering = StepReporter(process)
     filtering.start(STATUS)
     found = report(filtering, status=now)
     assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (3, 70, 1.0)
