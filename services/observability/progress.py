@@ -140,7 +140,9 @@ async def page_of(ledger: Ledger) -> str:
 async def waits_for_room(ledger: Ledger) -> bool:
     """Return whether a process waits for the disk of the run directory, as far as the ledger knows."""
     try:
-        return any(what.startswith(ROOM) for peer in await ledger.peers() for what in peer.info["waits"])
+        return any(
+            what.startswith(ROOM) for peer in await ledger.peers() for what in peer.info.get("waits", {})
+        )
     except TetherError:
         return False
 

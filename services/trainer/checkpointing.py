@@ -258,9 +258,7 @@ class Checkpointer:
             keys = [(group.group, group.token) for group in record.groups]
             try:
                 records = self._run.spool.stored(keys)
-            except (
-                MissingRecords
-            ) as missing:  # damaged, or forgotten by a trainer that ended before the ledger did
+            except MissingRecords as missing:  # damaged, or an earlier trainer forgot it and ended
                 log.warning("archive.missing step=%d error=%s", record.step, missing)
                 continue
             calls = CallStore(self._run.spool).of_groups([group.group for group in record.groups])
