@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
+from protocol.host.checksums import check_model_files
 from rollout.prompts.base import PromptSource
 from rollout.prompts.registry import make_source
 from services.ledger.interface import RunSpec
@@ -50,10 +51,11 @@ def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
     """Make the random model if one is configured, and return what the ledger has to know of the run.
 
     Raises:
-        SettingsError: the model or the prompts cannot be made.
+        SettingsError: the model or the prompts cannot be made, or a file of the model is damaged.
     """
     if settings.model.scratch is not None:
         build_scratch(settings.model.scratch, settings.model_dir)
+    check_model_files(settings.model_dir)
     source = source or make_source(settings.prompts)
     bound = settings.bound
     return RunSpec(

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
+from protocol.host.checksums import sealed
 from protocol.messages import WeightManifest
 from protocol.weights.lora import adapter_targets
 from services.observability.evaluations import BEST, Evaluation, counted_evaluations, last_lines
@@ -112,7 +113,7 @@ class BestCheckpoint:
             "digest": best.digest,
             "directory": name,
         }
-        data = msgspec.json.format(msgspec.json.encode(facts)) + b"\n"
+        data = sealed(msgspec.json.format(msgspec.json.encode(facts)))
         write_atomically(self._settings.run_dir / BEST, data)
         for old in (*self._directory.glob("best_step_*"), *self._directory.glob("adapter_best_step_*")):
             if old.name not in (name, f"adapter_{name}"):

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
+from protocol.host.checksums import sealed
 from protocol.paths import absolute
 from protocol.ranges import range_errors
 from services.settings.automatic import choose_automatic, split_automatic, this_machine
@@ -156,7 +157,7 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 
 
 def dump_settings(settings: Settings, path: Path) -> None:
-    """Write the effective settings as JSON for the processes of the run.
+    """Write the effective settings as JSON with a checksum, for the processes of the run.
 
     The ledger's URL is left out, because it may hold a password.
 
@@ -166,4 +167,4 @@ def dump_settings(settings: Settings, path: Path) -> None:
     values = _adapter.dump_python(settings, mode="json")
     values["ledger"]["url"] = ""
     values["run"]["dir"] = str(settings.run_dir)
-    write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())
+    write_atomically(path, sealed(json.dumps(values, indent=2).encode()))

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError, TetherError
+from protocol.host.checksums import check_model_files
 from protocol.host.parent_death import die_with_parent
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
@@ -142,6 +143,7 @@ def check_model(model_dir: Path, parallel: ParallelConfig = ONE_RANK) -> Checked
     facts |= {"config": _stated(architecture), **_sizes(parallel)}
     _check_layout(architecture, parallel)
     try:
+        check_model_files(model_dir)
         parameters = count_parameters(model_dir) or 0
         with SafetensorsReader(model_dir) as reader:
             check_names(reader, architecture, Layout.of(ParallelConfig(), architecture.layers))

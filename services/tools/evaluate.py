@@ -15,6 +15,7 @@ import msgspec
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
+from protocol.host.checksums import check_model_files
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import paired_difference
@@ -130,7 +131,12 @@ def newest_export(run_dir: Path) -> Path:
 
 
 def load_model(directory: Path) -> dict[str, Any]:
-    """Return all tensors of a Hugging Face directory, by name. Raises SettingsError."""
+    """Return all tensors of a Hugging Face directory, by name.
+
+    Raises:
+        SettingsError: there are none, or a file of the directory is damaged.
+    """
+    check_model_files(directory)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise SettingsError(f"no safetensors in {directory}")

@@ -1,7 +1,8 @@
 """Archives the event log of a run: copies events from the ledger to a file, one line of JSON each.
 
-`events.py` lists the events. Each line has one more field at its end, `chain` (see `hash_chain.py`). Lines
-keep all fields of the ledger's JSON in their order, also those that this version does not know.
+`events.py` lists the events. Each line has one more field at its end, `chain` (see
+`protocol/host/hash_chain.py`). Lines keep all fields of the ledger's JSON in their order, also those that
+this version does not know.
 `services/ledger/verify` proves the bound from the archive alone.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 from protocol.errors import TetherError
 from protocol.host.file_lock import locked
-from services.ledger.event_log.hash_chain import append
+from protocol.host.hash_chain import append
 from services.ledger.interface import Ledger
 
 FILE = "audit.jsonl"
@@ -104,7 +105,7 @@ def _add(path: Path, events: Sequence[Mapping[str, Any]], last: int) -> bool:
     with locked(path.parent, timeout_s=HELD_S):  # two ingests of a run may overlap for a while
         if _last_sequence(path) != last:
             return False
-        append(path, events)
+        append(path, (json.dumps(event, separators=(",", ":")).encode() for event in events))
     return True
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import Reason, TetherError
+from protocol.host.hash_chain import append
 from services.ledger.event_log.archiver import FILE, Archiver, last_sequence
-from services.ledger.event_log.hash_chain import append
 from services.ledger.verify.verifier import verify
 from tests.contracts.ledger_rig import Driver, MemoryRig
 
@@ -31,7 +31,7 @@ async def test_archive_cuts_off_a_torn_line(driver: Driver, tmp_path: Path) -> N
     await driver.begin(B=1)
     path = tmp_path / FILE
     events = await driver.ledger.events(0, 100)
-    append(path, events[:3])
+    append(path, [json.dumps(event).encode() for event in events[:3]])
     with path.open("ab") as file:
         file.write(json.dumps(events[3]).encode()[:20])
     assert verify(path).violations == []
