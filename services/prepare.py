@@ -10,7 +10,6 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 
-from protocol.host.checksums import check_model_files
 from rollout.prompts.base import PromptSource
 from rollout.prompts.registry import make_source
 from services.ledger.interface import RunSpec
@@ -26,6 +25,7 @@ from services.settings.load import load_settings, run_settings
 from services.settings.resume import changes_since_last_start
 from services.settings.sections import Settings
 from trainer.random_model import build_scratch
+from trainer.storage.checksums import check_model_files
 
 
 def prepare(settings: Settings, *, local: bool = False) -> RunSpec:

@@ -11,8 +11,8 @@ import torch
 import xxhash
 
 from protocol.host.atomic_file import directory_written_aside
-from protocol.host.checksums import write_checksums
 from protocol.weights.lora import AdapterTarget, LoraConfig
+from trainer.storage.checksums import write_checksums
 
 Named = Iterable[tuple[str, torch.Tensor]]
 

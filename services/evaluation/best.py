@@ -25,13 +25,13 @@ from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
-from protocol.host.checksums import sealed
 from protocol.messages import WeightManifest
 from protocol.weights.lora import adapter_targets
 from services.observability.evaluations import BEST, Evaluation, counted_evaluations, last_lines
 from services.settings.evaluation import BestScore
 from services.settings.sections import Settings
 from trainer.lora import merged, save_adapter
+from trainer.storage.checksums import sealed
 from trainer.storage.hf_export import write_hf
 
 log = logging.getLogger("tether.evaluation")

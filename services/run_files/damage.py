@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SpoolError
-from protocol.host.checksums import FILE, damaged_document, damaged_files, listed_files
 from protocol.host.hash_chain import damaged_lines, head_of
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import MANIFEST
+from trainer.storage.checksums import FILE, damaged_document, damaged_files, listed_files
 from trainer.storage.spool import Spool, is_made
 from trainer.storage.write_ahead_log import damage_in_log
 

@@ -11,10 +11,10 @@ import xxhash
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
-from protocol.host.checksums import check_model_files, sealed
 from services.settings.hub import fetch_frozen, read_record
 from services.settings.sections import Settings
 from trainer.roles.config import FROZEN_ROLES
+from trainer.storage.checksums import check_model_files, sealed
 
 FILE = "frozen_models.json"
 """File of the run directory: section -> digest of its model."""

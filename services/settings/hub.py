@@ -15,12 +15,12 @@ import msgspec
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
-from protocol.host.checksums import MEMBER, sealed
 from protocol.host.hub import Kind, fetch, is_commit, is_hub_name, resolve_commit
 from rollout.prompts.base import source_settings
 from rollout.prompts.named_source import SourceConfig
 from services.settings.sections import Settings
 from trainer.roles.config import FROZEN_ROLES
+from trainer.storage.checksums import MEMBER, sealed
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
-from protocol.host.checksums import sealed
 from protocol.paths import absolute
 from protocol.ranges import range_errors
 from services.settings.automatic import choose_automatic, split_automatic, this_machine
@@ -20,6 +19,7 @@ from services.settings.paths import resolve_paths
 from services.settings.resume_rules import ResumeRule, rule_of
 from services.settings.sections import Settings
 from services.settings.sources import assign, describe_problem, from_environ, parse, read_file, refuse_unknown
+from trainer.storage.checksums import sealed
 
 FILE = "settings.json"
 """Settings that a run was last started with, in its directory."""

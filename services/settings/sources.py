@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from protocol.choices import did_you_mean
 from protocol.errors import SettingsError
-from protocol.host.checksums import MEMBER
+from trainer.storage.checksums import MEMBER
 
 SHORT_NAMES = {
     "TETHER_MAX_STALENESS": "bound.max_staleness",

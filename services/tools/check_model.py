@@ -28,7 +28,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError, TetherError
-from protocol.host.checksums import check_model_files
 from protocol.host.parent_death import die_with_parent
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
@@ -43,6 +42,7 @@ from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
 from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import batch_of, hf_logprobs, random_samples
+from trainer.storage.checksums import check_model_files
 
 BYTES_PER_PARAMETER = 8
 """Host memory: first Hugging Face's weights (4), then the trainer's weights and gradient buffers."""

@@ -15,7 +15,6 @@ import msgspec
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from protocol.host.checksums import check_model_files
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import paired_difference
@@ -25,6 +24,7 @@ from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
+from trainer.storage.checksums import check_model_files
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.registry import make_sender
 

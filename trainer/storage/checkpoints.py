@@ -17,7 +17,7 @@ import msgspec
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import sync, write_atomically
-from protocol.host.checksums import FilePart, damaged_files, digest_of, sealed
+from trainer.storage.checksums import FilePart, damaged_files, digest_of, sealed
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")

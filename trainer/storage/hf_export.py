@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from protocol.host.atomic_file import directory_written_aside
-from protocol.host.checksums import write_checksums
+from trainer.storage.checksums import write_checksums
 
 SHARD_BYTES = 4 << 30
 """Default bound of the tensors in one file."""

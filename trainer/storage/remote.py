@@ -17,8 +17,8 @@ import msgspec
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import directory_written_aside
-from protocol.host.checksums import FILE, FileList, FilePart, digest_of
 from trainer.storage.checkpoints import NAME
+from trainer.storage.checksums import FILE, FileList, FilePart, digest_of
 
 COMPLETE = "complete.json"
 EXPORTS = "exports"

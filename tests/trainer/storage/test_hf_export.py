@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from protocol.host.checksums import FILE
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import Backend
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend
+from trainer.storage.checksums import FILE
 from trainer.storage.hf_export import write_hf
 
 

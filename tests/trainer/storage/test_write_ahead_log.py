@@ -1,4 +1,4 @@
-"""The write-ahead log of a killed spool: what follows a damaged byte is lost to SQLite, and the check says so."""
+"""The write-ahead log of a killed spool: SQLite drops what follows a damaged byte, the check names it."""
 
 import random
 import shutil

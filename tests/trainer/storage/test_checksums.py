@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from protocol.host.checksums import (
+from trainer.storage.checksums import (
     FILE,
     check_model_files,
     damaged_document,
