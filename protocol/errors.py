@@ -11,6 +11,7 @@
     ├── SpoolError               the spool cannot be read or written (disk full ...); nothing is acknowledged
     ├── EngineError              the engine failed a request or died
     │   ├── Unsupported          the engine does not support the operation
+    │   ├── EngineSettingsError  a SettingsError, too: no start with these settings can succeed
     │   └── InvalidRequest       no engine could run the request, such as one with an unknown token
     ├── EpisodeError             an episode ended without a sample (never to be read as reward 0)
     ├── WeightError              an update was not staged; the live weights are untouched
@@ -104,6 +105,10 @@ class EngineError(TetherError):
 
 class Unsupported(EngineError):
     """The engine does not support the operation."""
+
+
+class EngineSettingsError(EngineError, SettingsError):
+    """An engine that cannot start with its settings, model or library: another start would end as this."""
 
 
 class InvalidRequest(EngineError):

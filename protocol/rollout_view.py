@@ -8,7 +8,7 @@ row may be empty (T_i = 0).
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,8 @@ class RowView:
     """Why the sample ended; it, the response and the reward are those of the sample."""
     response: str
     environment_reward: float | None
+    own_prompt: int = 0
+    """Tokens at the start of `tokens` that are the rest of the sample's prompt; 0 in its later rows."""
     experts: NDArray[np.uint16] | None = None
     """[T_i, L, K], see `Rollout`."""
     context_experts: NDArray[np.uint16] | None = None
@@ -101,9 +103,8 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     check_logprobs(group, logprobs, lambda token: branches[bisect_right(starts, token) - 1][0])
     for field, values in (("finish_reasons", rollout.finish_reasons), ("responses", rollout.responses)):
         require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
-    rewards = _environment_rewards(rollout, n)
+    rewards, own_prompts = _environment_rewards(rollout, n), _own_prompts(rollout, branches, starts)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
-    sampled = mask.astype(bool)
     contexts = _contexts(group, starts, branches, tokens)
     of_contexts = [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
     rows = tuple(
@@ -112,11 +113,12 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
             context=contexts[i],
             tokens=tokens[start:end],
             logprobs=logprobs[start:end],
-            sampled=sampled[start:end],
+            sampled=mask[start:end].astype(bool),
             versions=versions[start:end],
             finish_reason=rollout.finish_reasons[sample],
             response=rollout.responses[sample],
             environment_reward=rewards[sample],
+            own_prompt=own_prompts[i],
             experts=None if experts is None else experts[start:end],
             context_experts=of_contexts[i],
         )
@@ -126,18 +128,19 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
 
 
 def sample_lengths(rollout: Rollout) -> list[int]:
-    """Return the tokens of each sample in all of its rows, counted once, without the prompt.
+    """Return the tokens of each sample in all of its rows, counted once, without its prompt.
 
     Raises:
-        ProtocolError: lengths, branches and responses contradict each other; names group and field.
+        ProtocolError: lengths, branches, responses and prompts contradict each other; names group and field.
     """
     lengths = checked_array(rollout.group, "lengths", rollout.lengths, "int32", (None,)).tolist()
     branches = _branches(rollout, len(lengths))
     found = [0] * (branches[-1][0] + 1 if branches else 0)
     problem = f"has {len(rollout.responses)} entries for {len(found)} samples"
     require(len(found) == len(rollout.responses), rollout.group, "responses", problem)
-    for (sample, _, _), length in zip(branches, lengths, strict=True):
-        found[sample] += length
+    own_prompts = _own_prompts(rollout, branches, [0, *accumulate(lengths)])
+    for (sample, _, _), length, own in zip(branches, lengths, own_prompts, strict=True):
+        found[sample] += length - own
     return found
 
 
@@ -253,6 +256,24 @@ def _environment_rewards(rollout: Rollout, samples: int) -> list[float | None]:
         rollout.group, "environment_rewards", rollout.environment_rewards, "float32", (samples,)
     ).tolist()
     return rewards
+
+
+def _own_prompts(
+    rollout: Rollout, branches: Sequence[tuple[int, int, int]], starts: Sequence[int]
+) -> list[int]:
+    """Return how many of each row's first tokens are the rest of its sample's prompt, [R]."""
+    if rollout.own_prompts is None:
+        return [0] * len(branches)
+    group, n = rollout.group, branches[-1][0] + 1 if branches else 0
+    given = iter(checked_array(group, "own_prompts", rollout.own_prompts, "int32", (n,)).tolist())
+    found = [next(given) if parent < 0 else 0 for _, parent, _ in branches]
+    mask = checked_array(group, "loss_mask", rollout.loss_mask, "uint8", (starts[-1],))
+    for own, (sample, _, _), (start, end) in zip(found, branches, pairwise(starts), strict=True):
+        fits = 0 <= own <= end - start and not mask[start : start + own].any()
+        require(
+            fits, group, "own_prompts", f"has {own} of the first row of sample {sample}, not all inserted"
+        )
+    return found
 
 
 def _check_first_tokens(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from protocol.errors import EngineError, SettingsError, TetherError
+from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
 if TYPE_CHECKING:
@@ -384,6 +385,7 @@ def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
 
 def main() -> None:
     """Run `tether`; exit with 1 for a failure, 2 where the user has to change something."""
+    keep_private()
     try:
         app()
     except (TetherError, ExceptionGroup) as error:

@@ -1,12 +1,16 @@
-"""Tests the locked environments by the metadata of what is installed here: Pythons, and completeness."""
+"""Tests the locked environments by what is installed here: Pythons, completeness, imports."""
 
+import os
 import re
-from importlib.metadata import distributions
+import subprocess
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from tests.contracts.sglang_environment import STAND_INS, sglang_python
 
 LOCKS = Path(__file__).resolve().parents[1] / "deploy/locks"
 OLDEST = "3.11.2"
@@ -47,3 +51,32 @@ def test_locks_for_gpus_have_what_their_packages_need(lock: str) -> None:
         if (need.marker is None or need.marker.evaluate(GPU_HOST)) and normal(need.name) not in versions
     }
     assert missing == set()
+
+
+IMPORT_ALL = """
+import importlib, sys
+from importlib.metadata import distribution, packages_distributions
+
+modules = packages_distributions().items()
+for name in sys.argv[1:]:
+    found = distribution(name)
+    print(name, found.version, *(need for need in found.requires or () if need.startswith("torch ")))
+    for module in (module for module, owners in modules if name in owners and module.isidentifier()):
+        importlib.import_module(module)
+"""
+"""Import all modules of the named packages; print name, version and what each needs of torch."""
+
+
+def test_the_environment_of_sglang_can_be_imported_together() -> None:
+    """torchvision is built for one torch, that of the environment below, and SGLang imports it."""
+    versions = locked("sglang-cpu.txt")
+    result = subprocess.run(
+        [sglang_python(), "-c", IMPORT_ALL, *versions],
+        env={**os.environ, "PYTHONPATH": str(STAND_INS)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    lines = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
+    assert {name: found for name, found, *_ in lines} == versions
+    needs = {name: Requirement(rest[0]).specifier for name, _, *rest in lines if rest and name != "sglang"}
+    assert {name: str(need) for name, need in needs.items() if version("torch") not in need} == {}
+    assert needs.keys() >= {"torchvision"}

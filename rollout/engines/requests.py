@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.choices import did_you_mean
-from protocol.errors import EngineError, InvalidRequest
+from protocol.errors import EngineSettingsError, InvalidRequest
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
@@ -23,19 +23,19 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     """Return the model's config.json.
 
     Raises:
-        EngineError: if there is no such directory or file, or it is not JSON.
+        EngineSettingsError: if there is no such directory or file, or it is not JSON.
     """
     path = model_dir / "config.json"
     if not model_dir.is_dir():
-        raise EngineError(f"model directory {model_dir} does not exist{_suggestion(model_dir)}")
+        raise EngineSettingsError(f"model directory {model_dir} does not exist{_suggestion(model_dir)}")
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
-        raise EngineError(f"model directory {model_dir} has no config.json") from None
+        raise EngineSettingsError(f"model directory {model_dir} has no config.json") from None
     except (OSError, ValueError) as error:
-        raise EngineError(f"{path}: {error}") from error
+        raise EngineSettingsError(f"{path}: {error}") from error
     if not isinstance(found, dict):
-        raise EngineError(f"{path} is not a JSON object")
+        raise EngineSettingsError(f"{path} is not a JSON object")
     return found
 
 
@@ -43,22 +43,22 @@ def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> 
     """Compare the engine's settings with the model's config.
 
     Raises:
-        EngineError: naming the setting that does not fit.
+        EngineSettingsError: naming the setting that does not fit.
     """
     positions = model.get("max_position_embeddings")
     if isinstance(positions, int) and config.max_model_len > positions:
-        raise EngineError(
+        raise EngineSettingsError(
             f"max_model_len {config.max_model_len} exceeds the {positions} positions of {model_dir}"
         )
     heads = int(model.get("num_attention_heads") or 0)
     if heads and heads % config.tensor_parallel_size:
-        raise EngineError(
+        raise EngineSettingsError(
             f"tensor_parallel_size {config.tensor_parallel_size} does not divide "
             f"the {heads} heads of {model_dir}"
         )
     kind = str(model.get("model_type"))
     if (why := NOT_UPDATED.get((config.name, kind))) is not None:
-        raise EngineError(
+        raise EngineSettingsError(
             f"engine.name {config.name!r} cannot serve the {kind} in {model_dir} in training: {why}; "
             "use sglang or hf"
         )
@@ -68,10 +68,10 @@ def check_adapters(lora: LoraConfig, model_dir: Path) -> None:
     """Check that there are base weights if an adapter is served.
 
     Raises:
-        EngineError: if the model directory holds none.
+        EngineSettingsError: if the model directory holds none.
     """
     if lora.rank and not any(model_dir.glob("*.safetensors")):
-        raise EngineError(
+        raise EngineSettingsError(
             f"setting lora.rank: adapters need the model's own weights, and {model_dir} holds no safetensors"
         )
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.device.digests import bits_of
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.boxes import box_of
 from rollout.staging.loader_trace import Copy, LoaderTrace, Window
 
@@ -51,7 +51,7 @@ def _check(live: torch.Tensor, copy: Copy, file: Any) -> None:
     written = _read(file, copy.name, _beginning(copy.source)).to(live.device, live.dtype)
     found = _beginning(copy.target).on(live)
     if not torch.equal(bits_of(written.contiguous()), bits_of(found.contiguous())):
-        raise EngineError(
+        raise EngineSettingsError(
             f"parameter {copy.parameter}: it does not hold {copy.name} where the loader wrote it. It was "
             "repacked after loading, and a version copied over it would compute something else: use "
             "engine.name 'hf' or 'megatron', which repack nothing, or another device"

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.device.digests import bits_of
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 from rollout.staging.placement import ExpectedTensor, Slice
 from rollout.staging.releasable_memory import ReleasableMemory, check_room
 from rollout.staging.staging import Staging, dtype_name, stored_once
@@ -67,7 +67,7 @@ class LoaderTrace:
             recorder: what the loader would have done.
 
         Raises:
-            EngineError: naming a parameter that the loader does not fill exactly.
+            EngineSettingsError: naming a parameter that the loader does not fill exactly.
         """
         self.live = dict(live)
         self._shapes = shapes
@@ -120,7 +120,7 @@ class LoaderTrace:
             counts[name] += sum(_count(window.size) for window in fills)
         for name, tensor in self.live.items():
             if counts[name] != tensor.numel() or not tensor.numel():
-                raise EngineError(
+                raise EngineSettingsError(
                     f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: "
                     "it cannot be staged"
                 )
@@ -145,15 +145,16 @@ class StagingPlan(LoaderTrace):
             staging_mb: see `check_room`.
 
         Raises:
-            EngineError: naming a parameter that the loader does not fill exactly, or that is not dense; or
-                there is no room for the buffer.
+            EngineSettingsError: naming a parameter that the loader does not fill exactly, or that is
+                not dense.
+            EngineError: there is no room for the buffer.
         """
         super().__init__(live, shapes, recorder)
         check_room(self.live.values(), staging_mb)
         self.buffer = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
         for name, tensor in self.buffer.items():
             if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
-                raise EngineError(f"parameter {name} is not dense: it cannot be staged")
+                raise EngineSettingsError(f"parameter {name} is not dense: it cannot be staged")
         self._memory = ReleasableMemory(self.buffer.values())
         self._padding: list[tuple[torch.Tensor, torch.Tensor]] = []
         """(part of the buffer, its values) of the padding, which no version brings; while released."""
@@ -170,8 +171,8 @@ class StagingPlan(LoaderTrace):
         """Send the live weights through the plan, over a buffer of inverted bits, and compare.
 
         Raises:
-            EngineError: naming the first parameter that comes out different: the loader wrote one place
-                twice, or left one out.
+            EngineSettingsError: naming the first parameter that comes out different: the loader wrote one
+                place twice, or left one out.
         """
         with torch.no_grad():
             for name, tensor in self.buffer.items():
@@ -185,7 +186,9 @@ class StagingPlan(LoaderTrace):
                     part.fill(tensor)
             for name, tensor in self.buffer.items():
                 if not torch.equal(bits_of(tensor), bits_of(self.live[name])):
-                    raise EngineError(f"parameter {name}: staging the live weights does not reproduce them")
+                    raise EngineSettingsError(
+                        f"parameter {name}: staging the live weights does not reproduce them"
+                    )
 
     def release(self) -> None:
         """Release the buffer's memory. What was staged is lost; `sources` stay valid. Idempotent."""
@@ -225,7 +228,7 @@ class Recorder(TorchDispatchMode):
         self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
         self._parameters = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()}
         if len(self._parameters) != len(parameters):
-            raise EngineError("two parameters share one storage: they cannot be staged")
+            raise EngineSettingsError("two parameters share one storage: they cannot be staged")
         self.copies: list[Copy] = []
         self.fills: dict[str, list[Window]] = {}
         """Parameter -> parts that are filled with a constant."""
@@ -241,13 +244,15 @@ class Recorder(TorchDispatchMode):
             if target.numel():
                 self.fills.setdefault(parameter, []).append(Window.of(target))
         else:
-            raise EngineError(f"parameter {parameter}: its loader calls {func}, which cannot be traced")
+            raise EngineSettingsError(
+                f"parameter {parameter}: its loader calls {func}, which cannot be traced"
+            )
         return target
 
     def _record_copy(self, parameter: str, target: torch.Tensor, source: torch.Tensor) -> None:
         name = self._sources.get(source.untyped_storage()._cdata) if source.is_meta else None
         if name is None or source.shape != target.shape:
-            raise EngineError(
+            raise EngineSettingsError(
                 f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), "
                 "which cannot be traced"
             )
@@ -271,7 +276,7 @@ def record(
     Returns: arguments of a `LoaderTrace`: live parameters, each storage once, `shapes`, and the record.
 
     Raises:
-        EngineError: naming a parameter that the loader does not fill by plain copies.
+        EngineSettingsError: naming a parameter that the loader does not fill by plain copies.
     """
     live = stored_once(parameters)
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}

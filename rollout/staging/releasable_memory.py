@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 
 MIB = 1 << 20
 RECEIVING_BYTES = 512 * MIB
@@ -72,7 +72,7 @@ def check_room(tensors: Iterable[torch.Tensor], staging_mb: int) -> None:
     tensors = list(tensors)
     needed = sum(tensor.nbytes for tensor in tensors)
     if 0 < staging_mb * MIB < needed:
-        raise EngineError(
+        raise EngineSettingsError(
             f"engine.staging_mb is {staging_mb}, a copy of the parameters takes {_mib(needed)} MiB: "
             "set it to that, or to 0"
         )

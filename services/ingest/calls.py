@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from protocol.codec import decode_payload, encode_payload
-from protocol.errors import LEASE_LOST, ProtocolError, Refused
+from protocol.errors import LEASE_LOST, ProtocolError, Refused, SpoolError
 from protocol.messages import Call, Recall
 from protocol.rollout_view import MAX_GROUPS, check_logprobs, checked_array, require
 from services.bus.receiver import Delivery, Receiver
+from services.ingest.call_sweep import KEPT_S, CallSweep
 from services.runtime.process import Process
 from services.runtime.writing import until_written
 from trainer.storage.calls import NOT_HELD, CallStore, recalled
@@ -25,10 +26,6 @@ log = logging.getLogger("tether.calls")
 
 BATCH = 256
 """Messages stored by one fsync."""
-KEPT_S = 86400.0
-"""Seconds after its last call, and twice `environment.episode_s`, that a group without a record keeps its
-calls: it may be playing still, or wait for a reward worker. The trainer forgets those of groups that it
-dropped or that are archived."""
 SWEEP_S = 60.0
 MAX_SAMPLES = 10**5
 MAX_NUMBER = 10**9
@@ -55,11 +52,18 @@ class CallAdmission:
                     await self._recall(delivery, delivery.message)
 
     async def sweep_loop(self) -> None:
-        """Forget calls of groups that were dropped before they were scored, until cancelled."""
+        """Forget calls of groups that ended before they were scored, until cancelled.
+
+        The trainer forgets those of groups that it dropped or that are archived.
+        """
         kept_s = KEPT_S + 2 * self._process.settings.environment.episode_s
+        sweep = CallSweep(self._process.ledger, self._store, kept_s)
         while True:
-            if count := await until_written(self._process, lambda: self._store.forget_older(kept_s)):
-                log.info("calls.forgotten calls=%d", count)
+            try:
+                if count := await sweep.sweep():
+                    log.info("calls.forgotten calls=%d", count)
+            except SpoolError as error:
+                log.error("calls.sweep_failed error=%s", error)
             await asyncio.sleep(SWEEP_S)
 
     async def _put(self, batch: Sequence[Delivery]) -> None:

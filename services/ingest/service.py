@@ -14,6 +14,7 @@ from protocol.topics import CALLS, SCORED, Role
 from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
 from services.ingest.calls import CallAdmission
+from services.ingest.clock_watch import ClockWatch
 from services.ledger_recovery.reconcile import LedgerReconciler
 from services.runtime.main import service_main
 from services.runtime.process import Process
@@ -56,6 +57,7 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
                     tasks.create_task(Admission(process, receiver, spool).admit_loop(), name="ingest"),
                     tasks.create_task(journal.journal_loop(), name="ingest.calls"),
                     tasks.create_task(journal.sweep_loop(), name="ingest.sweep"),
+                    tasks.create_task(ClockWatch(process.ledger.wall_ms).watch_loop(), name="ingest.clock"),
                 ]
                 await _archive_loop(process, reconciler, spool)
                 for task in beside:

@@ -2,11 +2,13 @@
 
 At the start everything is checked that can be checked without starting anything; then ledger, run and
 services start. At the end rollout workers hand back what they hold; then rewards, trainer, ingest, monitor
-and ledger stop. No process is left running, whatever ends the run.
+and ledger stop. That order holds when a service failed, too. No process and no weights in shared memory are
+left, whatever ends the run.
 """
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from protocol.errors import TetherError
+from protocol.host.owned_directory import remove_dead
 from services.launcher.finishing import describe_unscored, finish_evaluation
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import run_lock, scale_loop
@@ -31,6 +34,7 @@ from services.prepare import prepare
 from services.run_files.event_tail import EventTail
 from services.run_files.halts import explain_halt
 from services.run_files.run_end import recording_end
+from services.runtime.errors import innermost
 from services.runtime.resume import start_or_resume
 from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import open_ledger
@@ -38,6 +42,11 @@ from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether.up")
+
+EXIT_S, POLL_S = 5.0, 0.05
+"""Seconds that processes which were killed have to exit, and between two questions whether they have."""
+BEGUN_S = 1.0
+"""Seconds between two questions to the ledger whether a step was made."""
 
 
 class _Halted(TetherError):
@@ -121,7 +130,7 @@ async def _supervise(
     progress: Progress,
     prompts: int | None,
 ) -> RunOutcome:
-    """Keep the services running until the run is done, interrupted or failed; then stop them in order."""
+    """Keep the services running until the run is done, interrupted or failed; then drain them in order."""
 
     async def is_over() -> bool:
         status = await ledger.status()
@@ -131,27 +140,22 @@ async def _supervise(
     first = (await ledger.status()).version
     stop = _stop_on_signals(fleet, progress)
     try:
-        async with asyncio.TaskGroup() as tasks:
-            fleet.start(tasks)
-            watchers = [
-                tasks.create_task(progress.watch_loop(ledger, fleet.children), name="progress"),
-                tasks.create_task(scale_loop(settings.run_dir, fleet), name="scale"),
-                tasks.create_task(report_failures_loop(ledger, progress.note), name="failures"),
-            ]
-            if settings.tracking.kind:
-                watchers.append(tasks.create_task(warn_loop(settings, progress.note), name="tracking"))
-            if server is not None:
-                watchers.append(tasks.create_task(keep_running_loop(server), name="ledger"))
+        # the outer group: a watcher that fails must not cancel the services, which are drained then
+        async with asyncio.TaskGroup() as services:
             try:
-                await _wait_until_over(ledger, settings, fleet, stop, progress)
+                async with asyncio.TaskGroup() as tasks:
+                    fleet.start(services, functools.partial(_stepped, ledger, first))
+                    watchers = _start_watchers(tasks, settings, ledger, server, fleet, progress)
+                    await _wait_until_over(ledger, settings, fleet, stop, progress)
+                    await fleet.stop()
+                    for watcher in watchers:
+                        watcher.cancel()
             finally:
                 await fleet.stop()
-            for watcher in watchers:
-                watcher.cancel()
     except* TetherError as group:
-        raise group.exceptions[0] from None
+        raise innermost(group) from None
     finally:
-        await fleet.stop()
+        await _remove_shared_memory(settings.run.name)
     status = await ledger.status()
     progress.finish(status)
     unscored = "" if stop.is_set() else describe_unscored(settings, first, status.version, fleet.evaluation)
@@ -163,6 +167,14 @@ async def _supervise(
         interrupted=stop.is_set() and not status.done,
         exhausted=prompts is not None and status.issued >= prompts,
     )
+
+
+async def _stepped(ledger: RedisLedger, first: int) -> None:
+    """Return once the run is beyond version `first`."""
+    while True:
+        if (await ledger.status()).version > first:
+            return
+        await asyncio.sleep(BEGUN_S)
 
 
 def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
@@ -178,6 +190,43 @@ def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, on_signal)
     return stop
+
+
+def _start_watchers(
+    tasks: asyncio.TaskGroup,
+    settings: Settings,
+    ledger: RedisLedger,
+    server: EmbeddedServer | None,
+    fleet: Fleet,
+    progress: Progress,
+) -> list[asyncio.Task[None]]:
+    """Start what runs beside the services until it is cancelled; whichever fails ends the run."""
+    loops = {
+        "progress": progress.watch_loop(ledger, fleet.children),
+        "scale": scale_loop(settings.run_dir, fleet),
+        "failures": report_failures_loop(ledger, progress.note),
+        "services": _watch_failure(fleet, progress),
+    }
+    if settings.tracking.kind:
+        loops["tracking"] = warn_loop(settings, progress.note)
+    if server is not None:
+        loops["ledger"] = keep_running_loop(server)
+    return [tasks.create_task(loop, name=name) for name, loop in loops.items()]
+
+
+async def _watch_failure(fleet: Fleet, progress: Progress) -> None:
+    """Say which service cannot be kept running as soon as there is one, and raise its error."""
+    error = await fleet.failure()
+    progress.note(f"{error}; the other services are drained, Ctrl-C twice to stop now")
+    raise error
+
+
+async def _remove_shared_memory(run: str) -> None:
+    """Remove the weights that a trainer which was killed has left in shared memory, once it has exited."""
+    with contextlib.suppress(TimeoutError, OSError):
+        async with asyncio.timeout(EXIT_S):
+            while await asyncio.to_thread(remove_dead, run):  # noqa: ASYNC110 (the kernel tells only the parent)
+                await asyncio.sleep(POLL_S)
 
 
 async def _wait_until_over(

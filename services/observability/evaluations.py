@@ -31,9 +31,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the version's weight manifest, 16 hex digits: the weights that were scored."""
     set: str
     n: int = 0
-    """Prompts that were scored."""
+    """Prompts that were scored, greedy and sampled; every mean is over these."""
     failed: int = 0
-    """Prompts that could not be generated or scored; they are in no mean."""
+    """Prompts that could not be generated or scored, greedy or sampled; they are in no mean."""
     error: str = ""
     """Why the first of those failed."""
     samples: int = 0

@@ -161,16 +161,12 @@ def _samples(
     message: ScoredRollout, step: int | None, max_text: int, max_samples: int
 ) -> list[dict[str, Any]]:
     rollout = message.rollout
-    lengths, tokens = sample_lengths(rollout), rollout.tokens.numpy()
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    lengths = sample_lengths(rollout)
     spans_of_samples, branches, rows = _spans(rollout), _branches(rollout), _rows(rollout)
     turns = describe_turns(message, max_text)
     found = []
     for index in range(min(len(lengths), max_samples)):
-        if index < len(rollout.responses):
-            text = rollout.responses[index]
-        else:
-            text = _ids(tokens[starts[index] : starts[index + 1]])
+        text = rollout.responses[index]
         spans = spans_of_samples.get(index, [])
         versions = sorted({version for _, _, version in spans})
         found.append(

@@ -15,21 +15,15 @@ POLL_S = 0.5
 async def check_stream(process: Process, source: PromptSource) -> bool:
     """Check that a process has the prompts of its run; wait for a run that the ledger does not have.
 
-    `tether up` or `services.prepare` create it, and the ingest rebuilds one that the server has lost.
-
     Returns:
         False if the process was stopped before there was a run.
 
     Raises:
         SettingsError: the run was created with other prompts; names both fingerprints.
     """
-    recorded = await _recorded(process)
+    recorded = await wait_for_run(process)
     if recorded is None:
-        with process.waiting("the run in the ledger"):
-            while recorded is None:
-                if await process.stopped_within(POLL_S):
-                    return False
-                recorded = await _recorded(process)
+        return False
     settings = process.settings
     check_fingerprint(
         settings.prompts,
@@ -39,6 +33,19 @@ async def check_stream(process: Process, source: PromptSource) -> bool:
         f"than {settings.run_dir}",
     )
     return True
+
+
+async def wait_for_run(process: Process) -> str | None:
+    """Wait until the ledger has the run: return the fingerprint of its prompts, or None if stopped before.
+
+    `tether up` or `services.prepare` create it, and the ingest rebuilds one that the server has lost.
+    """
+    recorded = await _recorded(process)
+    if recorded is None:
+        with process.waiting("the run in the ledger"):
+            while recorded is None and not await process.stopped_within(POLL_S):
+                recorded = await _recorded(process)
+    return recorded
 
 
 def check_fingerprint(config: PromptConfig, found: str, recorded: str, remedy: str) -> None:

@@ -17,9 +17,7 @@ from protocol.messages import (
     Action,
     Control,
     StepReport,
-    WeightApplied,
     WeightDraft,
-    WeightFailed,
     WeightManifest,
 )
 from protocol.staleness import Policy
@@ -71,16 +69,8 @@ class TrainLoop:
         """Note what engines answer, until cancelled."""
         while True:
             _, message = await self._run.broadcaster.answers()
-            if isinstance(message, WeightApplied):
-                self._reporter.note_pause(message.pause_ms)
-            elif isinstance(message, WeightFailed):
-                self._process.metrics.count("weights.failed")
-                log.warning(
-                    "weights.failed engine=%s version=%d error=%s",
-                    message.engine,
-                    message.version,
-                    message.error,
-                )
+            registered = {peer.incarnation for peer in await self._process.ledger.peers(Role.ROLLOUT)}
+            self._reporter.note_answer(message, registered)
 
     async def run(self) -> None:
         """Make steps until the run is done or the process is to stop."""

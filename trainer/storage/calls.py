@@ -19,10 +19,8 @@ MAX_CALLS = 10_000
 """Recorded calls of a sample."""
 MAX_BYTES = 64 << 20
 """Bytes of a sample's recorded calls."""
-OLD = (
-    "SELECT grp FROM calls WHERE grp NOT IN (SELECT grp FROM records) GROUP BY grp HAVING MAX(stored_ms) < ?"
-)
-"""The groups without a record whose calls are all older than a time."""
+UNSCORED = "SELECT DISTINCT grp FROM calls WHERE grp NOT IN (SELECT grp FROM records)"
+"""The groups that have calls and no record."""
 NOT_HELD = "not_held"
 FULL = f"full: a sample has at most {MAX_CALLS} recorded calls and {MAX_BYTES >> 20} MiB"
 ANOTHER = "another call with this number is recorded"
@@ -97,13 +95,18 @@ class CallStore:
         with self._spool.transaction("read", "BEGIN") as connection:
             return [row[0] for row in connection.execute("SELECT DISTINCT grp FROM calls ORDER BY grp")]
 
-    def forget_older(self, seconds: float) -> int:
-        """Delete the calls of groups without a record whose last call is older; returns how many calls."""
-        before = time.time_ns() // 1_000_000 - int(seconds * 1000)
+    def unscored_groups(self) -> list[int]:
+        """Return the groups that have recorded calls and no record."""
+        with self._spool.transaction("read", "BEGIN") as connection:
+            return [row[0] for row in connection.execute(UNSCORED)]
+
+    def forget_unscored(self, groups: Iterable[int]) -> int:
+        """Delete the calls of those of `groups` that have no record; returns how many calls."""
+        rows = [(group,) for group in sorted(set(groups))]
         with self._spool.transaction("write") as connection:
-            old = connection.execute(OLD, (before,)).fetchall()
-            connection.executemany("DELETE FROM call_leases WHERE grp = ?", old)
-            return connection.executemany("DELETE FROM calls WHERE grp = ?", old).rowcount if old else 0
+            unscored = "grp = ? AND grp NOT IN (SELECT grp FROM records)"
+            connection.executemany(f"DELETE FROM call_leases WHERE {unscored}", rows)
+            return connection.executemany(f"DELETE FROM calls WHERE {unscored}", rows).rowcount if rows else 0
 
 
 def recalled(calls: Sequence[Call], epoch: str) -> Recalled:

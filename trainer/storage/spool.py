@@ -8,11 +8,12 @@ One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the t
         accepts and commits in the order in which they were seen; `journal.py` encodes them
     calls(grp, sample, number, token, payload, sum, stored_ms), call_leases(grp, token)
         `Call`s as they were received, and the lease of each group that may add some; `calls.py` reads and
-        writes them. The index on the times has all that a sweep reads, which so passes over no payload
+        writes them
     meta(id)
         a random name of this spool
 
 `sum` is a checksum (`stored.py`), which every read compares: what does not match it is treated as missing.
+Times (Unix, ms) are for people: nothing decides by them.
 What a method wrote is on disk when it returns, in the file that lies at the path then. The file must lie on a
 local disk: WAL needs shared memory between its users.
 """
@@ -48,7 +49,6 @@ CREATE TABLE IF NOT EXISTS calls (
     grp INTEGER NOT NULL, sample INTEGER NOT NULL, number INTEGER NOT NULL, token TEXT NOT NULL,
     payload BLOB NOT NULL, sum BLOB NOT NULL, stored_ms INTEGER NOT NULL, PRIMARY KEY (grp, sample, number)
 );
-CREATE INDEX IF NOT EXISTS call_times ON calls (grp, stored_ms);
 CREATE TABLE IF NOT EXISTS call_leases (grp INTEGER PRIMARY KEY, token TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS meta (id TEXT NOT NULL);
 INSERT INTO meta SELECT lower(hex(randomblob(16))) WHERE NOT EXISTS (SELECT 1 FROM meta);
@@ -62,7 +62,7 @@ DELETE FROM journal WHERE seq < ? AND ledger_seq < (
 """
 # a damaged column may have another type
 _RECORD = "SELECT CAST(payload AS BLOB), CAST(sum AS BLOB) FROM records WHERE grp = ? AND token = ?"
-_TOKENS = "SELECT CAST(token AS BLOB) FROM records WHERE grp = ? ORDER BY accepted_ms DESC"
+_TOKENS = "SELECT CAST(token AS BLOB) FROM records WHERE grp = ? ORDER BY rowid DESC"
 _JOURNAL = "SELECT seq, ledger_seq, CAST(payload AS BLOB), CAST(sum AS BLOB) FROM journal ORDER BY seq"
 
 

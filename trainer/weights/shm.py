@@ -1,6 +1,6 @@
 """Publishes versions as files in shared memory, for engines on the same host.
 
-    DIRECTORY/owner.pid                          pid of the trainer, which locks the file while it lives
+    DIRECTORY/owner.pid                          see `protocol/host/owned_directory.py`
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
 
 These are plain files rather than `multiprocessing.shared_memory`, because the resource tracker of a reader
@@ -9,22 +9,16 @@ would unlink the latter when the reader exits.
 
 import mmap
 import os
-import re
-import secrets
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from protocol.errors import WeightError
-from protocol.host.file_lock import try_lock
+from protocol.host.owned_directory import OWNER, SHARED_MEMORY, claim, claim_shared
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
 from trainer.weights.version_directories import VersionDirectories, remove
-
-SHARED_MEMORY = Path("/dev/shm")
-OWNER = "owner.pid"
 
 
 class ShmSender:
@@ -40,7 +34,7 @@ class ShmSender:
         self._last_bytes = 0
         try:
             self.directory, self._owner = (
-                _claim(Path(config.directory)) if config.directory else _claim_shared(run)
+                claim(Path(config.directory)) if config.directory else claim_shared(run)
             )
             self._versions = VersionDirectories(self.directory, config.keep, durable=False)
             self._versions.adopt()
@@ -120,48 +114,3 @@ def _map(bucket: Path, size: int) -> torch.Tensor:
     with bucket.open("xb+") as file:
         os.truncate(file.fileno(), size)
         return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-
-
-def _claim(directory: Path) -> tuple[Path, int]:
-    """Make `directory` and lock its owner file; return the directory and the descriptor that holds the lock.
-
-    The lock ends with this process, and is seen from every pid namespace.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    owner = os.open(directory / OWNER, os.O_RDWR | os.O_CREAT, 0o644)
-    if not try_lock(owner):
-        pid = os.read(owner, 32).decode(errors="replace")
-        os.close(owner)
-        raise WeightError(
-            f"{directory} belongs to the trainer with pid {pid or '?'}, which is alive: "
-            "set another weights.directory for each run"
-        )
-    os.truncate(owner, 0)
-    os.write(owner, str(os.getpid()).encode())
-    return directory, owner
-
-
-def _claim_shared(run: str) -> tuple[Path, int]:
-    """Make and claim a new directory in shared memory.
-
-    It gets its name only once it is locked, so that no other trainer takes it for that of a dead one.
-    """
-    stale = re.compile(rf"tether-{re.escape(run)}-[0-9a-f]{{8}}(\.tmp)?")
-    for path in SHARED_MEMORY.iterdir():
-        if stale.fullmatch(path.name) and _is_dead(path):
-            remove(path)
-    final = SHARED_MEMORY / f"tether-{run}-{secrets.token_hex(4)}"
-    aside, owner = _claim(final.with_name(final.name + ".tmp"))
-    aside.rename(final)
-    return final, owner
-
-
-def _is_dead(directory: Path) -> bool:
-    """Return whether the directory has an owner file that no process has locked."""
-    with suppress(OSError):
-        owner = os.open(directory / OWNER, os.O_RDWR)
-        try:
-            return try_lock(owner)
-        finally:
-            os.close(owner)
-    return False

@@ -10,7 +10,7 @@ from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.device.hf_attention import use_whole_attention
 from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.device.shared_tensors import SharedTensors
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.hf.decoder import PaddingDecoder
@@ -47,7 +47,7 @@ class HFEngine(InProcessEngine):
 
     def _load(self) -> LoadedModel:
         if self._config.tensor_parallel_size != 1:
-            raise EngineError(
+            raise EngineSettingsError(
                 f"engine hf: tensor_parallel_size is {self._config.tensor_parallel_size}, only 1 is supported"
             )
         check_adapters(self._lora, self._model_dir)
@@ -114,14 +114,16 @@ def _is_tied(model: Any) -> bool:
 def _load(model_dir: Path, config: EngineConfig) -> Any:
     dtype = getattr(torch, config.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise EngineError(f"engine hf: dtype {config.dtype!r} is not known")
+        raise EngineSettingsError(f"engine hf: dtype {config.dtype!r} is not known")
     try:
         with MODEL_BUILDING:
             if any(model_dir.glob("*.safetensors")):
                 model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
             else:
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineSettingsError(f"engine hf cannot load {model_dir}: {error}") from error
+    except RuntimeError as error:  # such as no memory, which may be there a moment later
         raise EngineError(f"engine hf cannot load {model_dir}: {error}") from error
     use_whole_attention(model)
     if not torch.cuda.is_available():

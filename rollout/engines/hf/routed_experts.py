@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 
 ROUTER = "topkrouter"
 """How the class names of transformers' routers end, in lower case. They return logits, weights and experts,
@@ -20,12 +20,12 @@ class ExpertRecorder:
         """Put hooks on the routers of a model.
 
         Raises:
-            EngineError: it has none.
+            EngineSettingsError: it has none.
         """
         self._chosen: list[NDArray[np.uint16]] = []
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith(ROUTER)]
         if not routers:
-            raise EngineError(
+            raise EngineSettingsError(
                 f"setting engine.enable_return_routed_experts: {type(model).__name__} has no router whose "
                 "choices transformers tells"
             )

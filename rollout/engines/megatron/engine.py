@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from protocol.device.shared_tensors import SharedTensors
-from protocol.errors import EngineError, SettingsError
+from protocol.errors import EngineError, EngineSettingsError, SettingsError
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.in_process.running_request import RunningRequest
@@ -57,7 +57,7 @@ class MegatronEngine(InProcessEngine):
                 records_experts=config.enable_return_routed_experts,
             )
         except SettingsError as error:
-            raise EngineError(f"engine megatron: {error}") from error
+            raise EngineSettingsError(f"engine megatron: {error}") from error
         except RuntimeError as error:
             raise EngineError(
                 f"engine megatron cannot load {self._model_dir} with a KV cache for {config.max_running} "
@@ -178,21 +178,23 @@ def _batch_tokens(config: EngineConfig) -> int:
     """Return how many tokens a forward pass may have.
 
     Raises:
-        EngineError: naming a setting that this engine does not support.
+        EngineSettingsError: naming a setting that this engine does not support.
     """
     if config.tensor_parallel_size != 1:
-        raise EngineError(
+        raise EngineSettingsError(
             f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, only 1 is supported"
         )
     if not config.enforce_eager:
-        raise EngineError(
+        raise EngineSettingsError(
             "engine megatron: enforce_eager is false, but it has no CUDA graphs: set it to true"
         )
     if config.buffer_size_gb < 0:
-        raise EngineError(f"engine megatron: buffer_size_gb is {config.buffer_size_gb}, must be 0 or more")
+        raise EngineSettingsError(
+            f"engine megatron: buffer_size_gb is {config.buffer_size_gb}, must be 0 or more"
+        )
     least = max(config.max_model_len, config.max_running)
     if config.max_batch_tokens and config.max_batch_tokens < least:
-        raise EngineError(
+        raise EngineSettingsError(
             f"engine megatron: max_batch_tokens is {config.max_batch_tokens}; a pass must hold max_model_len "
             f"tokens of a prompt and one for each of max_running requests, so at least {least}"
         )

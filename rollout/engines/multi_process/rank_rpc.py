@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 
 CALL_TIMEOUT_S = 60.0
 """Limit for one answer of all ranks; a step on a loaded CPU can take seconds."""
@@ -46,6 +46,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     number: int
     value: Any = None
     error: str = ""
+
+
+def start_error(said: str) -> type[EngineError]:
+    """Return the type of error with which an engine ends its start, from what a rank has said of its own."""
+    return EngineSettingsError if EngineSettingsError.__name__ in said else EngineError
 
 
 class RankRpcServer:

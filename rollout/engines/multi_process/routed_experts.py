@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import UNKNOWN_EXPERT
 
 EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
@@ -41,7 +41,7 @@ class Mixture:
             model_dir: where both are from.
 
         Raises:
-            EngineError: no layer has experts, or the config does not say how many a token has.
+            EngineSettingsError: no layer has experts, or the config does not say how many a token has.
         """
         all_layers, chosen = (
             int(model.get(key) or 0) for key in ("num_hidden_layers", "num_experts_per_tok")
@@ -49,7 +49,7 @@ class Mixture:
         found = {int(match[1]) for name in names if (match := EXPERT.search(name)) is not None}
         layers = tuple(sorted(layer for layer in found if layer < all_layers))
         if not layers or not chosen:
-            raise EngineError(
+            raise EngineSettingsError(
                 f"setting engine.enable_return_routed_experts: the model in {model_dir} has no experts that "
                 "could be recorded"
             )

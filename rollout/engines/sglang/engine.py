@@ -22,7 +22,7 @@ from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
-from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path
+from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path, start_error
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.requests import check_request
 from rollout.engines.sglang.launch import SglangServer, check_model
@@ -172,7 +172,8 @@ class SglangEngine(MultiProcessEngine):
         try:
             await self._call("install", shapes, msgspec.to_builtins(settings))
         except EngineError as error:
-            raise EngineError(f"{self._model_dir} cannot be updated in place: {error}") from error
+            kind = start_error(str(error))
+            raise kind(f"{self._model_dir} cannot be updated in place: {error}") from error
 
     async def _complete(self, request: Request, name: str) -> dict[str, Any]:
         """Return SGLang's answer to one request, which SGLang knows by `name`."""

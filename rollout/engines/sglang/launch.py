@@ -19,7 +19,7 @@ import xxhash
 
 import rollout
 from protocol.device.checkpoint_shapes import checkpoint_shapes
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
@@ -40,6 +40,8 @@ PORT_TRIES = 100
 POLL_S = 0.1
 EXIT_GRACE_S = 5.0
 """For the server's processes to end after they were killed."""
+EXIT_USAGE = 2
+"""Exit code of Python's argparse for arguments that it does not accept."""
 LOG_TAIL = 600
 """Characters of the server's log that an error quotes."""
 OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -70,7 +72,7 @@ class SglangServer:
             EngineError: with the end of its log, if it ends before.
         """
         if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
-            raise EngineError(
+            raise EngineSettingsError(
                 f"TMPDIR {tempfile.gettempdir()} is too long for the names of sockets in it: "
                 f"at most {LONGEST_TMPDIR} characters"
             )
@@ -100,16 +102,21 @@ class SglangServer:
                     start_new_session=True,
                 )
         except OSError as error:
-            raise EngineError(f"setting engine.python: {command[0]}: {error.strerror}") from error
+            raise EngineSettingsError(f"setting engine.python: {command[0]}: {error.strerror}") from error
         while not await _answers(session, self.url):
             self.check()
             await asyncio.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raise EngineError if the server has ended, or was given up."""
+        """Raise EngineError if the server has ended, or was given up.
+
+        Raises:
+            EngineSettingsError: it has refused its arguments.
+        """
         code = self._process.returncode if self._process is not None else None
         if code is not None:
-            raise EngineError(f"SGLang's server ended with code {code}: {self.log_tail()}")
+            kind = EngineSettingsError if code == EXIT_USAGE else EngineError
+            raise kind(f"SGLang's server ended with code {code}: {self.log_tail()}")
         if self._given_up:
             raise EngineError(f"SGLang's server, or one of its ranks, ended: {self.log_tail()}")
 
@@ -257,7 +264,7 @@ def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
     """Return how many tokens' keys and values fit into `kv_cache_mb`.
 
     Raises:
-        EngineError: if that is less than one request may have.
+        EngineSettingsError: if that is less than one request may have.
     """
     heads = int(model.get("num_attention_heads") or 1)
     kv_heads = int(model.get("num_key_value_heads") or heads)
@@ -266,7 +273,7 @@ def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
     each = 2 * int(model.get("num_hidden_layers") or 1) * kv_heads * head_dim * itemsize
     found = (config.kv_cache_mb << 20) // max(each, 1)
     if found < config.max_model_len + SPARE_TOKENS:
-        raise EngineError(
+        raise EngineSettingsError(
             f"kv_cache_mb {config.kv_cache_mb} holds {found} tokens, max_model_len is {config.max_model_len}"
         )
     return found
@@ -276,14 +283,14 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     """Return the model's config, after checks of what would fail late or in another process.
 
     Raises:
-        EngineError: naming the culprit.
+        EngineSettingsError: naming the culprit.
     """
     if torch.cuda.is_available() and config.dtype == "float32":
-        raise EngineError(
+        raise EngineSettingsError(
             "setting engine.dtype: SGLang's CUDA kernels compute in bfloat16 and float16, not in float32"
         )
     if OTHER_LOGPROBS in config.environment:
-        raise EngineError(
+        raise EngineSettingsError(
             f"setting engine.environment: with {OTHER_LOGPROBS} SGLang returns log-probabilities of another "
             "distribution than it samples from; leave it out"
         )

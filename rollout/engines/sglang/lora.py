@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 from rollout.staging.loader_trace import Copy, Recorder, StagingPlan, Window
 
@@ -85,7 +85,9 @@ def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_m
         recorder.copies += copies
     missing = sorted(set(shapes) - {copy.name for copy in recorder.copies})
     if missing:
-        raise EngineError(f"SGLang has no place for {missing[0]}: leave its layer out of lora.target_modules")
+        raise EngineSettingsError(
+            f"SGLang has no place for {missing[0]}: leave its layer out of lora.target_modules"
+        )
     pool.load_lora_weight_to_buffer = pool.remove_lora = _refuse
     return StagingPlan(live, shapes, recorder, staging_mb)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 from rollout.staging.releasable_memory import ReleasableMemory
 
 SAVER = "torch_memory_saver"
@@ -30,13 +30,13 @@ class RankMemory:
             updated: parameters that every version fills again; on a CPU the others are kept in host memory.
 
         Raises:
-            EngineError: on a GPU, if SGLang's memory saver is not enabled.
+            EngineSettingsError: on a GPU, if SGLang's memory saver is not enabled.
         """
         self._scheduler = scheduler
         self._updater = scheduler.weight_updater
         if torch.cuda.is_available():
             if not self._updater.memory_saver_adapter.enabled:
-                raise EngineError("SGLang's memory saver is not enabled: sleep would release nothing")
+                raise EngineSettingsError("SGLang's memory saver is not enabled: sleep would release nothing")
             self._storages = ReleasableMemory([])
             return
         cache = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -68,10 +68,10 @@ def empty_cache(scheduler: Any) -> bool:
 
 
 async def check_memory_saver(python: str) -> None:
-    """Raise EngineError if SGLang's interpreter lacks the package that releases memory on a GPU."""
+    """Raise EngineSettingsError if SGLang's interpreter lacks the package that releases memory on a GPU."""
     process = await asyncio.create_subprocess_exec(python, "-c", FIND, stdin=asyncio.subprocess.DEVNULL)
     if await process.wait():
-        raise EngineError(
+        raise EngineSettingsError(
             f"engine.enable_sleep_mode is true, but {python} has no {SAVER}, by which SGLang releases "
             f"memory: install {SAVER.replace('_', '-')} there"
         )

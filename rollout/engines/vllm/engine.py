@@ -22,8 +22,10 @@ from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
+from rollout.engines.multi_process.rank_rpc import start_error
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.requests import check_request, spans_from_marks
+from rollout.engines.vllm.imports import import_vllm
 from rollout.engines.vllm.launch import (
     WORKER_EXTENSION,
     VllmProcesses,
@@ -71,6 +73,10 @@ class VllmEngine(MultiProcessEngine):
         """None: experts are not recorded."""
         self._numbers = itertools.count()
         self._paused = False
+
+    @classmethod
+    def preload(cls, config: EngineConfig) -> None:
+        import_vllm(config)
 
     async def start(self) -> None:
         self._vllm.prepare(self._config)
@@ -228,7 +234,7 @@ class VllmEngine(MultiProcessEngine):
             self._vllm.add_pids(pid for rank in ranks for pid in (rank["pid"], rank["parent"]))
             for number, rank in enumerate(ranks):
                 if rank["error"]:
-                    raise EngineError(
+                    raise start_error(rank["error"])(
                         f"engine {self._name}, rank {number}: {self._model_dir} cannot be updated in place: "
                         f"{rank['error']}"
                     )

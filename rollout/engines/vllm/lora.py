@@ -12,7 +12,7 @@ from typing import Any, get_args
 import safetensors.torch
 import torch
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 from rollout.staging.loader_trace import StagingPlan, trace
 
@@ -26,7 +26,7 @@ def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
     """Return what AsyncEngineArgs needs for an adapter of this rank; nothing without adapters.
 
     Raises:
-        EngineError: if vLLM has no kernels for the rank.
+        EngineSettingsError: if vLLM has no kernels for the rank.
     """
     if not lora.rank:
         return {}
@@ -34,7 +34,7 @@ def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
 
     ranks = sorted(get_args(MaxLoRARanks))
     if lora.rank not in ranks:
-        raise EngineError(
+        raise EngineSettingsError(
             f"setting lora.rank: {lora.rank} is not a rank that vLLM supports: {', '.join(map(str, ranks))}"
         )
     return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.rank}

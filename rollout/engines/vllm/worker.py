@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from protocol.device.shared_layout import ROTARY
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
@@ -212,7 +212,7 @@ def _record_steps(runner: Any, marks: TokenVersions, requests: ScheduledRequests
     from vllm.v1.core.sched.output import CachedRequestData
 
     if "num_output_tokens" not in CachedRequestData.__dataclass_fields__:
-        raise EngineError(
+        raise EngineSettingsError(
             "this vLLM's scheduler does not report how many tokens a request has: "
             "their versions cannot be recorded"
         )

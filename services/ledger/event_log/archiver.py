@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import TetherError
+from protocol.errors import SettingsError, TetherError
 from protocol.host.file_lock import locked
 from protocol.host.hash_chain import append
 from services.ledger.interface import Ledger
@@ -49,7 +49,7 @@ class Archiver:
 
         Raises:
             LostWrites: if the ledger's log ends before the file does.
-            TetherError: if events are missing between the end of the file and the ledger's log.
+            SettingsError: if the file was deleted, cut or replaced; nothing changed.
             OSError: if the file cannot be written, or another archiver holds it for `HELD_S`; the ledger
                 keeps
                 the events.
@@ -60,9 +60,7 @@ class Archiver:
             first = events[0]["seq"]
             follows = first == last + 1 or events[0].get("after") == last  # the latter is a `rebuild`
             if not follows and await asyncio.to_thread(last_sequence, self.path) == last:
-                raise TetherError(
-                    f"{self.path} ends at event {last}, the ledger begins at {first}: events are missing"
-                )
+                raise _damaged(self.path, f"ends at event {last}, and the ledger begins at event {first}")
             if not follows or not await asyncio.to_thread(_add, self.path, events, last):
                 return len(events)
             last = int(events[-1]["seq"])
@@ -86,7 +84,7 @@ def last_sequence(path: Path) -> int:
     """Return the number of the last complete line, 0 if there is none; cut off a torn last line.
 
     Raises:
-        TetherError: if the last complete line is not an event.
+        SettingsError: if the last complete line is not an event.
         OSError: if another archiver holds the file for `HELD_S`.
     """
     if not path.is_file():
@@ -130,6 +128,14 @@ def _last_sequence(path: Path) -> int:
         try:
             return int(json.loads(complete.splitlines()[-1])["seq"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise TetherError(
-                f"{path}: the last line is not an event ({error}); move the file away"
-            ) from error
+            raise _damaged(path, f"has a last line that is not an event ({error})") from error
+
+
+def _damaged(path: Path, problem: str) -> SettingsError:
+    """Return the refusal to continue an archive that does not meet the ledger's log."""
+    return SettingsError(
+        f"{path} {problem}: the file was deleted, cut or replaced. Put the whole file back and start the run "
+        "again, which then resumes. Without it the run cannot continue: with run.remote start it in an empty "
+        "run.dir, where it resumes from its newest copy; otherwise begin a new run with model.path at the "
+        f"newest of {path.parent / 'exports'}"
+    )

@@ -9,7 +9,7 @@ import torch
 
 import rollout.engines.sglang.launch as sglang_start
 import rollout.engines.vllm.launch as vllm_start
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from tests.contracts.engine_models import tiny_model
@@ -24,7 +24,7 @@ def test_float32_is_refused_where_the_kernels_lack_it(
     tiny_model(1).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check(EngineConfig(dtype="bfloat16"), tmp_path, lora)
-    with pytest.raises(EngineError, match=r"setting engine\.dtype: .*not in float32"):
+    with pytest.raises(EngineSettingsError, match=r"setting engine\.dtype: .*not in float32"):
         check(EngineConfig(), tmp_path, lora)
     monkeypatch.undo()
     check(EngineConfig(), tmp_path, lora)

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import NOT_UPDATED, check_fits, read_config, spans_from_marks, spans_of
 
 
 def test_unreadable_model_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"no config\.json"):
+    with pytest.raises(EngineSettingsError, match=r"no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(EngineError, match="not a JSON object"):
+    with pytest.raises(EngineSettingsError, match="not a JSON object"):
         read_config(tmp_path)
 
 
@@ -25,7 +25,9 @@ def test_a_model_whose_weights_an_engine_cannot_update_is_refused_by_name(engine
     model, place = {"model_type": kind}, Path("/models/here")
     check_fits(EngineConfig(name="sglang"), model, place)
     check_fits(EngineConfig(name=engine), {"model_type": "qwen2"}, place)
-    with pytest.raises(EngineError, match=rf"'{engine}' cannot serve the {kind} in {place} .* use sglang"):
+    with pytest.raises(
+        EngineSettingsError, match=rf"'{engine}' cannot serve the {kind} in {place} .* use sglang"
+    ):
         check_fits(EngineConfig(name=engine), model, place)
 
 

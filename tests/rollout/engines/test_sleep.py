@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.engine import HFEngine
@@ -55,7 +55,7 @@ async def test_vllm_sleep_mode_on_a_cpu_is_refused_by_name(tmp_path: Path) -> No
     tiny_model(1).save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(name="vllm", enable_sleep_mode=True), tmp_path, "e")
     with pytest.raises(
-        EngineError, match=r"engine\.enable_sleep_mode is true, but vLLM cannot sleep on a CPU"
+        EngineSettingsError, match=r"engine\.enable_sleep_mode is true, but vLLM cannot sleep on a CPU"
     ):
         await engine.start()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 from rollout.staging.loader_trace import trace
 from rollout.staging.staging import Staging, digest_of
 from tests.contracts.engine_models import write_shm
@@ -35,7 +35,9 @@ def test_plan_copies_what_the_traced_loader_would_have_copied(tmp_path: Path) ->
 
 def test_buffer_over_staging_mb_is_not_allocated() -> None:
     model = Wide()
-    with pytest.raises(EngineError, match=r"engine\.staging_mb is 1, a copy of the parameters takes 2 MiB"):
+    with pytest.raises(
+        EngineSettingsError, match=r"engine\.staging_mb is 1, a copy of the parameters takes 2 MiB"
+    ):
         trace(model.load_weights, model.named_parameters(), {"wide": (1 << 19,)}, torch.float32, staging_mb=1)
 
 
@@ -51,7 +53,9 @@ class Wide(torch.nn.Module):
 
 @pytest.mark.parametrize("missing", sorted(SHAPES))
 def test_parameter_that_the_loader_does_not_fill_is_named(missing: str) -> None:
-    with pytest.raises(EngineError, match="parameter embed" if missing == "embed" else "parameter qk"):
+    with pytest.raises(
+        EngineSettingsError, match="parameter embed" if missing == "embed" else "parameter qk"
+    ):
         traced(Fused(), {name: shape for name, shape in SHAPES.items() if name != missing})
 
 
@@ -60,7 +64,7 @@ def test_parameter_repacked_after_loading_fails_calibration() -> None:
         def load_weights(self, named: object) -> None:
             super().load_weights((name, tensor * 2) for name, tensor in named)  # type: ignore[attr-defined]
 
-    with pytest.raises(EngineError, match="computes what it copies"):
+    with pytest.raises(EngineSettingsError, match="computes what it copies"):
         traced(Computed())
 
     class Scaled(Fused):
@@ -68,12 +72,12 @@ def test_parameter_repacked_after_loading_fails_calibration() -> None:
             super().load_weights(named)
             self.qk.data.mul_(2)
 
-    with pytest.raises(EngineError, match="parameter qk: its loader calls"):
+    with pytest.raises(EngineSettingsError, match="parameter qk: its loader calls"):
         traced(Scaled())
 
     model = Fused()
     model.qk = torch.nn.Parameter(torch.empty(0))
-    with pytest.raises((EngineError, RuntimeError)):
+    with pytest.raises((EngineSettingsError, RuntimeError)):
         traced(model)
 
 
@@ -89,5 +93,7 @@ def test_loader_that_writes_one_place_twice_fails_calibration() -> None:
                 else:
                     self.qk.data.narrow(0, 0, 2).copy_(tensor)
 
-    with pytest.raises(EngineError, match="parameter qk: staging the live weights does not reproduce them"):
+    with pytest.raises(
+        EngineSettingsError, match="parameter qk: staging the live weights does not reproduce them"
+    ):
         traced(Twice()).calibrate()

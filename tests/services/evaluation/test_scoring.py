@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.prompts.base import Prompt
 from services.evaluation import scoring as scoring_module
-from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
+from services.evaluation.estimates import PromptScore
+from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_scorer
 from services.runtime.errors import innermost
 from services.settings.load import load_settings
 from services.settings.sections import Settings
@@ -83,6 +84,19 @@ async def test_prompt_that_cannot_be_generated_or_scored_is_in_no_mean(tmp_path:
     assert row.error.startswith("prompt 1: ")
 
 
+def test_all_means_are_over_the_prompts_without_any_failure(tmp_path: Path) -> None:
+    """The first fails greedily, the second sampled: both kinds of mean are of the third."""
+    failed = PromptScore(error="late")
+    greedy = [failed, *(PromptScore((reward,), (2,), (True,)) for reward in (1.0, 0.25))]
+    sampled = [PromptScore((reward,) * 2, (4, 6), (False, False)) for reward in (1.0, 0.0, 0.5)]
+    sampled[1] = failed
+    manifest = version(tmp_path / "versions", 3)
+    settings = settings_of(tmp_path, "eval.samples=2")
+    row = evaluation_of(settings, manifest, "held_out", SetScores(greedy, sampled, 1.0))
+    assert (row.n, row.failed, row.greedy, row.sampled) == (1, 2, 0.25, 0.5)
+    assert (row.length, row.truncated, row.sampled_length, row.pass_at_k) == (2.0, 1.0, 5.0, {1: 0.0, 2: 0.0})
+
+
 async def test_sample_of_another_version_is_an_error(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "eval.samples=0")
 
@@ -108,7 +122,8 @@ class Repair(logging.Handler):
         super().__init__()
         self._config = model_dir / "config.json"
         self._before = self._config.read_text()
-        self._config.write_text(self._before.replace('"model_type": "qwen2"', '"model_type": "none"'))
+        facts = json.loads(self._before)  # its files have tensors of another shape, which torch notices
+        self._config.write_text(json.dumps({**facts, "intermediate_size": facts["intermediate_size"] * 2}))
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -129,9 +144,13 @@ async def test_engine_that_does_not_start_is_started_once_more_and_that_is_said(
     assert "evaluation.engine_failed error=engine hf cannot load" in repair.said[0]
 
 
-async def test_engine_that_never_starts_is_an_error_with_its_reason(tmp_path: Path) -> None:
+async def test_what_an_engine_refuses_is_not_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = settings_of(tmp_path, "engine.name=hf", "engine.dtype=float32")
-    Repair(settings.model_dir)
-    with pytest.raises(EngineError, match="engine hf cannot load"):
+    config = settings.model_dir / "config.json"
+    config.write_text(config.read_text().replace('"model_type": "qwen2"', '"model_type": "none"'))
+    with pytest.raises(EngineSettingsError, match="engine hf cannot load"):
         async with open_scorer(settings, "eval"):
             pass
+    assert "evaluation.engine_failed" not in caplog.text

@@ -69,6 +69,7 @@ def step_line(step: int, epoch: str = "e1", **fields: Any) -> dict[str, Any]:
         "train_s": draw.random(),
         "publish_s": draw.random() / 10,
         "wait_s": draw.random() / 10,
+        "step_s": 2 + draw.random(),
         "pause_ms": draw.random(),
         "engine_busy": draw.random(),
         "lag_in_flight_mean": draw.random(),

@@ -1,13 +1,22 @@
-"""The run's Prometheus metrics: unmeasured ones have no sample; docs/metrics.md has all of them."""
+"""The monitor waits for its run; unmeasured Prometheus metrics have no sample; docs/metrics.md lists them."""
 
+import asyncio
 import re
+from pathlib import Path
 
+import aiohttp
+import redis.asyncio
 from prometheus_client import CollectorRegistry
 
 from protocol.messages import Mismatch, StepReport
-from services.monitor.service import RunGauges
+from protocol.topics import Role
+from services.ledger.embedded_server import EmbeddedServer
+from services.monitor.service import RunGauges, serve
 from services.observability.metrics import Metrics
-from tests.integration.loop import ROOT
+from services.runtime.process import open_process
+from services.runtime.run_ledger import open_ledger
+from tests.contracts.ledger_rig import spec
+from tests.integration.loop import ROOT, settings_for
 
 DOCUMENT = (ROOT / "docs/metrics.md").read_text()
 
@@ -57,3 +66,47 @@ def test_each_engine_has_its_own_samples() -> None:
         for engine in engines
         for name in RunGauges.ENGINE
     ] == [3, 0.5, 0.75, 0, None, None]
+
+
+async def test_the_page_waits_for_a_run_that_the_ledger_does_not_have_yet_or_any_more(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / "ledger")
+    url = await server.start()
+    settings = settings_for(tmp_path, "stragglers.toml")
+    try:
+        async with (
+            asyncio.timeout(60),
+            redis.asyncio.Redis.from_url(url) as client,
+            open_ledger(settings) as ledger,
+            open_process(Role.MONITOR, settings, "monitor") as process,
+            asyncio.TaskGroup() as tasks,
+            aiohttp.ClientSession() as session,
+        ):
+
+            async def asked(times: int) -> None:
+                """Wait until the monitor has asked so often; nobody else runs scripts meanwhile."""
+                before = await scripts()
+                while await scripts() < before + times:  # noqa: ASYNC110 (the server is asked)
+                    await asyncio.sleep(0.05)
+
+            async def scripts() -> int:
+                return int((await client.info("commandstats")).get("cmdstat_evalsha", {}).get("calls", 0))
+
+            async def shows(steps: int) -> None:
+                while True:
+                    async with session.get(f"{process.info['page']}status.json") as answer:
+                        if (await answer.json()).get("steps") == steps:
+                            return
+                    await asyncio.sleep(0.05)
+
+            serving = tasks.create_task(serve(process))
+            await asked(2)
+            for steps in (5, 6):
+                await ledger.create(spec(settings.run.name, steps=steps))
+                await shows(steps)
+                await client.flushall()
+                await asked(2)
+            assert not serving.done()
+            await ledger.create(spec(settings.run.name))  # it ends at once where it need not wait
+            process.stop.set()
+    finally:
+        await server.stop()

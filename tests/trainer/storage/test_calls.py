@@ -44,19 +44,23 @@ def test_a_sample_has_a_bounded_record(store: CallStore, monkeypatch: pytest.Mon
     assert put(store, replace(CALL, sample=1)) == [""]
 
 
-def test_calls_without_a_record_are_forgotten_after_a_while(store: CallStore) -> None:
-    for group in (7, 8):
+def test_calls_are_forgotten_only_without_a_record(store: CallStore, tmp_path: Path) -> None:
+    for group in (7, 8, 9):
         store.hold(group, CALL.token)
         put(store, replace(CALL, group=group))
-    assert store.forget_older(3600) == 0
-    assert store.forget_older(-3600) == 2
-    assert store.groups() == []
+    with closing(Spool(tmp_path / "spool.sqlite")) as spool:
+        spool.put_many([(8, CALL.token, b"record")])
+    assert store.unscored_groups() == [7, 9]
+    assert store.forget_unscored([7, 8]) == 1
+    assert store.groups() == [8, 9]
+    assert [store.is_held(group, CALL.token) for group in (7, 8, 9)] == [False, True, True]
+    assert store.forget_unscored([]) == 0
 
 
 def test_a_sweep_reads_no_calls(tmp_path: Path) -> None:
     with closing(Spool(tmp_path / "spool.sqlite")) as spool, spool.transaction("read") as connection:
-        plan = " ".join(str(row) for row in connection.execute(f"EXPLAIN QUERY PLAN {calls.OLD}", (0,)))
-    assert "SCAN calls USING COVERING INDEX call_times" in plan
+        plan = " ".join(str(row) for row in connection.execute(f"EXPLAIN QUERY PLAN {calls.UNSCORED}"))
+    assert "SCAN calls USING COVERING INDEX" in plan
 
 
 def test_the_last_attempt_of_the_same_epoch_is_recalled() -> None:

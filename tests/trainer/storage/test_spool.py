@@ -68,6 +68,15 @@ def test_records_are_found_by_group_whatever_their_lease(tmp_path: Path) -> None
     assert spool.find([]) == []
 
 
+def test_the_newest_record_is_found_whatever_the_clock_said(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    for token, payload in (("a", b"older"), ("b", b"newer")):
+        spool.put_many([(1, token, payload)])
+    with spool.transaction("write") as connection:
+        connection.execute("UPDATE records SET accepted_ms = 0 WHERE token = 'b'")
+    assert spool.find([1]) == [b"newer"]
+
+
 def test_a_missing_record_names_its_group(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
     spool.put_many([(1, "a", b"x")])

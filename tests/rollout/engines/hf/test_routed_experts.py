@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.hf.engine import HFEngine
 
@@ -79,6 +79,8 @@ async def test_experts_are_those_of_every_input(tmp_path: Path) -> None:
 async def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(tmp_path)
     engine = HFEngine(CONFIG, tmp_path, "engine.0")
-    with pytest.raises(EngineError, match=r"enable_return_routed_experts: Qwen2ForCausalLM has no router"):
+    with pytest.raises(
+        EngineSettingsError, match=r"enable_return_routed_experts: Qwen2ForCausalLM has no router"
+    ):
         await engine.start()
     await engine.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.megatron.engine import MegatronEngine
 from tests.contracts.engine_bench import ask, together
@@ -106,7 +106,9 @@ async def test_unsupported_setting_is_refused_by_name(
 
 
 async def test_attention_that_the_engine_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"no latent attention, which deepseek_v3 needs: use engine\.name"):
+    with pytest.raises(
+        EngineSettingsError, match=r"no latent attention, which deepseek_v3 needs: use engine\.name"
+    ):
         async with started(save_model("deepseek-v3-dense", tmp_path)):
             pass
 
@@ -114,7 +116,7 @@ async def test_attention_that_the_engine_lacks_is_refused(tmp_path: Path) -> Non
 async def test_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 7}')
     with pytest.raises(
-        EngineError, match=r"engine megatron: .*model_type 'gpt2' is not supported; supported are"
+        EngineSettingsError, match=r"engine megatron: .*model_type 'gpt2' is not supported; supported are"
     ):
         async with started(tmp_path):
             pass
@@ -158,7 +160,7 @@ async def test_experts_are_those_that_transformers_chooses(tmp_path: Path) -> No
 
 
 async def test_model_without_experts_cannot_record_any(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="enable_return_routed_experts: the model has no experts"):
+    with pytest.raises(EngineSettingsError, match="enable_return_routed_experts: the model has no experts"):
         async with started(save_model("qwen2", tmp_path), enable_return_routed_experts=True):
             pass
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import make_engine
 from rollout.engines.sglang.launch import (
@@ -20,6 +20,7 @@ from rollout.engines.sglang.launch import (
     server_environment,
 )
 from tests.contracts.engine_models import tiny_model
+from tests.contracts.sglang_environment import sglang_settings
 
 
 def test_command_contains_the_settings(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_sampling_is_not_changed_behind_the_trainers_back(
     assert "--sampling-defaults=openai" in server_command(config, tmp_path, "rollout.0.a", 4000)
     monkeypatch.setenv(OTHER_LOGPROBS, "1")
     assert OTHER_LOGPROBS not in server_environment(config, tmp_path)
-    with pytest.raises(EngineError, match=rf"engine\.environment: with {OTHER_LOGPROBS}"):
+    with pytest.raises(EngineSettingsError, match=rf"engine\.environment: with {OTHER_LOGPROBS}"):
         check_model(replace(config, environment={OTHER_LOGPROBS: "1"}, dtype="bfloat16"), tmp_path)
 
 
@@ -80,7 +81,7 @@ def test_free_port_is_one_that_every_version_accepts() -> None:
 def test_cache_that_cannot_hold_one_request_is_refused() -> None:
     model = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "num_hidden_layers": 2}
     assert kv_tokens(EngineConfig(kv_cache_mb=4), model) == 4096
-    with pytest.raises(EngineError, match="kv_cache_mb 1 holds 1024 tokens"):
+    with pytest.raises(EngineSettingsError, match="kv_cache_mb 1 holds 1024 tokens"):
         kv_tokens(EngineConfig(kv_cache_mb=1, max_model_len=1024), model)
 
 
@@ -93,3 +94,11 @@ def test_interpreter_without_sglang_is_named(tmp_path: Path, python: str, words:
     engine = make_engine(EngineConfig(name="sglang", python=python), tmp_path, "sglang.test")
     with pytest.raises(EngineError, match=words):
         uvloop.run(engine.start())  # the event loop of the services
+
+
+def test_arguments_that_sglang_refuses_are_no_reason_to_try_again(tmp_path: Path) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    config = EngineConfig(name="sglang", dtype="float64", max_model_len=64, **sglang_settings())
+    engine = make_engine(config, tmp_path, "sglang.test")
+    with pytest.raises(EngineSettingsError, match=r"ended with code 2: .*--dtype: invalid choice: 'float64'"):
+        uvloop.run(engine.start())

@@ -7,10 +7,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from protocol.errors import EngineError
+from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS
 from rollout.engines.base import EngineConfig, Sampling
-from rollout.engines.vllm.launch import check_model, engine_arguments, sampling_parameters
+from rollout.engines.vllm.launch import check_model, engine_arguments, launch, sampling_parameters
 from tests.contracts.engine_models import tiny_model
 
 
@@ -41,5 +41,13 @@ def test_model_that_vllm_cannot_run_is_refused(
     tiny_model(1).config.save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineSettingsError, match=words):
         check_model(config, tmp_path)
+
+
+def test_arguments_that_vllm_refuses_are_no_reason_to_try_again(tmp_path: Path) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+    arguments = engine_arguments(EngineConfig(max_model_len=64), tmp_path, "rollout.0.a", NO_ADAPTERS)
+    with pytest.raises(EngineSettingsError, match=r"vLLM cannot serve .*float3") as refused:
+        launch({**arguments, "dtype": "float3"})
+    assert "\n" not in str(refused.value)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import Reason, TetherError
+from protocol.errors import Reason, SettingsError, TetherError
 from protocol.host.hash_chain import append
 from services.ledger.event_log.archiver import FILE, Archiver, last_sequence
 from services.ledger.verify.verifier import verify
@@ -52,12 +52,20 @@ async def test_archive_refuses_a_gap_and_a_ledger_that_forgot(driver: Driver, tm
     with pytest.raises(TetherError, match="lost acknowledged writes"):
         await Archiver(driver.ledger, tmp_path).archive()
     await driver.ledger.archived(3)
-    path.write_text('{"seq": 1}\n')
-    with pytest.raises(TetherError, match="events are missing"):
+    before = await driver.ledger.events(0, 100)
+    for left, culprit in (
+        ('{"seq": 1}\n', "ends at event 1, and the ledger begins at event 4"),
+        ("", "ends at event 0, and the ledger begins at event 4"),
+        ("what\n", "has a last line that is not an event"),
+    ):
+        path.write_text(left)
+        with pytest.raises(SettingsError, match=rf"{path} {culprit}.*: .* Put the whole file back"):
+            await Archiver(driver.ledger, tmp_path).archive()
+        assert path.read_text() == left
+    path.unlink()
+    with pytest.raises(SettingsError, match=rf"{path} ends at event 0, .* was deleted"):
         await Archiver(driver.ledger, tmp_path).archive()
-    path.write_text("what\n")
-    with pytest.raises(TetherError, match="not an event"):
-        await Archiver(driver.ledger, tmp_path).archive()
+    assert (path.exists(), await driver.ledger.events(0, 100)) == (False, before)
 
 
 async def test_archive_all_empties_the_log(driver: Driver, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""How a run ends that cannot continue: drained, with one sentence, with nothing left in shared memory."""
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.ledger.event_log.archiver import FILE
+from services.observability.steps import read_steps
+from tests.integration.command import audit, pids, processes_of, tether_up, until
+from tests.integration.loop import ROOT
+
+SETS = (
+    "engine.seconds_per_token=0.05",
+    "trainer.checkpoint_every=1",
+    "rollout.drain_s=0",
+    "services.restarts=0",
+    "run.steps=100000",
+)
+
+
+def arguments(run_dir: Path, run: str, *sets: str) -> list[str]:
+    words = [word for setting in (*SETS, f"run.name={run}", *sets) for word in ("--set", setting)]
+    return [str(ROOT / "deploy/configs/stragglers.toml"), "--run-dir", str(run_dir), *words]
+
+
+def shared_memory(run: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"tether-{run}-*"))
+
+
+def services(run_dir: Path, run: str, up: "subprocess.Popen[bytes]", output: Path) -> dict[str, int]:
+    """Wait until a version that was trained is in shared memory, and all services are there; return their
+    pids."""
+    until(
+        lambda: up.poll() is not None or len(read_steps(run_dir / "metrics.jsonl")) >= 2,
+        seconds=120,
+        what="the second step",
+    )
+    assert up.poll() is None, output.read_text()
+    assert [list(path.glob("v*")) for path in shared_memory(run)] not in ([], [[]])
+    return until(
+        lambda: (found := pids(run_dir, run)).keys() >= {"monitor", "reward.0"} and found,
+        seconds=60,
+        what="the page and a reward worker",
+    )
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("victim", ["trainer", "reward.0"])
+def test_a_service_that_is_given_up_ends_the_run_drained_and_leaves_nothing(
+    tmp_path: Path, victim: str
+) -> None:
+    """A trainer that is killed cannot remove what it has published."""
+    run, run_dir, output = f"ends-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
+    with tether_up(*arguments(run_dir, run), output=output) as up:
+        os.kill(services(run_dir, run, up, output)[victim], signal.SIGKILL)
+        assert up.wait(120) == 1
+    text = output.read_text()
+    assert f"tether: ServiceFailed: {victim} died 1 times in a minute, last with exit code -9" in text
+    assert "Traceback" not in text
+    assert (processes_of(run_dir), shared_memory(run)) == ([], [])
+    # what the engine held was handed back, and the ingest has archived even that
+    released = [event for event in events(run_dir) if event["event"] == "release"]
+    assert {event["reason"] for event in released} == {"drain"}
+    result, made = audit(run_dir), len(read_steps(run_dir / "metrics.jsonl"))
+    assert (result["code"], result["violations"]) == (0, [])
+    with tether_up(*arguments(run_dir, run, f"run.steps={made + 3}"), output=output) as up:
+        assert up.wait(120) == 0, output.read_text()
+    result = audit(run_dir)
+    assert (result["code"], result["violations"], result["steps"]) == (0, [], made + 3)
+
+
+def test_a_run_that_is_killed_by_a_second_ctrl_c_leaves_no_weights(tmp_path: Path) -> None:
+    run, run_dir, output = f"ends-killed-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
+    with tether_up(*arguments(run_dir, run), output=output) as up:
+        os.kill(services(run_dir, run, up, output)["trainer"], signal.SIGSTOP)  # it cannot drain
+        up.send_signal(signal.SIGINT)
+        until(lambda: "Ctrl-C again" in output.read_text(), seconds=60, what="the drain")
+        up.send_signal(signal.SIGINT)
+        assert up.wait(60) == 0, output.read_text()
+    assert (processes_of(run_dir), shared_memory(run)) == ([], [])
+
+
+def test_the_page_does_not_end_a_run(tmp_path: Path) -> None:
+    run, run_dir, output = f"ends-page-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
+    with tether_up(*arguments(run_dir, run), output=output) as up:
+        os.kill(services(run_dir, run, up, output)["monitor"], signal.SIGKILL)
+        until(lambda: "service.given_up name=monitor" in output.read_text(), seconds=60, what="its end")
+        made = len(read_steps(run_dir / "metrics.jsonl"))
+        until(lambda: len(read_steps(run_dir / "metrics.jsonl")) > made + 2, seconds=60, what="more steps")
+        up.send_signal(signal.SIGINT)
+        assert up.wait(120) == 0, output.read_text()
+
+
+def test_what_an_engine_refuses_at_its_start_ends_the_run_at_once(tmp_path: Path) -> None:
+    """The checks before the start do not find this one."""
+    run, run_dir, output = f"ends-engine-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
+    sets = ("engine.name=hf", "engine.max_model_len=64", "services.restarts=5")
+    refused = "engine.enable_return_routed_experts"
+    with tether_up(*arguments(run_dir, run, *sets, f"{refused}=true"), output=output) as up:
+        assert up.wait(120) == 2, output.read_text()
+    text = output.read_text()
+    assert text.splitlines()[-1].startswith(f"tether: tether rollout: setting {refused}: ")
+    assert "Traceback" not in text
+    assert (run_dir / "logs/rollout.0.log").read_text().count("process.failed") == 1
+    assert (processes_of(run_dir), shared_memory(run)) == ([], [])
+
+
+def test_a_run_whose_event_log_was_deleted_ends_at_once_and_says_what_to_do(tmp_path: Path) -> None:
+    run, run_dir, output = f"ends-log-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
+    path, aside = run_dir / FILE, tmp_path / "aside"
+    with tether_up(*arguments(run_dir, run, "services.restarts=5"), output=output) as up:
+        services(run_dir, run, up, output)
+        path.rename(aside)
+        assert up.wait(120) == 2
+    last = output.read_text().splitlines()[-1]
+    assert last.startswith(f"tether: tether ingest: {path} ends at event 0, and the ledger begins at event ")
+    assert "Put the whole file back and start the run again" in last
+    assert last.endswith(f"at the newest of {run_dir / 'exports'}")
+    assert (run_dir / "logs/ingest.log").read_text().count("process.failed") == 1
+    assert not path.exists()
+    with tether_up(*arguments(run_dir, run), output=output) as up:
+        assert up.wait(120) == 2, output.read_text()
+    assert output.read_text().splitlines()[-1].startswith(f"tether: {path} ends at event 0")
+    aside.rename(path)
+    made = len(read_steps(run_dir / "metrics.jsonl"))
+    with tether_up(*arguments(run_dir, run, f"run.steps={made + 3}"), output=output) as up:
+        assert up.wait(120) == 0, output.read_text()
+    result = audit(run_dir)
+    assert (result["code"], result["violations"], result["steps"]) == (0, [], made + 3)
