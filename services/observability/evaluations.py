@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.host.hash_chain import append
+from services.ledger.event_log.hash_chain import append
 from services.observability.steps import epoch_starts
 
 FILE = "eval.jsonl"

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from protocol.codec import decode_payload
-from protocol.host.hash_chain import LINK, append
 from protocol.messages import StepReport
+from services.ledger.event_log.hash_chain import LINK, append
 from services.observability.line_follower import LineFollower
 
 TAIL_BYTES = 1 << 20

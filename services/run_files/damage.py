@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SpoolError
-from protocol.host.hash_chain import damaged_lines, head_of
+from services.ledger.event_log.hash_chain import damaged_lines, head_of
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import MANIFEST
 from trainer.storage.checksums import FILE, damaged_document, damaged_files, listed_files

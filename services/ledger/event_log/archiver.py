@@ -1,7 +1,7 @@
 """Archives the event log of a run: copies events from the ledger to a file, one line of JSON each.
 
 `events.py` lists the events. Each line has one more field at its end, `chain` (see
-`protocol/host/hash_chain.py`). Lines keep all fields of the ledger's JSON in their order, also those that
+`hash_chain.py`). Lines keep all fields of the ledger's JSON in their order, also those that
 this version does not know.
 `services/ledger/verify` proves the bound from the archive alone.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.file_lock import locked
-from protocol.host.hash_chain import append
+from services.ledger.event_log.hash_chain import append
 from services.ledger.interface import Ledger
 
 FILE = "audit.jsonl"

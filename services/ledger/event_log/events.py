@@ -3,7 +3,7 @@
 Each state change appends one event. `seq` counts up without gaps from 1 over the life of the run; only a
 `rebuild` may skip numbers. The JSON of an event has its kind in the field `event`, and leaves empty lists
 out; digests are decimal strings, because JSON numbers end at 53 bits; counts have string keys. The archive
-adds one field, `chain`, at the end of each line (see `protocol/host/hash_chain.py`).
+adds one field, `chain`, at the end of each line (see `hash_chain.py`).
 
 Decoding ignores fields that are not declared here, so that an older version reads the log of a newer one.
 """

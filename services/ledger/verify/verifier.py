@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.host.hash_chain import Chain
 from protocol.lifecycle import Event, GroupState
 from protocol.staleness import Bound, deadline
 from services.ledger.event_log.events import (
@@ -35,6 +34,7 @@ from services.ledger.event_log.events import (
     decode_fields,
     decode_line,
 )
+from services.ledger.event_log.hash_chain import Chain
 from services.ledger.verify.rebuild_check import check_rebuild
 from services.ledger.verify.replay_state import ReplayedGroup, ReplayState
 from services.ledger.verify.result import AuditResult

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from protocol.host.hash_chain import append
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
+from services.ledger.event_log.hash_chain import append
 from services.ledger.interface import RunSpec
 from services.ledger.memory.ledger import MemoryLedger
 from services.runtime import writing

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import Reason, SettingsError, TetherError
-from protocol.host.hash_chain import append
 from services.ledger.event_log.archiver import FILE, Archiver, last_sequence
+from services.ledger.event_log.hash_chain import append
 from services.ledger.verify.verifier import verify
 from tests.contracts.ledger_rig import Driver, MemoryRig
 

@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from protocol.host.hash_chain import append, head_of
 from services.ledger.event_log.archiver import FILE
+from services.ledger.event_log.hash_chain import append, head_of
 from services.ledger.verify.verifier import verify, verify_events
 from tests.services.ledger.verify import forgeries
 from tests.services.ledger.verify.corruptions import CORRUPTIONS, Corruption

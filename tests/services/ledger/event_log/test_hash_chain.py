@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.host.hash_chain import append, damaged_lines, head_of
+from services.ledger.event_log.hash_chain import append, damaged_lines, head_of
 
 
 def bodies(first: int, count: int) -> list[bytes]:
