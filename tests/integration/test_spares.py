@@ -17,7 +17,7 @@ OVERRIDES = (
     "bound.groups_per_step=8",
     "eval.at_end=false",
     "monitor.enabled=false",
-    "rollout.lease_s=2",
+    "rollout.lease_s=600",
     "rollout.groups_in_flight=8",
     "bus.peer_timeout_s=2",
     'reward.verifiers=[{name="tests.integration.slow_verifier"}]',
