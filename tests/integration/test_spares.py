@@ -1,4 +1,7 @@
-"""kill -9 of a trainer and a rollout worker that have spares: these become them, and the run finishes."""
+"""kill -9 of a trainer and a rollout worker that have spares: these become them, and the run finishes.
+
+Leases of the killed worker would last longer than the test.
+"""
 
 import os
 import signal
