@@ -1,8 +1,8 @@
 """Plugin of pytest (`-p tests.forks --forks N`): tests in copies of the process that has collected them.
 
-Collecting takes half a minute, so one process does it. Tests that start services wait for half of their time, so
-N more copies, the guests, begin a test whenever a core is idle. GPU tests use pytest-xdist: CUDA does not survive
-a fork.
+Collecting takes half a minute, so one process does it. Tests that start services wait for half of their time,
+so N more copies, the guests, begin a test whenever a core is idle. GPU tests use pytest-xdist: CUDA does not
+survive a fork.
 """
 
 import atexit
@@ -28,7 +28,7 @@ Unit = Sequence[pytest.Item]
 INDEX = struct.Struct("=i")
 LENGTH = struct.Struct("=q")
 END = LENGTH.pack(0)
-"""Follows the last report of a process. The pipe's end would not do: processes that it forked hold it open."""
+"""Follows the last report of a process. The pipe's end would not do: forked processes hold it open."""
 IDLE_S = 0.5
 """How long a core must have been idle before a guest begins a test."""
 ROOM_BYTES = 4 << 30
@@ -69,7 +69,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 def units_of(items: Sequence[pytest.Item]) -> list[Unit]:
     """Return the tests by the process that runs them in a row, the longest list first.
 
-    Tests of one `xdist_group` are a unit, and so are tests of a module that share a fixture; others run alone.
+    Tests of one `xdist_group` are a unit, and tests of a module that share a fixture; others run alone.
     """
     units: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
