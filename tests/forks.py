@@ -24,6 +24,8 @@ import psutil
 import pytest
 from _pytest.scope import Scope
 
+from protocol.host.parent_death import die_with_parent
+
 Unit = Sequence[pytest.Item]
 INDEX = struct.Struct("=i")
 LENGTH = struct.Struct("=q")
@@ -118,6 +120,7 @@ class Worker:
         read, write = os.pipe()
         self.pid = os.fork()
         if not self.pid:
+            die_with_parent(signal.SIGINT)  # as Ctrl-C: tests end what they started
             os.close(read)
             run_and_exit(session, queue, units, os.fdopen(write, "wb"), guest=guest)
         os.close(write)
@@ -141,7 +144,7 @@ class Worker:
     def end(self) -> int:
         """End the process, if it has not closed its end by itself, and return its exit code."""
         if not self.reports.closed:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGINT)
             self.reports.close()
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
