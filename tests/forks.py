@@ -214,6 +214,8 @@ def run_and_exit(
         capture.stop_global_capturing()
         atexit._run_exitfuncs()
         code = 0
+    except KeyboardInterrupt:
+        pass
     except BaseException:
         capture.stop_global_capturing()
         traceback.print_exc()
