@@ -7,6 +7,7 @@ survive a fork.
 
 import atexit
 import fcntl
+import gc
 import marshal
 import os
 import selectors
@@ -49,6 +50,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if not forks or session.config.option.collectonly or session.testsfailed:
         return None
     units = units_of(session.items)
+    gc.collect()
+    gc.freeze()  # no fork looks through what was imported, nor copies its pages
     queue = Queue(len(units))
     workers = [Worker(session, queue, units, guest=number >= forks) for number in range(2 * forks)]
     try:
