@@ -17,7 +17,6 @@ import asyncio
 import functools
 import hashlib
 import json
-import logging
 import secrets
 from collections import OrderedDict
 
@@ -25,14 +24,14 @@ from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 from protocol.errors import EpisodeError, SettingsError
+from protocol.host.http_listener import LimitedListener, request_logger
 from rollout.off_loop import LARGE, off_loop
-from rollout.sessions.listener import LimitedListener
 from rollout.sessions.refusal import RequestRefused, ended, invalid
 from rollout.sessions.requests import read_body
 from rollout.sessions.served_call import APIS, Api, ServedCall
 from rollout.sessions.session import Session
 
-_log = logging.getLogger("tether.sessions")
+_log = request_logger("tether.sessions")
 
 MAX_ENDED = 10_000
 """Ended sessions whose clients are answered why, the last ones; others are unknown."""
@@ -71,7 +70,10 @@ class SessionEndpoint:
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
-        self._listener = LimitedListener(max_connections=max_connections, header_s=header_s)
+        full = RequestRefused(503, "too_many_connections", f"{max_connections} connections are open")
+        self._listener = LimitedListener(
+            max_connections=max_connections, header_s=header_s, full=json.dumps(full.body).encode()
+        )
         app = web.Application(client_max_size=self._max_bytes, middlewares=[self._listener.note, _as_errors])
         app.router.add_get("/s/{key}/v1/models", self._serve_models)
         for api in APIS:
@@ -80,7 +82,9 @@ class SessionEndpoint:
         app.router.add_delete("/s/{key}/v1/responses/{name}", self._serve_stored)
         app.router.add_get("/s/{key}/v1/results/{name}", self._serve_result)
         app.router.add_put("/s/{key}/v1/results/{name}", self._serve_result)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=_log, handler_cancellation=True, shutdown_timeout=1.0
+        )
         self._address = ""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:

@@ -48,6 +48,9 @@ MADE_PATHS = frozenset(
 )
 """Paths that documents name and users write."""
 
+MOST_WORDS = {"README.md": 800, "CONTRIBUTING.md": 700, "CHANGELOG.md": 900}
+"""Document -> words that it has at most."""
+
 SCENARIO_FOLDERS = {
     "tests": "the repository itself",
     "tests/benchmarks": "the benchmarks run",
@@ -67,6 +70,7 @@ SCENARIO_FOLDERS = {
 """Folders of tests whose files are named after scenarios."""
 
 SCENARIOS = {
+    "tests/rollout/sessions/test_listener.py": "strangers, slow and malformed requests at the endpoint",
     "tests/reward/judge/test_served_by_vllm.py": "a judge in vLLM's own server",
     "tests/rollout/engines/test_contract.py": "every engine keeps the contract of tests/contracts",
     "tests/rollout/engines/test_gpu_settings.py": "settings of vLLM and SGLang that apply on a GPU alone",

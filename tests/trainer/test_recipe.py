@@ -41,6 +41,14 @@ def test_what_fits_is_not_refused() -> None:
     [
         ({"trainer": {"num_mini_batches": 9}}, "num_mini_batches: 9 mini-batches for the 8 samples"),
         ({"algorithm": {"name": "m2po"}}, "second_moment_threshold: 'm2po'"),
+        ({"algorithm": {"second_moment_threshold": 0.04}}, "it is the trust region of 'm2po', and 'grpo'"),
+        (
+            {
+                "algorithm": {"name": "m2po", "second_moment_threshold": 0.04},
+                "trainer": {"recompute_logprobs": True},
+            },
+            "the trust region of 'm2po' is around the engine's policy",
+        ),
         ({"algorithm": {"proximal_policy": "interpolated"}}, r"turn trainer\.recompute_logprobs on"),
         ({"algorithm": {"importance_level": "sequence"}}, r"turn trainer\.recompute_logprobs on and set"),
         (

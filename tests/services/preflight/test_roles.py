@@ -93,7 +93,6 @@ def test_training_on_data_refuses_what_it_does_not_use(tmp_path: Path) -> None:
         "trainer.recompute_logprobs": "true",
         "algorithm.ess_scaling": '"sqrt"',
         "algorithm.entropy_target": "0.1",
-        "algorithm.second_moment_threshold": "0.04",
     }
     for setting, value in wrong.items():
         assert setting in problems(f"{setting}={value}")

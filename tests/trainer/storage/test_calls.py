@@ -1,5 +1,6 @@
 """Stores calls: by their holder, once, bounded, and forgotten."""
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_only_the_holder_adds_calls(store: CallStore) -> None:
     store.hold(7, "later")
     assert put(store, CALL, replace(CALL, token="later", number=2)) == [NOT_HELD, ""]
     assert (store.is_held(7, CALL.token), store.is_held(7, "later")) == (False, True)
-    assert len(store.of_sample(7, 0)) == 2
+    assert len(store.recall(7, 0)) == 2
 
 
 def test_a_sample_has_a_bounded_record(store: CallStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +68,28 @@ def test_the_last_attempt_of_the_same_epoch_is_recalled() -> None:
     assert recalled([], "e1") == Recalled()
     assert recalled([first, second], "e1") == Recalled(calls=(second,), attempt=1, number=2)
     assert recalled([first, second], "e2") == Recalled(attempt=2, number=2)
+
+
+def test_a_damaged_call_begins_its_sample_anew_and_no_other(
+    store: CallStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.hold(7, CALL.token)
+    made = [replace(CALL, sample=sample, number=number) for sample in (0, 1) for number in range(3)]
+    assert put(store, *made) == [""] * 6
+    with closing(sqlite3.connect(tmp_path / "spool.sqlite")) as connection:
+        connection.execute("UPDATE calls SET payload = zeroblob(9) WHERE sample = 0 AND number = 1")
+        connection.commit()
+    assert [call.number for call in store.of_groups([7])] == [0, 2, 0, 1, 2]
+    assert (store.recall(7, 0), len(store.recall(7, 1))) == ([], 3)
+    assert "calls.damaged group=7 sample=0 numbers=[1] forgotten=3" in caplog.text
+    assert put(store, replace(CALL, number=0)) == [""]
+    assert len(store.recall(7, 0)) == 1
+
+
+def test_a_call_that_moved_to_another_sample_is_damaged(store: CallStore, tmp_path: Path) -> None:
+    store.hold(7, CALL.token)
+    put(store, CALL)
+    with closing(sqlite3.connect(tmp_path / "spool.sqlite")) as connection:
+        connection.execute("UPDATE calls SET sample = 3")
+        connection.commit()
+    assert store.recall(7, 3) == []

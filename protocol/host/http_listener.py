@@ -1,29 +1,45 @@
 """Listens for a web server, with a limit on connections and on the time until the first request."""
 
 import asyncio
-import json
+import logging
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
-
-from rollout.sessions.refusal import RequestRefused
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: all harnesses of a worker may begin at once."""
 
 
+def request_logger(name: str) -> logging.Logger:
+    """Return a logger for aiohttp that leaves out requests that are no HTTP.
+
+    Port scanners would fill the log, and what is quoted of a request may have a key in its path.
+    """
+    logger = logging.getLogger(name)
+    if _is_no_bad_request not in logger.filters:
+        logger.addFilter(_is_no_bad_request)
+    return logger
+
+
+def _is_no_bad_request(record: logging.LogRecord) -> bool:
+    """Return whether a record says something else than that a request is no HTTP."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 class LimitedListener:
     """Accepts connections for the application of a runner, on one address."""
 
-    def __init__(self, *, max_connections: int, header_s: float) -> None:
+    def __init__(self, *, max_connections: int, header_s: float, full: bytes) -> None:
         """Create a listener that is not started.
 
         Args:
             max_connections: open at once; one more is answered 503 and closed.
             header_s: how long a connection may take to send the head of its first request, seconds. One that
                 takes longer is closed.
+            full: body of the answer 503, JSON.
         """
-        self._max, self._header_s = max_connections, header_s
+        self._max, self._header_s, self._full = max_connections, header_s, full
         self._silent: set[asyncio.Protocol] = set()
         """Connections that have not sent the head of a request yet, for at most `header_s`."""
         self._server: asyncio.Server | None = None
@@ -41,7 +57,7 @@ class LimitedListener:
 
         def connected() -> asyncio.Protocol:
             if len(served.connections) >= self._max:
-                return _Full(self._max)
+                return _Full(self._full)
             handler = served()
             self._silent.add(handler)
             loop.call_later(self._header_s, self._close_silent, handler)
@@ -72,16 +88,14 @@ class LimitedListener:
 class _Full(asyncio.Protocol):
     """Answers a connection that is one too many."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, body: bytes) -> None:
+        self._body = body
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        refusal = RequestRefused(503, "too_many_connections", f"{self._limit} connections are open")
-        body = json.dumps(refusal.body).encode()
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"Content-Length: {len(self._body)}\r\n\r\n"
         )
         if isinstance(transport, asyncio.WriteTransport):
-            transport.write(head.encode() + body)
+            transport.write(head.encode() + self._body)
             transport.close()
