@@ -22,7 +22,7 @@ from services.ledger.event_log.events import (
     UnhaltEvent,
 )
 from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
-from services.ledger.memory.run_clock import wall_ms
+from services.ledger.memory.run_clock import RunClock
 
 
 @dataclass(slots=True)
@@ -104,9 +104,13 @@ class RunState:
     """Number of the last archived event."""
 
     def append(self, event: LedgerEvent) -> None:
-        """Append an event to the log, with the next number and the wall clock's time."""
+        """Append an event to the log, with the next number and the wall clock's time.
+
+        A run whose clock was given has no other one.
+        """
         self.sequence += 1
-        self.log.append(msgspec.structs.replace(event, seq=self.sequence, time_ms=wall_ms()))
+        time_ms = self.clock.wall() if isinstance(self.clock, RunClock) else self.clock()
+        self.log.append(msgspec.structs.replace(event, seq=self.sequence, time_ms=time_ms))
 
     def next_step(self) -> int:
         """Return N of rule F."""
