@@ -126,7 +126,7 @@ def test_a_run_that_is_started_again_as_it_was_has_changed_nothing(tmp_path: Pat
     assert changes_since_last_start(with_url) == []
 
 
-def test_what_was_allowed_at_the_last_start_can_still_be_compared(tmp_path: Path) -> None:
+def test_setting_allowed_at_the_last_start_can_still_be_compared(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"engine": {"name": "gone"}, "rollout": {"groups_in_flight": 0}}')
     recorded = recorded_settings(tmp_path)
     assert recorded is not None

@@ -15,7 +15,7 @@ def test_a_directory_without_a_log_is_refused(tmp_path: Path) -> None:
         verify_run(tmp_path)
 
 
-def test_a_run_of_a_release_without_sessions_is_verified(tmp_path: Path) -> None:
+def test_recorded_run_without_sessions_is_verified(tmp_path: Path) -> None:
     facts = verify_run(recorded_run(tmp_path))
     assert (facts["violations"], facts["trained"]) == ([], 21)
 
