@@ -259,7 +259,7 @@ class Episodes:
         failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
         seconds = time.monotonic() - began
         replayed = calls.record.replayed if calls.record else 0
-        left = calls.record.left if calls.record and not failure else 0
+        left = calls.record.remaining if calls.record and not failure else 0
         self.report(
             EpisodeReport(
                 index, attempt, calls.turns, calls.tokens, seconds, failure, text,

@@ -31,7 +31,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Report of a committed step, made by the trainer; docs/metrics.md explains every field.
 
     Times are wall-clock seconds unless the name says otherwise. None (null in metrics.jsonl) is what was not
-    measured; reports of older releases have 0 there.
+    measured.
     """
 
     step: int
@@ -84,8 +84,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Share of time, 0 to 1, in which engines had requests to run and were awake, between the heartbeats
     that came before the last step and before this one; mean over the engines that sent a newer one."""
     batch_digest: str = ""
-    """xxh3-128 of the trained batch, "2:" and 32 hex digits; `tether replay` compares with it. Releases that
-    padded batches wrote 32 hex digits alone, of the padded arrays."""
+    """xxh3-128 of the trained batch, 32 hex digits; `tether replay` compares with it."""
     lag_in_flight_mean: float | None = None
     """Part of `lag_mean` that passed until the last token of the token's group was sampled, in versions."""
     lag_in_queue_mean: float | None = None

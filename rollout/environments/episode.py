@@ -122,7 +122,7 @@ class Episode:
         sample = self._sample.finish("length" if truncated else ended, value)
         if self._record is None:
             return sample
-        others = self._record.without_place([number for number, _, _ in self._calls])
+        others = self._record.abandoned([number for number, _, _ in self._calls])
         return replace(sample, calls=tuple(self._calls), recorded=(self._record.index, tuple(others)))
 
     async def _answered(self, inserted: tuple[int, ...], max_tokens: int | None) -> Completion:
@@ -185,5 +185,5 @@ class EpisodeEnvironment(Environment):
         finally:
             episode.results.end("its episode is over")
         if record is not None:
-            record.warn_of_left()
+            record.warn_of_remaining()
         return episode.finish(reward, truncated=truncated)

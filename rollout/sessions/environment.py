@@ -186,7 +186,7 @@ class SessionEnvironment(Environment):
                 prompt.index, session.restarts, session.overridden, len(session.tree.calls),
             )  # fmt: skip
         if record is not None:
-            record.warn_of_left()
+            record.warn_of_remaining()
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
         answered = session.tree.calls
@@ -281,4 +281,4 @@ def _recorded(session: Session) -> tuple[int, tuple[int, ...]] | None:
     if session.record is None:
         return None
     placed = [call.number for call in session.tree.calls]
-    return session.record.index, tuple(session.record.without_place(placed))
+    return session.record.index, tuple(session.record.abandoned(placed))

@@ -1,7 +1,19 @@
-"""Records the calls of one sample and its tools' results, each before it is seen, and gives them again.
+"""Records the calls of one sample and its tools' results before the harness sees them, and replays them.
 
-These are of an earlier lease, or of a program that was killed. A call is found by the hash of its request and
-that of its context, so a replayed session has the same tree as the one that was recorded.
+The states of a call within an attempt, and the methods that move it:
+
+    recorded ------------- take --------> placed
+    generated --- answer, stored -------> placed -- put_back --> unseen -- unseen --> placed
+    generated --- answer, cancelled ----------------------------> unseen
+    recorded, unseen --- the attempt ends ---------------------> abandoned
+
+- recorded: on disk, of an earlier lease or of a program that was killed; waits to be asked for again.
+- unseen: answered in this attempt, but the harness disconnected before it read the answer.
+- placed: answered; the session put the call into the tree of the sample.
+- abandoned: in no row of the sample when the attempt ends (`abandoned`); so are tools' results.
+
+A call is found by the hash of its request and the hash of its context, so a replayed session has the tree of
+the recorded one.
 """
 
 import asyncio
@@ -30,7 +42,7 @@ class CallJournal(Protocol):
     """Where the calls of a leased group are kept."""
 
     async def recall(self, sample: int) -> Recalled:
-        """Return what is recorded of a sample; holders of earlier leases cannot record any more."""
+        """Return the recorded calls of a sample; from then on earlier leases of the group cannot record."""
 
     async def store(self, call: Call) -> None:
         """Return when a call is on disk.
@@ -50,7 +62,7 @@ class Recording:
     epoch: str
     engine: str
     version: int
-    """That of the lease: of a recorded call with an older token nothing is trained."""
+    """Weight version of the lease. A replayed call with an older token carries no gradient."""
 
     def sample(self, index: int) -> "SampleRecord":
         """Return the record of a sample."""
@@ -74,10 +86,11 @@ class SampleRecord:
     _first: int = 0
     """Number of the attempt's first call."""
     _next: int = 0
-    _left: dict[Key, list[Call]] = field(default_factory=dict)
-    """Recorded calls that were not asked for again, by number."""
+    _recorded: dict[Key, list[Call]] = field(default_factory=dict)
+    """Key -> recorded calls that were not asked for again, in the order of their numbers."""
     _unseen: dict[int, tuple[Key, Completion, Call | None]] = field(default_factory=dict)
-    """Answers that nobody has seen, by number; those that may not be on disk with their message."""
+    """Call number -> answer that the harness has not seen. The third item is the call to store again, where
+    its write was cancelled."""
 
     async def begin(self, *, replayable: bool) -> None:
         """Begin an attempt: the first one, and one after `resume`, goes by the record; others begin anew.
@@ -85,42 +98,42 @@ class SampleRecord:
         Raises:
             EpisodeError: there is a record, and the harness must not be run again.
         """
-        self.replayed, self._left, self.results = 0, {}, {}
+        self.replayed, self._recorded, self.results = 0, {}, {}
         self._unseen.clear()
         if not self._resumes:
             self._attempt, self._first = self._attempt + 1, self._next
             return
-        found = await self.recording.journal.recall(self.index)
-        calls = found.calls if found.attempt >= self._attempt else ()  # else of one that failed
+        record = await self.recording.journal.recall(self.index)
+        calls = record.calls if record.attempt >= self._attempt else ()  # else of a failed attempt
         if calls and not replayable:
             raise EpisodeError(
                 "replay",
                 f"{len(calls)} calls were made before, and environment.options.replayable is off",
             )
         self._resumes = False
-        self._next = max(self._next, found.number)  # a call of this lease may still be on its way to the disk
-        if found.attempt > self._attempt:
-            self._attempt, self._first = found.attempt, calls[0].number if calls else found.number
+        self._next = max(self._next, record.number)  # a call of this lease may not be on disk yet
+        if record.attempt > self._attempt:
+            self._attempt, self._first = record.attempt, calls[0].number if calls else record.number
         for call in calls:
             if call.name:
-                self.results[call.name] = call.result  # nobody has seen an earlier one of the same name
+                self.results[call.name] = call.result  # the last of a name is the one that was seen
             else:
-                self._left.setdefault((call.request, call.context), []).append(call)
+                self._recorded.setdefault((call.request, call.context), []).append(call)
 
     def resume(self) -> None:
         """Let the next attempt continue this one: a signal ended its harness."""
         self._resumes = True
 
     @property
-    def left(self) -> int:
-        """Recorded calls that were not asked for again."""
-        return sum(map(len, self._left.values()))
+    def remaining(self) -> int:
+        """Number of recorded calls that were not asked for again."""
+        return sum(map(len, self._recorded.values()))
 
     def take(self, key: Key) -> tuple[int, Completion] | None:
         """Return number and answer of a recorded call; each is taken once, equal ones by number."""
-        if not (found := self._left.get(key)):
+        if not (calls := self._recorded.get(key)):
             return None
-        call = found.pop(0)
+        call = calls.pop(0)
         self.replayed += 1
         return call.number, completion_of(call)
 
@@ -129,8 +142,8 @@ class SampleRecord:
         self._unseen[number] = key, completion, None
 
     async def unseen(self, key: Key) -> tuple[int, Completion] | None:
-        """Return number and answer of a call of this attempt that nobody has seen, once it is on disk."""
-        number = next((number for number, (known, _, _) in self._unseen.items() if known == key), -1)
+        """Return number and answer of an unseen call of this attempt, once it is on disk."""
+        number = next((number for number, (its_key, _, _) in self._unseen.items() if its_key == key), -1)
         if number < 0:
             return None
         _, completion, call = self._unseen.pop(number)
@@ -148,14 +161,14 @@ class SampleRecord:
     ) -> tuple[int, Completion]:
         """Return number and answer of a call: from the record, or generated and recorded.
 
-        Cancelled, the call may be on disk or not: nobody has seen its answer.
+        After a cancellation the call may be on disk or not; it is unseen.
 
         Args:
             key: what the call is found by.
             parent: number of the call whose tokens it continues; -1: it begins anew.
-            inserted: the tokens between that one's answer and this one.
+            inserted: tokens between the parent's answer and this answer.
             generate: makes the answer.
-            on_replayed: called with one of the record.
+            on_replayed: called with a recorded answer.
 
         Raises:
             EngineError: the engine recorded experts, too, which a call has no place for.
@@ -163,10 +176,10 @@ class SampleRecord:
         """
         if (unseen := await self.unseen(key)) is not None:
             return unseen
-        if (known := self.take(key)) is not None:
+        if (recorded := self.take(key)) is not None:
             if on_replayed is not None:
-                on_replayed(known[1])
-            return known
+                on_replayed(recorded[1])
+            return recorded
         began_ms = now_ms()
         completion = await generate()
         if completion.experts is not None:
@@ -203,7 +216,7 @@ class SampleRecord:
         )  # fmt: skip
 
     async def _store(self, key: Key, completion: Completion, call: Call) -> None:
-        """Return when a call is on disk; cancelled, it is kept as one that nobody has seen."""
+        """Return when a call is on disk; a cancelled call becomes unseen."""
         try:
             await self.recording.journal.store(call)
         except asyncio.CancelledError:
@@ -214,16 +227,16 @@ class SampleRecord:
         """Return whether an answer is of the lease's version or later ones, so that it may be trained."""
         return all(version >= self.recording.version for _, version in completion.spans)
 
-    def warn_of_left(self) -> None:
+    def warn_of_remaining(self) -> None:
         """Log that a harness did not ask for all of its recorded calls again, if it is so."""
-        if self.left:
+        if self.remaining:
             log.warning(
                 "session.diverged group=%d sample=%d replayed=%d not_asked=%d",
-                self.recording.group, self.index, self.replayed, self.left,
+                self.recording.group, self.index, self.replayed, self.remaining,
             )  # fmt: skip
 
-    def without_place(self, placed: Sequence[int]) -> list[int]:
-        """Return the numbers of the attempt's other calls than those in the sample; results are such."""
+    def abandoned(self, placed: Sequence[int]) -> list[int]:
+        """Return the numbers of the attempt's calls and results that are not among `placed`."""
         return sorted(set(range(self._first, self._next)) - set(placed))
 
 

@@ -10,7 +10,6 @@ after `adapter_` hold them as PEFT does, and the model has them merged into it. 
 pruned without regard to these.
 """
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -38,14 +37,6 @@ log = logging.getLogger("tether.evaluation")
 
 LINK = "best"
 NAME = re.compile(r"best_step_(\d{8,})-([0-9a-f]{16})")
-
-
-class _Published(msgspec.Struct):
-    """What best.json says of the model that `best` links to."""
-
-    version: int
-    digest: str
-    directory: str
 
 
 def best_of(evaluations: Iterable[Evaluation], wanted: BestScore) -> Evaluation | None:
@@ -122,13 +113,10 @@ class BestCheckpoint:
     def _kept(self) -> dict[tuple[int, str], str]:
         """Return version and digest -> directory of each model that is there."""
         kept = {}
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            found = msgspec.json.decode((self._settings.run_dir / BEST).read_bytes(), type=_Published)
-            kept[found.version, found.digest] = found.directory  # of releases without the digest in the name
         for path in self._directory.glob("best_step_*"):
-            if match := NAME.fullmatch(path.name):
+            if (match := NAME.fullmatch(path.name)) and path.is_dir():
                 kept[int(match[1]), match[2]] = path.name
-        return {key: name for key, name in kept.items() if (self._directory / name).is_dir()}
+        return kept
 
     def _write(self, target: Path, manifest: WeightManifest) -> None:
         lora, source = self._settings.lora, self._settings.model_dir

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from services.ledger.interface import Ledger
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 
 KEPT_S = 3600.0
 """Seconds, beside twice `environment.episode_s`, for which calls are kept after the ledger said that their

@@ -13,7 +13,7 @@ import logging
 from protocol.topics import CALLS, SCORED, Role
 from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
-from services.ingest.calls import CallAdmission
+from services.ingest.call_journal import CallAdmission
 from services.ingest.clock_watch import ClockWatch
 from services.ledger_recovery.reconcile import LedgerReconciler
 from services.runtime.main import service_main
@@ -55,7 +55,7 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
                 journal = CallAdmission(process, called, spool)
                 beside = [
                     tasks.create_task(Admission(process, receiver, spool).admit_loop(), name="ingest"),
-                    tasks.create_task(journal.journal_loop(), name="ingest.calls"),
+                    tasks.create_task(journal.journal_loop(), name="ingest.call_journal"),
                     tasks.create_task(journal.sweep_loop(), name="ingest.sweep"),
                     tasks.create_task(ClockWatch(process.ledger.wall_ms).watch_loop(), name="ingest.clock"),
                 ]

@@ -131,7 +131,7 @@ class LedgerStatus:
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Engine incarnation -> (epoch, version) that it acknowledged last."""
     wasted_by_reason: Mapping[str, int] = field(default_factory=dict)
-    """Drop reason -> its part of `wasted_tokens`; drops that earlier releases counted are not in it."""
+    """Drop reason -> its part of `wasted_tokens`."""
     fingerprint: str = ""
     """Fingerprint of the prompt stream with which the run was created."""
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from services.ledger.event_log.hash_chain import LINK
 from services.monitor.series import MAX_LAGS, MAX_SERIES, combine, is_sum, numbers_of, rounded
 from services.observability.line_follower import FollowedLine, LineFollower
 
@@ -142,7 +143,7 @@ class History:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest line as it is in the file; empty before there is one."""
+        """The newest step's line; empty before there is one."""
         return self._last
 
     def _reset(self) -> None:
@@ -233,6 +234,7 @@ class History:
             return None
         if not isinstance(line, dict) or not isinstance(line.get("epoch"), str):
             return None
+        line.pop(LINK, None)
         step = line.get("step")
         return line if type(step) is int and 0 <= step < MAX_STEP else None
 

@@ -220,9 +220,7 @@ def number(line: Mapping[str, Any], name: str, form: str) -> str:
 
 def token_rate(line: Mapping[str, Any]) -> float | None:
     """Return the trained tokens per second of a step, waits included; None if it is not known."""
-    parts = sum(line.get(name) or 0.0 for name in ("wait_s", "train_s", "publish_s"))
-    seconds = line.get("step_s") or parts  # lines of older releases have no step_s
-    tokens = line.get("trained_tokens")
+    seconds, tokens = line.get("step_s") or 0.0, line.get("trained_tokens")
     return tokens / seconds if isinstance(tokens, (int, float)) and seconds >= 1e-3 else None
 
 

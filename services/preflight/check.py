@@ -11,12 +11,11 @@ from rollout.prompts.registry import make_source
 from services.preflight.critic import critic_problems
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
-from services.preflight.lengths import length_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, model_problems, read_model
 from services.preflight.problem import Problem
 from services.preflight.roles import algorithm_problems, role_problems
-from services.preflight.sampling import distribution_problems, group_problems
+from services.preflight.sampling import distribution_problems, group_problems, length_problems
 from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import read_sets
 from services.settings.sections import Settings

@@ -1,4 +1,4 @@
-"""Finds sampling settings under which training would be wrong, or would learn nothing.
+"""Finds sampling settings under which training would be wrong or learn nothing, and lengths that do not fit.
 
 The trainer computes log-probabilities over the whole vocabulary at `sampling.temperature`. Engines must
 sample from the same distribution: an importance ratio between two different ones is wrong at every token.
@@ -55,4 +55,26 @@ def group_problems(settings: Settings) -> Iterator[Problem]:
             "set it to 1.0 (tether eval scores greedy answers anyway)",
             "sampling.temperature",
             sampling.temperature,
+        )
+
+
+def length_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield the problem if the longest prompt and the longest completion exceed an engine's context."""
+    longest, completion = settings.render.max_prompt_tokens, settings.sampling.max_tokens
+    context = settings.context_tokens
+    room = context - completion
+    if room < 1:
+        yield Problem(
+            f"leaves no token for a prompt in engine.max_model_len = {context}",
+            f"set it to {context - 1} or less, or raise engine.max_model_len",
+            "sampling.max_tokens",
+            completion,
+        )
+    elif longest > room:
+        yield Problem(
+            f"with sampling.max_tokens = {completion} it exceeds engine.max_model_len = {context}",
+            f"set it to {room} or less (0 means {room}), or raise engine.max_model_len to "
+            f"{longest + completion}",
+            "render.max_prompt_tokens",
+            longest,
         )

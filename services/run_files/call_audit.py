@@ -27,7 +27,7 @@ from protocol.messages import Call, Rollout, ScoredRollout
 from protocol.rollout_view import RowView, check_logprobs, checked_array, decode_rollout
 from services.observability.printable import printable
 from trainer.storage.archive import Archive
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 from trainer.storage.spool import Spool
 
 MAX_VIOLATIONS = 1000

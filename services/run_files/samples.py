@@ -13,8 +13,8 @@ from protocol.codec import decode_payload
 from protocol.errors import TetherError
 from protocol.messages import Remark, Rollout, ScoredRollout
 from protocol.rollout_view import sample_lengths
+from protocol.turns import turns_of
 from services.run_files.event_tail import EventTail
-from services.run_files.turn_scores import describe_turns
 from trainer.storage.archive import Archive
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
@@ -286,3 +286,40 @@ def _task(rollout: Rollout) -> str:
 
 def _number(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
+
+
+def describe_turns(message: ScoredRollout, max_text: int) -> dict[int, list[dict[str, Any]]]:
+    """Return sample -> its turns, as JSON types; none if they were not scored.
+
+    Args:
+        message: the group.
+        max_text: characters given of a turn.
+
+    Returns:
+        For each sample its turns, each with `reward`, `components` (verifier -> score), `tokens`, `text` (if
+        the record has it) and `is_cut`.
+
+    Raises:
+        ProtocolError: turns contradict the rollout.
+    """
+    turns, rollout = turns_of(message.rollout), message.rollout
+    if turns is None or message.turn_rewards is None:
+        return {}
+    rewards = message.turn_rewards.numpy()
+    components = {name: values.numpy() for name, values in message.turn_components.items()}
+    found: dict[int, list[dict[str, Any]]] = {}
+    number = 0
+    for sample, of_sample in enumerate(turns):
+        for turn in of_sample:
+            text = rollout.turn_texts[number] if rollout.turn_texts else ""
+            found.setdefault(sample, []).append(
+                {
+                    "reward": _number(rewards[number]),
+                    "components": {name: _number(values[number]) for name, values in components.items()},
+                    "tokens": turn.end - turn.first,
+                    "text": text[:max_text],
+                    "is_cut": len(text) > max_text,
+                }
+            )
+            number += 1
+    return found

@@ -22,7 +22,7 @@ STATE = (SETTINGS, "audit.head", EVENT_LOG, "metrics.head", "metrics.jsonl")
 """Files of which a directory with a run has at least one, in the order in which they are copied: a log's
 head names one of its lines."""
 RUN_FILES = (*STATE, HUB, FROZEN_MODELS)
-"""What a run needs beside its checkpoint and its spool. Copies of earlier releases have `STATE` alone."""
+"""Files that a run needs beside its checkpoint and its spool; each may be absent."""
 
 
 def copy_lines(source: Path, target: Path) -> None:

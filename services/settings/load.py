@@ -54,7 +54,7 @@ def compose_settings(
     path = path or environ.get("TETHER_CONFIG") or None
     values: dict[str, Any] = read_file(Path(path)) if path else {}
     if path:
-        values = resolve_paths(values, paths_directory(Path(path)))
+        values = resolve_paths(values, absolute(Path(path).parent, Path.cwd()))
     for dotted, text, source in from_environ(environ):
         _assign(values, dotted, parse(text, dotted, Settings), source)
     for override in overrides:
@@ -113,15 +113,6 @@ def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> Non
     assign(values, dotted, found, source)
 
 
-def paths_directory(path: Path) -> Path:
-    """Return the directory that relative paths in a settings file are relative to: that of the file.
-
-    In the settings of a run all paths are absolute. Where they are not, an earlier release has written them,
-    for which paths were relative to the working directory; then they still are.
-    """
-    return Path.cwd() if path.name == FILE else absolute(path.parent, Path.cwd())
-
-
 def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
     """Return the settings that a run was last started with.
 
@@ -151,7 +142,7 @@ def recorded_settings(run_dir: Path) -> Settings | None:
     if not path.is_file():
         return None
     try:
-        return _typed(resolve_paths(read_file(path), paths_directory(path)))
+        return _typed(read_file(path))
     except SettingsError as error:
         raise SettingsError(f"{path}, the settings of the last start: {error}") from None
 

@@ -42,8 +42,7 @@ for its trainer.
 
 A path in a file is relative to the directory of that file, a path in a variable or on a command line to the
 working directory; `~` is your home. Without `run.dir` a run writes to runs/NAME in the working directory. In
-RUN_DIR/settings.json a run keeps its paths absolute; relative ones in a file of that name, which earlier
-releases wrote, are relative to the working directory.
+RUN_DIR/settings.json a run keeps its paths absolute.
 """
 HEADER = "| setting | type | range | default | meaning | variable |\n|---|---|---|---|---|---|\n"
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}

@@ -109,12 +109,9 @@ that are started one by one. The settings are compared with those of the last st
 One line says which bound is in force, and which one is pending; one lists what has changed since then. A
 refusal changes nothing and writes nothing. What `tether set` has set lasts until the next start.
 
-A setting that an earlier release did not have was its default.
-
 A checkpoint of the megatron backend is restored in any layout ([parallel]): masters and moments are the same
 bits. Random states are those of the rank with the same number; a rank that was not there has those of its
-start. A checkpoint of a release before this was possible is restored in its own layout and dtype only: the
-trainer says so, and the next checkpoint is of the new form.
+start.
 
 | rule | a changed value |
 |---|---|
@@ -134,8 +131,7 @@ Credentials come from the environment, as the package reads them.
 Where RUN_DIR has no run, the newest complete copy is fetched, each file compared with its digest:
 checkpoint, settings, commits of the hub, digests of models that are not trained, spool, event log, steps.
 Then it is a resume like any other, with the rules above, and what was chosen at the first start stays: data
-types that were `auto`, and the commit of each branch. A copy of an earlier release lacks commits and digests:
-branches are what they are now, which is refused if they have moved, and such models are not compared. The
+types that were `auto`, and the commit of each branch. The
 ledger is rebuilt from the event log and the spool, so it has to be an empty one: an embedded one is; on a
 server of your own choose another database than the run had, as its ledger is ahead of the copy. Steps after
 the copy are made again. Half a copy counts as nothing. The archive for `tether replay` and the logs are not

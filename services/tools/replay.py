@@ -32,8 +32,6 @@ from trainer.backends.launch import torchrun
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.step import plan_command
-from trainer.data.batch_digest import FORM, padded_digest
-from trainer.data.step_plan import StepPlan
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
 from trainer.storage.spool import Spool
@@ -134,7 +132,6 @@ def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
     logged, command = recorded.step(step), recorded.command(step)
     plan = plan_command(command, make_algorithm(recorded.settings.algorithm))
     recorded_digest = recorded.report(step).get("batch_digest", "")
-    digest = digest_like(recorded_digest, plan)
     counts = {group: {v: n for v, n in versions.items() if n} for group, versions in logged.trained.items()}
     return {
         "step": step,
@@ -156,20 +153,11 @@ def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
         "masked_tokens": plan.stats.masked_tokens,
         "lag_max": plan.stats.lag_max,
         "bound": max(group.max_staleness for group in logged.record.groups),
-        "digest": digest,
+        "digest": plan.digest,
         "recorded_digest": recorded_digest,
         "tokens_equal": plan.trained_counts == counts,
-        "equal": plan.trained_counts == counts and digest == recorded_digest,
+        "equal": plan.trained_counts == counts and plan.digest == recorded_digest,
     }
-
-
-def digest_like(recorded: str, plan: StepPlan) -> str:
-    """Return the digest of a planned batch in the form of a recorded one; without one, in that of today."""
-    if not recorded or recorded.startswith(FORM):
-        return plan.digest
-    return padded_digest(
-        plan.samples, step=plan.step, temperature=plan.temperature, advantages=plan.advantages
-    )
 
 
 def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[str, Any]:
@@ -216,9 +204,9 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
 
 
 def _is_same_loss(loss: float | None, recorded: float | None) -> bool:
-    """Compare two losses; without a trained token there is none, and older releases recorded 0."""
+    """Compare two losses; a step without a trained token has None."""
     if loss is None or recorded is None:
-        return not loss and not recorded
+        return loss is recorded
     return abs(loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded))
 
 

@@ -25,7 +25,7 @@ from services.trainer.open_run import OpenRun
 from services.trainer.uploads import Uploader
 from trainer.backends.leader import ModelCopy
 from trainer.lora import save_adapter
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 from trainer.storage.hf_export import write_hf
 from trainer.storage.stored import MissingRecords
 

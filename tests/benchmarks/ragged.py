@@ -3,8 +3,7 @@
     python -m tests.benchmarks.ragged [--samples 8192] [--tokens 20000000] [--replicas 8]
 
 Lengths are log-normal, up to 32,768 tokens. Peak memory is that of this process, with the records that it
-reads, which a trainer has from its spool. A figure of the past is the digest that earlier releases recorded,
-which replaying their steps needs.
+reads, which a trainer has from its spool.
 """
 
 import argparse
@@ -28,7 +27,6 @@ from tests.trainer.commands import train_command
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.step import plan_command
-from trainer.data.batch_digest import padded_digest
 from trainer.data.packing import balance
 
 LONGEST, PROMPT, GROUP = 32_768, 256, 16
@@ -108,8 +106,6 @@ def run(samples: int, tokens: int, replicas: int) -> dict[str, Any]:
     with timer(facts, "whole_s"):
         plan.part(range(samples))
     facts["peak_one_rank_gb"] = peak_gb()
-    with timer(facts, "padded_digest_s"):
-        padded_digest(plan.samples, step=STEP, temperature=1.0, advantages=plan.advantages)
     return {name: round(value, 3) for name, value in facts.items()}
 
 

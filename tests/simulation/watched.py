@@ -10,8 +10,7 @@ from services.ledger.event_log.events import ExpireEvent, decode_fields
 from services.ledger.memory.ledger import MemoryLedger
 from services.ledger.redis.keys import padded
 from services.ledger.redis.ledger import RedisLedger
-from services.ledger.verify.result import AuditResult
-from services.ledger.verify.verifier import Verifier
+from services.ledger.verify.verifier import AuditResult, Verifier
 from tests.simulation.pipeline import Pipeline
 
 DAY_MS = 86_400_000

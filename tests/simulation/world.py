@@ -11,7 +11,7 @@ from typing import Any
 from protocol.errors import Reason, Refused
 from protocol.staleness import Policy, lag, trainable_counts
 from services.ledger.interface import RunSpec, Taken
-from services.ledger.verify.result import AuditResult
+from services.ledger.verify.verifier import AuditResult
 from tests.simulation.engines import Action, Fleet
 from tests.simulation.scenario import Scenario
 from tests.simulation.watched import Twins, Watched

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from services.ledger.interface import LedgerStatus
-from services.ledger.verify.result import AuditResult
+from services.ledger.verify.verifier import AuditResult
 from tests.soak.verdict import SLOPE_LIMIT_MB_PER_MIN, Sample, cpu_shares, misplaced, rss_slopes, settled
 
 

@@ -56,7 +56,6 @@ def load_state(
     try:
         with safe_open(str(directory / PART), framework="pt") as file:
             found = json.loads((file.metadata() or {}).get(IDENTITY, "{}"))
-            found.pop("dtype", None)  # older releases named it; masters are float32 in any
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise SettingsError(f"checkpoint {directory}: not one of the reference backend: {error}") from error

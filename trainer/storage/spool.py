@@ -86,7 +86,7 @@ class Spool:
         """Open the spool, and create it unless `read_only` or not `create`.
 
         Raises:
-            SpoolError: the file cannot be opened, is not a spool, or is the spool of an older tether.
+            SpoolError: the file cannot be opened, is not a spool, or has other tables.
         """
         self.path = path
         self._lock = threading.Lock()

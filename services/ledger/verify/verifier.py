@@ -5,6 +5,7 @@ is a violation that names the event and the group. `services/ledger/event_log/ev
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,40 @@ from services.ledger.event_log.events import (
 from services.ledger.event_log.hash_chain import Chain
 from services.ledger.verify.rebuild_check import check_rebuild
 from services.ledger.verify.replay_state import ReplayedGroup, ReplayState
-from services.ledger.verify.result import AuditResult
 from services.ledger.verify.rules import Rules
 
 MAX_VIOLATIONS = 1000
 """Violations that are kept; more are not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditResult:
+    """Counters and violations that `verify` found.
+
+    Trained groups are those on the path to the committed version.
+    """
+
+    issued: int
+    """Groups ever leased."""
+    trained: int
+    """Groups that are TRAINED at the end of the log."""
+    dropped: int
+    """Groups that are DROPPED."""
+    active: int
+    """Groups in any other state."""
+    max_lag: int
+    """Largest lag of a trained token, in versions."""
+    bound: int
+    """Largest bound recorded with the lease of a trained group, in versions."""
+    steps: int
+    """Committed steps on the path to the committed version."""
+    violations: list[str] = field(default_factory=list)
+    """What contradicts the lifecycle or the bound; each names its event."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no violation."""
+        return not self.violations
 
 
 def verify(path: Path) -> AuditResult:

@@ -19,7 +19,7 @@ from tests.rollout.environments.agents import ASKS, SERVES
 from tests.rollout.environments.groups import generated
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.durable import Worker
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 from trainer.storage.spool import Spool
 
 TURNS = 4

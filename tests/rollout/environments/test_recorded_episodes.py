@@ -19,7 +19,7 @@ from services.run_files.call_audit import check_group
 from tests.rollout.environments.test_environments import PROMPT, Player
 from tests.rollout.sessions.durable import Killed, Worker
 from tests.rollout.tokenizers import write_tokenizer
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 from trainer.storage.spool import Spool
 
 COMMAND = "```shell\necho x | tee -a log\nwc -l < log\ndate +%N\n```"

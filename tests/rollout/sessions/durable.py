@@ -16,7 +16,7 @@ from rollout.sessions.requests import read_chat
 from rollout.sessions.session import CallAnswer, Session, SessionLimits
 from rollout.trajectory import assemble
 from tests.rollout.sessions.chats import renderer
-from trainer.storage.calls import CallStore, recalled
+from trainer.storage.call_store import CallStore, recalled
 
 
 class Killed(Exception):

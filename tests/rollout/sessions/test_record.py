@@ -21,7 +21,7 @@ from rollout.sessions.session import Begun, Session
 from services.run_files.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, play, rollout_of
 from tests.rollout.sessions.hanging import Cancelling, HangingReader, Hung
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 from trainer.storage.spool import Spool
 
 J = TypeVar("J", bound=CallJournal)
@@ -56,7 +56,7 @@ async def test_an_episode_killed_at_any_call_goes_on_after_it(store: CallStore, 
     session = second.session(record)
     answers = await play(session, TURNS)
     assert answers == first.generated + second.generated
-    assert (len(first.generated), record.replayed, record.left) == (at + 1, at + 1, 0)
+    assert (len(first.generated), record.replayed, record.remaining) == (at + 1, at + 1, 0)
     rollout = rollout_of(session, "second")
     tokens, problems = check_group(rollout, journalled(store))
     assert (tokens, problems) == (3 * TURNS, [])
@@ -85,7 +85,7 @@ async def test_calls_that_are_not_asked_for_again_are_in_no_sample(store: CallSt
     await record.begin(replayable=True)
     session = second.session(record)
     await play(session, 12, swerve=4)
-    assert (record.replayed, record.left, len(second.generated)) == (5, 5, 7)
+    assert (record.replayed, record.remaining, len(second.generated)) == (5, 5, 7)
     rollout = rollout_of(session, "second")
     assert rollout.calls is not None
     without = [number for _, number, row, _, _ in rollout.calls.numpy().tolist() if row == -1]
@@ -158,7 +158,7 @@ async def test_a_harness_killed_at_any_call_goes_on_after_it(store: CallStore, a
         with suppress(Killed):  # here of the harness: the lease and its record remain
             await play(session, TURNS)
         record.resume()
-    assert (len(worker.generated), record.replayed, record.left) == (TURNS, at + 1, 0)
+    assert (len(worker.generated), record.replayed, record.remaining) == (TURNS, at + 1, 0)
     assert check_group(rollout_of(session, "first"), journalled(store)) == (3 * TURNS, [])
     assert {call.attempt for call in journalled(store)} == {0}
 
@@ -264,7 +264,7 @@ async def test_a_call_cancelled_while_it_is_stored_is_given_to_who_asks_again(st
     record = again.record()
     await record.begin(replayable=True)
     assert await play(again.session(record), 3) == answers
-    assert (record.replayed, record.left, again.generated) == (3, 0, [])
+    assert (record.replayed, record.remaining, again.generated) == (3, 0, [])
 
 
 async def test_a_call_cancelled_as_it_is_answered_is_given_to_who_asks_again(store: CallStore) -> None:

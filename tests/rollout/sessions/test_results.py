@@ -24,7 +24,7 @@ from services.run_files.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, rollout_of
 from tests.rollout.sessions.hanging import Hung
 from tests.rollout.sessions.serving import served
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 from trainer.storage.spool import Spool
 
 TURNS = 4
@@ -77,7 +77,7 @@ async def test_a_tool_runs_once_if_its_worker_is_killed(store: CallStore, at: in
     transcript = await play(session, dice)
     assert dice.thrown == TURNS
     assert [line["content"] for line in transcript[2::2]] == [f"dice: {i + 1}" for i in range(TURNS)]
-    assert (len(second.generated), session.record and session.record.left) == (TURNS - 1 - at // 2, 0)
+    assert (len(second.generated), session.record and session.record.remaining) == (TURNS - 1 - at // 2, 0)
     assert check_group(rollout_of(session, "second"), journalled(store)) == (3 * TURNS, [])
 
 
@@ -145,7 +145,7 @@ async def test_a_session_that_ends_does_not_wait_for_a_result(store: CallStore) 
         await journal.reached.wait()
         session.end("its group was dropped")
     assert str(task.result()) == "the session has ended: its group was dropped"
-    assert record.without_place([]) == [0]  # it may be on disk, and is of no sample's tokens
+    assert record.abandoned([]) == [0]  # it may be on disk, and is of no sample's tokens
 
 
 async def refused(waiting: Awaitable[object]) -> RequestRefused:

@@ -144,20 +144,6 @@ def test_versions_beyond_the_rewind_are_left_for_the_first_that_is_scored_after_
     assert rig.holds(2, name)
 
 
-def test_a_best_version_of_an_older_release_is_found_and_replaced_by_a_better_one(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, LoraConfig())
-    name = rig.evaluate(2, 0.6, rig.moved(2))
-    old = "best_step_00000002"
-    (tmp_path / "exports" / name).rename(tmp_path / "exports" / old)
-    (tmp_path / BEST).write_text((tmp_path / BEST).read_text().replace(name, old))
-    rig.best.publish()
-    assert rig.holds(2, old)
-    rig.evaluate(4, 0.4, rig.moved(4))
-    assert rig.holds(2, old)
-    name = rig.evaluate(6, 0.8, rig.moved(6))
-    assert rig.holds(6, name)
-
-
 def test_death_between_model_and_line_keeps_the_best_before(tmp_path: Path) -> None:
     rig = Rig(tmp_path, LoraConfig())
     rig.evaluate(0, 0.2, rig.model)

@@ -14,7 +14,7 @@ from services.ledger.interface import Lease
 from services.ledger.memory.ledger import MemoryLedger
 from tests.contracts.ledger_rig import Driver, MemoryRig
 from tests.protocol.samples import CALL
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 from trainer.storage.spool import Spool
 
 KEPT_S = 100.0

@@ -19,7 +19,7 @@ def line(step: int, **fields: Any) -> dict[str, Any]:
     return {
         "step": step, "version": step + 1, "epoch": "e", "time": 1000.0 + 2 * step, "reward_mean": 0.25,
         "lag_mean": 0.5, "lag_max": 1, "trained_tokens": 300, "loss": -0.0123, "wait_s": 0.5, "train_s": 1.0,
-        "publish_s": 0.0, **fields,
+        "publish_s": 0.0, "step_s": 1.5, **fields,
     }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_view_says_who_waits_for_whom_since_when() -> None:
 
 
 def test_view_shows_what_was_not_measured_as_a_dash() -> None:
-    text = shown(view(lines=(line(0, reward_mean=None, loss=None, train_s=None, wait_s=None),)))
+    text = shown(view(lines=(line(0, reward_mean=None, loss=None, train_s=None, wait_s=None, step_s=None),)))
     assert ["1", "-", "0.50", "1", "300", "-", "-", "-"] in [row.split() for row in text.splitlines()]
     assert "tokens/s" not in text
 

@@ -22,14 +22,14 @@ from tests.protocol.samples import BRANCHED
 from trainer.storage.archive import Archive
 from trainer.storage.stored import StoredMessage
 
-PACKED = ROOT / "tests/fixtures/run_1a6dd8a.tar.gz"
+PACKED = ROOT / "tests/fixtures/recorded_run.tar.gz"
 
 
 def recorded_run(directory: Path) -> Path:
-    """Unpack a run of seven steps, interrupted after version 7; its ledger is not running."""
+    """Unpack a run that was interrupted at version 7, and return its directory; its ledger is not running."""
     with tarfile.open(PACKED) as packed:
         packed.extractall(directory, filter="data")
-    return directory / "reference"
+    return directory
 
 
 def put_branched(run_dir: Path) -> int:

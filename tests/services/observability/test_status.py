@@ -163,6 +163,7 @@ async def test_progress_prints_every_step_once_and_how_it_ended(tmp_path: Path, 
                 lag_max=1,
                 trained_tokens=30,
                 train_s=3.0,
+                step_s=3.0,
             )
         )
     progress._print_steps(restarts=2)

@@ -11,7 +11,7 @@ from protocol.errors import SettingsError
 from services.bus.curve import create_keys
 from services.preflight.check import check_run, describe_run
 from services.prepare import prepare
-from services.settings.load import dump_settings, load_settings
+from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.integration.loop import ROOT
 
@@ -251,15 +251,6 @@ def test_weights_that_other_machines_could_ask_for_want_keys(tmp_path: Path, tra
         demo(tmp_path / "run", *overrides)
     assert demo(tmp_path / "run", *overrides, f'bus.curve_dir="{tmp_path}"').weights.host == "0.0.0.0"
     assert demo(tmp_path / "run", "weights.transport=shm", 'weights.host="0.0.0.0"')
-
-
-def test_check_run_lets_a_run_go_on_with_the_lengths_that_it_was_started_with(tmp_path: Path) -> None:
-    settings = demo(tmp_path / "run", "render.max_prompt_tokens=512")
-    assert "render.max_prompt_tokens = 512" in found(settings)[0]
-    (tmp_path / "run").mkdir()
-    dump_settings(settings, tmp_path / "run/settings.json")
-    assert found(settings) == []
-    assert found(demo(tmp_path / "run", "render.max_prompt_tokens=100")) != []
 
 
 def test_prompts_may_be_as_long_as_every_engine_of_a_pool_allows(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from services.run_files.call_audit import (
 from tests.protocol.samples import CALL, RESULT
 from tests.rollout.sessions.durable import Worker, play, rollout_of
 from trainer.storage.archive import Archive
-from trainer.storage.calls import CallStore
+from trainer.storage.call_store import CallStore
 from trainer.storage.spool import Spool
 from trainer.storage.stored import StoredMessage
 

@@ -9,13 +9,10 @@ import pytest
 from protocol.errors import SettingsError
 from services.observability.metrics import Metrics
 from services.prepare import prepare_run
-from services.runtime.frozen_models import FILE as FROZEN_MODELS
 from services.runtime.frozen_models import checked_digests, record_digests
 from services.runtime.run_copies import settings_of_fetched
-from services.settings.hub import FILE as HUB
 from services.settings.hub import pin_names, record_pins
 from services.settings.load import FILE, dump_settings, load_settings
-from services.settings.resume import changes_since_last_start
 from services.settings.sections import Settings
 from services.trainer.uploads import Uploader
 from tests.data_sets import write_model
@@ -43,7 +40,7 @@ class Place:
     def compose(self, run_dir: Path, *overrides: str) -> Settings:
         return load_settings(str(self.config), [f'run.dir="{run_dir}"', *overrides], environ={})
 
-    def start_first(self, *overrides: str, without: tuple[str, ...] = ()) -> Settings:
+    def start_first(self, *overrides: str) -> Settings:
         """Do what a start does, but for the ledger; then copy the run as its trainer does."""
         asked = self.compose(self.first, *overrides)
         self.first.mkdir()
@@ -51,8 +48,6 @@ class Place:
         dump_settings(pinned, self.first / FILE)
         record_digests(self.first, checked_digests(pinned))
         record_pins(asked, pinned)
-        for name in without:
-            (self.first / name).unlink()
         self.copy_first(asked.run.remote)
         return pinned
 
@@ -121,18 +116,6 @@ def test_models_that_are_not_trained_are_compared_on_another_host(place: Place) 
     (place.root / "teacher/config.json").write_text("{}")
     with pytest.raises(SettingsError, match=r"setting teacher\.path: the model in .* has the digest"):
         checked_digests(fetched)
-
-
-def test_a_copy_of_an_earlier_release_resumes_while_its_branches_stay(hub: HubServer, place: Place) -> None:
-    pinned = place.start_first(without=(HUB, FROZEN_MODELS))
-    fetched = pin_names(place.fetch())
-    assert fetched.model.revision == pinned.model.revision
-    assert list(changes_since_last_start(fetched)) == []
-    (place.root / "teacher/config.json").write_text("{}")
-    assert set(checked_digests(fetched)) == {"teacher"}  # nothing says what it was
-    hub.repository("model", MODEL).commit({"config.json": b"another model"})
-    with pytest.raises(SettingsError, match=r"setting model\.revision is .* and cannot change"):
-        changes_since_last_start(pin_names(place.fetch()))
 
 
 def test_a_directory_with_a_run_is_left_as_it_is(place: Place) -> None:

@@ -1,6 +1,5 @@
 """Tests what the paths among the settings are relative to."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -95,15 +94,6 @@ def test_a_run_keeps_absolute_paths(place: Path, monkeypatch: pytest.MonkeyPatch
     dump_settings(settings, settings.run_dir / "settings.json")
     monkeypatch.chdir("/")
     assert run_settings(settings.run_dir) == settings
-
-
-def test_relative_paths_that_an_earlier_release_wrote_are_relative_to_the_working_directory(
-    place: Path,
-) -> None:
-    run_dir = place / "old"
-    run_dir.mkdir()
-    (run_dir / "settings.json").write_text(json.dumps({"prompts": {"path": "data/of/p.jsonl"}}))
-    assert run_settings(run_dir).prompts.path == f"{place.parent}/work/data/of/p.jsonl"
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("deploy/**/*.toml")), ids=lambda path: path.parent.name)

@@ -126,16 +126,6 @@ def test_a_run_that_is_started_again_as_it_was_has_changed_nothing(tmp_path: Pat
     assert changes_since_last_start(with_url) == []
 
 
-def test_a_setting_that_an_old_run_did_not_have_was_its_default(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"run": {"name": "old"}, "optimizer": {"lr": 1e-5}}')
-    settings = load_settings(
-        None, [f"run.dir={tmp_path}", "run.name=old", "optimizer.clip_grad=2"], environ={}
-    )
-    assert [str(change) for change in changes_since_last_start(settings)] == [
-        "optimizer.clip_grad 1.0 -> 2.0"
-    ]
-
-
 def test_setting_allowed_at_the_last_start_can_still_be_compared(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"engine": {"name": "gone"}, "rollout": {"groups_in_flight": 0}}')
     recorded = recorded_settings(tmp_path)

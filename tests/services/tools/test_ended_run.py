@@ -42,8 +42,8 @@ def test_status_of_an_interrupted_run_has_its_last_step_and_results(run_dir: Pat
     assert facts["last_step"] == read_last(run_dir / "metrics.jsonl")
     assert {"metrics.jsonl", "audit.jsonl"} <= set(facts["results"])
     text = render_run_status(facts).splitlines()
-    assert text[0].startswith("run old was stopped at version 7 of 1000, 2026-")
-    assert text[2].startswith("last step 6: reward 0.14")
+    assert text[0].startswith("run recorded was stopped at version 7 of 1000, 2026-")
+    assert text[2].startswith("last step 6: reward 0, ")
     assert text[-1].startswith(f"results in {run_dir}: audit.jsonl, metrics.jsonl")
 
 
@@ -67,7 +67,7 @@ def test_status_of_a_done_and_of_a_drained_run_differ(run_dir: Path) -> None:
     note(run_dir, event="drain", on=False)
     note(run_dir, event="steps", steps=7)
     assert (ended(run_dir)["run_state"], ended(run_dir)["why"]) == ("done", "all 7 steps were made")
-    assert render_ended_run(ended(run_dir)).startswith("run old is done at version 7 of 7, ")
+    assert render_ended_run(ended(run_dir)).startswith("run recorded is done at version 7 of 7, ")
 
 
 def test_status_of_a_failed_run_says_what_failed(run_dir: Path) -> None:
@@ -77,7 +77,7 @@ def test_status_of_a_failed_run_says_what_failed(run_dir: Path) -> None:
         "failed",
         "reward.0 died 6 times in a minute",
     )
-    assert render_ended_run(ended(run_dir)).startswith("run old failed at version 7 of 1000, ")
+    assert render_ended_run(ended(run_dir)).startswith("run recorded failed at version 7 of 1000, ")
     with recording_end(run_dir):
         pass
     assert ended(run_dir)["run_state"] == "stopped"
@@ -99,6 +99,7 @@ def test_status_of_a_run_that_failed_unexpectedly_says_how(run_dir: Path) -> Non
 def test_a_run_without_a_ledger_of_its_own_may_be_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TETHER_REDIS_URL", raising=False)
     endpoint = run_dir / "ledger/endpoint.json"
+    endpoint.parent.mkdir()
     endpoint.write_text('{"url": "redis://127.0.0.1:1/0"}')
     assert "TETHER_REDIS_URL" not in read_status(run_dir)["why"]
     endpoint.unlink()
@@ -115,7 +116,7 @@ def test_changes_of_a_run_that_is_over_are_refused(run_dir: Path) -> None:
         ("set", lambda: change_bound(run_dir, "max-staleness", "2")),
         ("drain", lambda: drain_run(run_dir, False)),
     ):
-        with pytest.raises(SettingsError, match="run old is not on: it was stopped at version 7") as refused:
+        with pytest.raises(SettingsError, match="recorded is not on: it was stopped at version 7") as refused:
             change()
         assert f"`tether {name}` changes a run that is on" in str(refused.value)
         assert "\n" not in str(refused.value)

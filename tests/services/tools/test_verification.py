@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
+from services.run_files.damage import check_files
 from services.tools.verification import render_verification, verify_run
 from tests.services.monitor.runs import recorded_run
 
@@ -14,9 +15,13 @@ def test_a_directory_without_a_log_is_refused(tmp_path: Path) -> None:
         verify_run(tmp_path)
 
 
-def test_a_run_of_a_release_without_sessions_is_verified(tmp_path: Path) -> None:
+def test_recorded_run_without_sessions_is_verified(tmp_path: Path) -> None:
     facts = verify_run(recorded_run(tmp_path))
     assert (facts["violations"], facts["trained"]) == ([], 21)
+
+
+def test_recorded_run_has_files_of_the_present_format(tmp_path: Path) -> None:
+    assert check_files(recorded_run(tmp_path)).damaged == []
 
 
 def test_violations_are_counted_and_listed() -> None:

@@ -1,15 +1,12 @@
-"""Tests digests of batches: what changes them, what does not, and those of releases that padded batches."""
+"""Tests digests of batches: what changes them, and what does not."""
 
 import re
 from dataclasses import replace
 
 import pytest
-import torch
-import xxhash
 
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.batch_digest import padded_digest
 from trainer.data.step_plan import StepPlan, plan_step
 
 GROUP = GroupSpec(
@@ -35,7 +32,7 @@ def with_sample(**changed: object) -> GroupSpec:
 
 def test_digests_have_a_form_of_their_own_and_do_not_depend_on_what_the_trainer_adds() -> None:
     digest = plan(GROUP, OTHER).digest
-    assert re.fullmatch("2:[0-9a-f]{32}", digest)
+    assert re.fullmatch("[0-9a-f]{32}", digest)
     assert plan(GROUP, OTHER, decoupled=True, mismatch_share=0.0).digest == digest
     assert plan(replace(GROUP, generate_s=3.0), OTHER).digest == digest
 
@@ -60,31 +57,3 @@ def test_digests_have_a_form_of_their_own_and_do_not_depend_on_what_the_trainer_
 )
 def test_every_number_changes_the_digest(changed: StepPlan) -> None:
     assert changed.digest != plan(GROUP, OTHER).digest
-
-
-def test_a_padded_digest_is_what_padded_batches_had() -> None:
-    """The bytes of [N, L] arrays, written out by hand."""
-    made = plan(GROUP, OTHER)
-    state = xxhash.xxh3_128()
-    for name, dtype, rows in (
-        ("tokens", "int64", [[3, 4, 5, 6, 7], [3, 4, 8, 9, 0], [2, 5, 0, 0, 0]]),
-        ("sequence_lengths", "int64", [5, 4, 2]),
-        ("loss_mask", "bool", [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]),
-        ("sampled_mask", "bool", [[0, 0, 1, 1, 1], [0, 0, 0, 1, 0], [0, 1, 0, 0, 0]]),
-        ("behaviour_logprobs", "float32", [[0, 0, -0.1, -0.2, -0.3], [0, 0, 0, -0.5, 0], [0, -1, 0, 0, 0]]),
-        ("versions", "int32", [[-1, -1, 1, 2, 3], [-1, -1, -1, 3, -1], [-1, 2, -1, -1, -1]]),
-        ("advantages", "float32", [[0, 0, 0, UP, UP], [0, 0, 0, -UP, 0], [0, 0, 0, 0, 0]]),
-        ("group_index", "int64", [0, 0, 1]),
-        ("rewards", "float32", [1, 0, 2]),
-    ):
-        if name == "tokens":
-            state.update(b"step 3\n")
-        values = torch.tensor(rows, dtype=getattr(torch, dtype))
-        state.update(f"{name} torch.{dtype} {list(values.shape)}\n".encode() + values.numpy().tobytes())
-    state.update(b"temperature 0.7\n")
-    found = padded_digest(made.samples, step=3, temperature=0.7, advantages=made.advantages)
-    assert found == state.hexdigest()
-
-
-UP = 0.5 / (0.5 + 1e-4)
-"""Advantage of reward 1 in a group with rewards 1 and 0."""

@@ -1,9 +1,8 @@
 """Describes what a checkpoint is of: the model, what is trained of it, and the layout."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import msgspec
 
@@ -14,8 +13,8 @@ from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import TensorPlan, plan_of, stage_rules
 
-FORMAT = 2
-"""Version of the files."""
+FORMAT = 1
+"""Version of a checkpoint's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class TrainedModel:
 
 
 def read_layout(saved: Mapping[str, Any]) -> Layout:
-    """Return the layout of a description, of which an older release may not have known every size.
+    """Return the layout of a description.
 
     Raises:
         ValueError: it is none.
@@ -69,31 +68,6 @@ def read_layout(saved: Mapping[str, Any]) -> Layout:
         return Layout(**found, stages=stages)
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ValueError(f"no layout: {error}") from error
-
-
-def read_model(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model of a description, with the defaults of numbers that an older release did not know."""
-    found: dict[str, Any] = json.loads(json.dumps(_with_defaults(saved, Architecture)))
-    return found
-
-
-def _with_defaults(saved: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """Add the defaults of a dataclass, and those of tables in it, as plain values."""
-    hints = get_type_hints(kind)
-    result = dict(saved)
-    for field in fields(kind):
-        if field.name not in result and field.default is not MISSING:
-            default = field.default
-            result[field.name] = asdict(default) if is_dataclass(default) else default  # type: ignore[arg-type]
-        inner = next((hint for hint in _members(hints[field.name]) if is_dataclass(hint)), None)
-        if inner is not None and isinstance(result.get(field.name), Mapping):
-            result[field.name] = _with_defaults(result[field.name], inner)
-    return result
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the types that a union is of; one alone is one."""
-    return get_args(hint) or (hint,)
 
 
 def _ends(layout: Layout) -> list[list[list[int]]]:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
-from trainer.megatron.checkpoint.description import TrainedModel, read_layout, read_model
+from trainer.megatron.checkpoint.description import FORMAT, TrainedModel, read_layout
 from trainer.megatron.checkpoint.mapping import Key, Matrices, SavedModel, Shard, is_complete, sorted_shards
 from trainer.megatron.checkpoint.naming import (
     KINDS,
@@ -33,7 +33,7 @@ def read_description(directory: Path) -> dict[str, Any]:
     """Return what a checkpoint says of itself.
 
     Raises:
-        SettingsError: nothing that can be read.
+        SettingsError: the file cannot be read, or is of another format.
     """
     path = directory / LAYOUT
     try:
@@ -44,8 +44,8 @@ def read_description(directory: Path) -> dict[str, Any]:
         raise SettingsError(
             f"cannot read {path}: {error}: not a checkpoint of the megatron backend"
         ) from error
-    if isinstance(found.get("model"), dict):
-        found["model"] = read_model(found["model"])
+    if found.get("format") != FORMAT:
+        raise SettingsError(f"{path} is of format {found.get('format')}; this tether reads {FORMAT}")
     return found
 
 

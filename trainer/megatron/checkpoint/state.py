@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from trainer.megatron.checkpoint.description import TrainedModel
-from trainer.megatron.checkpoint.first_format import restore_first_format
 from trainer.megatron.checkpoint.naming import (
     KINDS,
     LAYOUT,
@@ -94,13 +93,9 @@ def restore_part(
         fill: whether the parameters are written, too.
 
     Raises:
-        SettingsError: the checkpoint is of another model, or incomplete, or of an older release and another
-            layout; nothing changed.
+        SettingsError: the checkpoint is of another model or format, or incomplete; nothing changed.
     """
     saved = read_description(directory)
-    if saved.get("format") == 1:
-        restore_first_format(directory, parameters if fill else {}, optimizer, model, rank, saved)
-        return
     with CheckpointReader(directory, saved, model) as reader, torch.no_grad():
         _restore_parameters(reader, parameters, optimizer, model, rank, fill=fill)
         optimizer.steps = reader.steps

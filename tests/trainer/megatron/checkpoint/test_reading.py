@@ -134,6 +134,9 @@ def test_a_checkpoint_without_one_range_or_of_another_model_is_refused(
     save_file({STEPS: torch.tensor(7)}, tmp_path / rank_file(4))
     with pytest.raises(SettingsError, match=r"lacks a part of master of .* \(stage 1, part 0 .*incomplete"):
         opened(tmp_path, model)
-    (tmp_path / LAYOUT).write_text('{"format": 2, "model": {}')
+    (tmp_path / LAYOUT).write_text('{"format": 0}')
+    with pytest.raises(SettingsError, match=r"layout\.json is of format 0; this tether reads 1"):
+        opened(tmp_path, model)
+    (tmp_path / LAYOUT).write_text('{"format": 1, "model": {}')
     with pytest.raises(SettingsError, match=r"cannot read .*layout\.json"):
         opened(tmp_path, model)

@@ -19,7 +19,7 @@ from services.bus.receiver import Delivery, Receiver
 from services.ingest.call_sweep import KEPT_S, CallSweep
 from services.runtime.process import Process
 from services.runtime.writing import until_written
-from trainer.storage.calls import NOT_HELD, CallStore, recalled
+from trainer.storage.call_store import NOT_HELD, CallStore, recalled
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.calls")

@@ -8,7 +8,7 @@ import pytest
 from protocol.errors import ProtocolError
 from protocol.messages import Call
 from protocol.tensors import Array
-from services.ingest.calls import check_call
+from services.ingest.call_journal import check_call
 from tests.protocol.samples import CALL, RESULT
 
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from protocol.codec import encode_payload
 from protocol.messages import Call, Recalled
 from tests.protocol.samples import CALL
-from trainer.storage import calls
-from trainer.storage.calls import FULL, NOT_HELD, CallStore, recalled
+from trainer.storage import call_store
+from trainer.storage.call_store import FULL, NOT_HELD, CallStore, recalled
 from trainer.storage.spool import Spool
 
 
@@ -37,7 +37,7 @@ def test_only_the_holder_adds_calls(store: CallStore) -> None:
 
 
 def test_a_sample_has_a_bounded_record(store: CallStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "MAX_CALLS", 2)
+    monkeypatch.setattr(call_store, "MAX_CALLS", 2)
     store.hold(7, CALL.token)
     made = [replace(CALL, number=number) for number in range(3)]
     assert put(store, *made) == ["", "", FULL]
@@ -59,7 +59,7 @@ def test_calls_are_forgotten_only_without_a_record(store: CallStore, tmp_path: P
 
 def test_a_sweep_reads_no_calls(tmp_path: Path) -> None:
     with closing(Spool(tmp_path / "spool.sqlite")) as spool, spool.transaction("read") as connection:
-        plan = " ".join(str(row) for row in connection.execute(f"EXPLAIN QUERY PLAN {calls.UNSCORED}"))
+        plan = " ".join(str(row) for row in connection.execute(f"EXPLAIN QUERY PLAN {call_store.UNSCORED}"))
     assert "SCAN calls USING COVERING INDEX" in plan
 
 
