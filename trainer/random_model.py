@@ -18,7 +18,7 @@ from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import directory_written_aside
 from trainer.config import ScratchConfig
-from trainer.megatron.architecture.families import SUPPORTED
+from trainer.megatron.families.table import SUPPORTED
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")

@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.experts import Experts
-from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
+from trainer.megatron.families.experts import Experts
+from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers import weight_gradients
 from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.rotary import Rotary

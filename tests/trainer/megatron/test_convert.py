@@ -13,18 +13,19 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import make_model, save_model
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.experts import NO_EXPERTS, ExpertNames, Experts, check_ranks
-from trainer.megatron.architecture.families import FAMILIES
-from trainer.megatron.architecture.latent import Latent
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.architecture.rope import Rope
-from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names, check_parameters
-from trainer.megatron.convert.families import EMBEDDING
+from trainer.megatron.convert.reshard import stretch
 from trainer.megatron.convert.rules import Direct, Rule
+from trainer.megatron.families.decoder import EMBEDDING
+from trainer.megatron.families.experts import NO_EXPERTS, ExpertNames, Experts, check_ranks
+from trainer.megatron.families.latent import Latent
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.rope import Rope
+from trainer.megatron.families.stages import export_plan, stage_rules
+from trainer.megatron.families.table import FAMILIES
 from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.layout import Grid, Layout
-from trainer.megatron.reshard import export_plan, stage_rules, stretch
+from trainer.megatron.loading import SafetensorsReader, check_names, check_parameters
 
 TENSOR_SIZES = (1, 2, 4)
 PIPELINE_SIZES = (1, 2)
@@ -108,8 +109,8 @@ def fill(rule: Rule, source: dict[str, torch.Tensor], layout: Layout, rank: int)
     local = torch.zeros(rule.local_shape(grid), dtype=torch.float64)
     for s in rule.segments(grid):
         if s.rank == rank:
-            rows = stretch(source[s.name], rule.dim, s.start, s.length, s.source)
-            stretch(local, rule.dim, s.local_start, s.length, s.of).copy_(rows)
+            rows = stretch(source[s.name], rule.dim, s.start, s.length, s.matrix)
+            stretch(local, rule.dim, s.local_start, s.length, s.local_matrix).copy_(rows)
     return local
 
 
@@ -142,8 +143,8 @@ def test_what_is_loaded_is_exported(
         tensor = torch.full(plan.shape, -1.0, dtype=torch.float64)
         for piece in plan.pieces:
             parameter = held[plan.stage, piece.rank, plan.parameter]
-            rows = stretch(parameter, plan.dim, piece.local_start, piece.length, piece.of)
-            target = stretch(tensor, plan.dim, piece.start, piece.length, piece.source)
+            rows = stretch(parameter, plan.dim, piece.local_start, piece.length, piece.local_matrix)
+            target = stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix)
             assert (target == -1).all(), "covered twice"
             target.copy_(rows)
         assert torch.equal(tensor, source[plan.name]), plan.name

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from trainer.megatron.checkpoint.description import TrainedModel
-from trainer.megatron.checkpoint.first_format import restore_first_format
-from trainer.megatron.checkpoint.naming import (
+from trainer.megatron.checkpoint.file_names import (
     KINDS,
     LAYOUT,
     LOSS_SCALE,
@@ -25,6 +24,7 @@ from trainer.megatron.checkpoint.naming import (
     part_name,
     rank_file,
 )
+from trainer.megatron.checkpoint.first_format import restore_first_format
 from trainer.megatron.checkpoint.reading import CheckpointReader, read_description
 from trainer.megatron.optimizer import MasterPart, Optimizer
 from trainer.storage.host_state import HostCopies, HostState

@@ -11,10 +11,10 @@ import pytest
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS
-from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.first_format import restore_first_format
 from trainer.megatron.checkpoint.reading import read_description
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Layout
 
 PACKED = Path(__file__).parents[3] / "fixtures/run_1a6dd8a.tar.gz"

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.layout import Layout, Place
-from trainer.megatron.reshard import stage_rules
+from trainer.megatron.loading import load_checkpoint
 
 MIB = 1 << 20
 SLACK = 4 * MIB

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from math import prod
 
 from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.convert.reshard import TensorPlan
 from trainer.megatron.convert.rules import Rule
-from trainer.megatron.layout import Layout, Place
-from trainer.megatron.reshard import TensorPlan
+from trainer.megatron.layout import Grid, Layout, Place
 
 Key = tuple[int, int, str]
 """Pipeline stage, number of the rank in the grid of the parameter, name of the parameter there."""
@@ -28,16 +28,17 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """The shape of a parameter."""
+    """Shape of a rank's part of a parameter, seen as matrices."""
 
     count: int
     rows: int
     columns: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], *, stacked: bool) -> "Matrices":
-        """Read a shape, whose first dimension counts matrices if it is a stack of them."""
-        count, matrix = (shape[0], shape[1:]) if stacked else (1, shape)
+    def of(cls, rule: Rule, grid: Grid) -> "Matrices":
+        """Return the shape of a rule's parameter on each rank of a grid; experts are a stack of matrices."""
+        shape = rule.local_shape(grid)
+        count, matrix = (shape[0], shape[1:]) if rule.expert else (1, shape)
         return cls(count, matrix[0], prod(matrix[1:]))
 
     def place(self, matrix: int | None, row: int) -> int:
@@ -100,14 +101,14 @@ class SavedModel:
         grid = layout.grid(expert=rule.expert)
         number = layout.number_of(place, expert=rule.expert)
         segments = [segment for segment in rule.segments(grid) if segment.rank == number]
-        here = Matrices.of(rule.local_shape(grid), stacked=_is_stack(segment.of for segment in segments))
+        here = Matrices.of(rule, grid)
         for segment in segments:
             plan = self._plans[segment.name]
-            first, end = here.rows_in(segment.of, start, stop)
+            first, end = here.rows_in(segment.local_matrix, start, stop)
             for piece in plan.pieces:
                 begin = max(piece.start, segment.start)
                 length = min(piece.start + piece.length, segment.start + segment.length) - begin
-                if piece.source != segment.source or length <= 0:
+                if piece.matrix != segment.matrix or length <= 0:
                     continue
                 key = plan.stage, piece.rank, plan.parameter
                 there = self._matrices(plan)
@@ -118,24 +119,23 @@ class SavedModel:
                 if plan.dim == 0:
                     low, high = max(local, first), min(local + length, end)
                     if low < high:
-                        begins = there.place(piece.of, source + low - local)
-                        columns = there.columns
-                        yield Block(key, begins, high - low, columns, 0, (segment.of or 0, low, 0), columns)
+                        begins = there.place(piece.local_matrix, source + low - local)
+                        to, columns = (segment.local_matrix or 0, low, 0), there.columns
+                        yield Block(key, begins, high - low, columns, 0, to, columns)
                 elif first < end:
                     yield Block(
                         key,
-                        there.place(piece.of, first),
+                        there.place(piece.local_matrix, first),
                         end - first,
                         there.columns,
                         source,
-                        (segment.of or 0, first, local),
+                        (segment.local_matrix or 0, first, local),
                         length,
                     )
 
     def _matrices(self, plan: TensorPlan) -> Matrices:
         rule = self.rules[plan.stage, plan.parameter]
-        shape = rule.local_shape(self.layout.grid(expert=rule.expert))
-        return Matrices.of(shape, stacked=_is_stack(piece.of for piece in plan.pieces))
+        return Matrices.of(rule, self.layout.grid(expert=rule.expert))
 
 
 def is_complete(shards: Iterable[Shard], size: int) -> bool:
@@ -156,7 +156,3 @@ def sorted_shards(found: Iterable[tuple[Key, Shard]]) -> Mapping[Key, list[Shard
     for shards in result.values():
         shards.sort(key=lambda shard: (shard.start, shard.stop))
     return result
-
-
-def _is_stack(matrices: Iterable[int | None]) -> bool:
-    return any(matrix is not None for matrix in matrices)

@@ -10,11 +10,12 @@ import torch
 from safetensors import safe_open
 
 from protocol.errors import SettingsError
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.convert.families import EMBEDDING, OUTPUT, VALUE_HEAD, ignorable
+from trainer.megatron.convert.reshard import stretch
 from trainer.megatron.convert.rules import Rule, Segment
+from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, VALUE_HEAD, ignorable
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.layout import Layout, Place
-from trainer.megatron.reshard import export_plan, stage_rules, stretch
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored in: others are quantized, and need scales."""
@@ -121,8 +122,8 @@ def load_checkpoint(
 
 
 def _read_segment(reader: SafetensorsReader, parameter: torch.Tensor, dim: int, segment: Segment) -> None:
-    rows = reader.rows(segment.name, dim, segment.start, segment.length, segment.source)
-    stretch(parameter, dim, segment.local_start, segment.length, segment.of).copy_(rows)
+    rows = reader.rows(segment.name, dim, segment.start, segment.length, segment.matrix)
+    stretch(parameter, dim, segment.local_start, segment.length, segment.local_matrix).copy_(rows)
 
 
 def check_names(reader: SafetensorsReader, architecture: Architecture, layout: Layout) -> None:
