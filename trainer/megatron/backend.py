@@ -32,6 +32,7 @@ from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.balance import extremes, set_balance
+from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.memory.expected import Workload
@@ -41,7 +42,6 @@ from trainer.megatron.model import (
     DTYPES,
     PackedModel,
     build_model,
-    mark_split,
     transformer_config,
     whole_part,
 )

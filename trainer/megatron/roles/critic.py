@@ -27,12 +27,13 @@ from trainer.megatron.families.reading import read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers.experts.balance import set_balance
+from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.memory.expected import GIB
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.micro_batches import MicroBatch
-from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config, whole_part
+from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
 from trainer.megatron.optimizer import is_distributed, wrap_model
 from trainer.megatron.stepping import ModelStepper
 from trainer.roles.config import CriticConfig

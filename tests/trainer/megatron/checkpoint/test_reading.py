@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from tests.trainer.megatron.families.test_stages import fill, numbered
 from tests.trainer.megatron.models import save_model
-from tests.trainer.megatron.test_convert import fill, numbered
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.file_names import KINDS, LAYOUT, STEPS, VALUE, part_name, rank_file
 from trainer.megatron.checkpoint.reading import CheckpointReader, read_description
