@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from services.observability.steps import append_line, epoch_starts
+from services.ledger.event_log.hash_chain import append
+from services.observability.steps import epoch_starts
 
 FILE = "eval.jsonl"
 """In the run directory."""
@@ -73,8 +74,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
-    """Write one line and sync it to the disk. Raises OSError."""
-    append_line(run_dir / FILE, msgspec.json.encode(evaluation), durable=True)
+    """Write one line, linked to the one before it, and sync it to the disk. Raises OSError."""
+    append(run_dir / FILE, [msgspec.json.encode(evaluation)])
 
 
 def read_evaluations(run_dir: Path) -> Iterator[Evaluation]:

@@ -20,7 +20,7 @@ from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of
 from trainer.megatron.families.stages import export_plan
-from trainer.megatron.families.table import FAMILIES, SUPPORTED
+from trainer.megatron.families.table import FAMILIES
 from trainer.megatron.families.windows import windows_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import frozen_layout
@@ -212,7 +212,7 @@ def _engines(settings: Settings) -> list[EngineConfig]:
 
 def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Iterator[Problem]:
     kind = model.config.get("model_type")
-    if kind in SUPPORTED:
+    if kind in FAMILIES:
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports torch
 
@@ -229,7 +229,7 @@ def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Ite
 def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
     """Compare the architecture with those that the installed vLLM lists, which is not imported for it."""
     names, spec = model.config.get("architectures") or [], find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations or model.config.get("model_type") in SUPPORTED:
+    if spec is None or not spec.submodule_search_locations or model.config.get("model_type") in FAMILIES:
         return
     listing = Path(spec.submodule_search_locations[0]) / "model_executor/models/registry.py"
     known = listing.read_text() if listing.is_file() else ""

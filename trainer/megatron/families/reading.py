@@ -11,7 +11,7 @@ from trainer.megatron.families.experts import NO_EXPERTS, experts_of
 from trainer.megatron.families.latent import latent_of
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.rope import ropes_of
-from trainer.megatron.families.table import FAMILIES, SUPPORTED, Family
+from trainer.megatron.families.table import FAMILIES, Family
 from trainer.megatron.families.windows import windows_of
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "gelu": "gelu_pytorch_tanh"}
@@ -51,10 +51,10 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         SettingsError: the file has an unsupported value; names the field.
     """
     model_type = config.get("model_type")
-    if model_type not in SUPPORTED:
+    if model_type not in FAMILIES:
         raise SettingsError(
             f"{path}: model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(sorted(SUPPORTED))}"
+            f"{', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
@@ -71,7 +71,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     windows = windows_of(path, config, family, layers, positions)
     return Architecture(
         model_type=model_type,
-        name=(config.get("architectures") or [SUPPORTED[model_type]])[0],
+        name=(config.get("architectures") or [FAMILIES[model_type].name])[0],
         layers=layers,
         hidden=hidden,
         intermediate=int(config["intermediate_size"]),

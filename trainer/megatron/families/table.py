@@ -239,5 +239,3 @@ FAMILIES = {
     ),
 }
 """model_type -> family. docs/models.md says how to add one."""
-SUPPORTED = {model_type: family.name for model_type, family in FAMILIES.items()}
-"""model_type -> class name in the config.json of exports."""
