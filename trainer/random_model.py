@@ -87,7 +87,7 @@ def config_of(config: ScratchConfig) -> dict[str, Any]:
         shape |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return {
         **shape,
-        "architectures": [FAMILIES[config.architecture].name if config.architecture in FAMILIES else ""],
+        "architectures": [FAMILIES[config.architecture].name],
         "model_type": config.architecture,
         "dtype": "float32",
         "vocab_size": len(SPECIALS) + len(config.vocabulary),
