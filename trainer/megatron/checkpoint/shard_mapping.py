@@ -1,7 +1,7 @@
-"""Maps a parameter of one layout to the saved parameters of another that have its rows: pure, no torch.
+"""Maps a parameter of one layout to the saved shards of another that have its rows: pure, no torch.
 
-A parameter is seen as matrices of R rows and C columns: one, or a stack of them. What has one dimension is
-one column. Ranges of a flat parameter are (start, stop).
+A parameter is seen as a stack of matrices, or as one matrix; a vector is a matrix of one column. Ranges of a
+flat parameter are (start, stop).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,11 +42,11 @@ class Matrices:
         return cls(count, matrix[0], prod(matrix[1:]))
 
     def place(self, matrix: int | None, row: int) -> int:
-        """Return where a row begins in the flat parameter."""
+        """Return the index in the flat parameter at which a row begins."""
         return ((matrix or 0) * self.rows + row) * self.columns
 
     def rows_in(self, matrix: int | None, start: int, stop: int) -> tuple[int, int]:
-        """Return the rows of a matrix, (first, end), that have elements of a flat range."""
+        """Return the rows of a matrix, (first, end), that overlap a flat range."""
         base = self.place(matrix, 0)
         first = max(0, (start - base) // self.columns)
         return first, min(self.rows, -(-(stop - base) // self.columns))
@@ -54,24 +54,24 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of a saved matrix that is a block of a matrix here."""
+    """Block of a saved matrix, and its place in a matrix of this layout."""
 
     key: Key
     start: int
-    """Where the first of its rows begins in the flat saved parameter; they are read whole."""
+    """Index in the flat saved parameter at which the first row begins; rows are read whole."""
     rows: int
     columns: int
     """Columns of the saved matrix."""
     column: int
-    """The first column of the block."""
+    """First column of the block in the saved matrix."""
     to: tuple[int, int, int]
-    """Matrix, row and column here."""
+    """Matrix, row and column of the block's start in the parameter of this layout."""
     width: int
     """Columns of the block."""
 
 
 class SavedModel:
-    """Says where a saved model has each row of its tensors."""
+    """Saved model whose ranks have the rows of each tensor."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.layout = model.layout
@@ -82,21 +82,21 @@ class SavedModel:
         """Stage and name of a parameter -> its rule."""
 
     def sizes(self) -> Iterator[tuple[Key, int]]:
-        """Yield the number of elements of every parameter of every rank that is no copy of another."""
+        """Yield the number of elements of every saved parameter, copies on other ranks left out."""
         for (stage, name), rule in self.rules.items():
             grid = self.layout.grid(expert=rule.expert)
             for number in range(grid.tp * grid.ep):
                 yield (stage, number, name), prod(rule.local_shape(grid))
 
     def blocks(self, rule: Rule, layout: Layout, place: Place, start: int, stop: int) -> Iterator[Block]:
-        """Yield where the elements of a range of a parameter are; what none names is padding, zero.
+        """Yield the saved blocks of a range of a parameter; elements in no block are padding, zero.
 
         Args:
-            rule: the parameter's, in the layout of this process.
-            layout: that layout.
-            place: of the rank that has the parameter.
-            start: of the range in the flat parameter.
-            stop: its end.
+            rule: rule of the parameter.
+            layout: layout of this process.
+            place: place of the rank that has the parameter.
+            start: first element of the range in the flat parameter.
+            stop: end of the range.
         """
         grid = layout.grid(expert=rule.expert)
         number = layout.number_of(place, expert=rule.expert)
@@ -149,7 +149,7 @@ def is_complete(shards: Iterable[Shard], size: int) -> bool:
 
 
 def sorted_shards(found: Iterable[tuple[Key, Shard]]) -> Mapping[Key, list[Shard]]:
-    """Return the shards of each parameter in their order."""
+    """Return the shards of each parameter, sorted by their start."""
     result: dict[Key, list[Shard]] = {}
     for key, shard in found:
         result.setdefault(key, []).append(shard)

@@ -1,1 +1,1 @@
-"""Reads what model a checkpoint holds: plain numbers, no torch, so that checks before a run read it, too."""
+"""Describes families of models: their numbers and conversion rules. No torch: checks before a run read them."""

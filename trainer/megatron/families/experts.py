@@ -103,7 +103,7 @@ class ExpertNames:
     stacked: bool = False
     """Whether one tensor of the checkpoint holds all experts of a layer; its matrices are transposed."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Values of `Experts` that config.json never names."""
+    """Values of `Experts` in the whole family; config.json may change the fields in `SWIGLU`."""
     fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
     """Field of config.json -> its supported values, the default of transformers first."""
 

@@ -53,8 +53,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise SettingsError(
-            f"{path}: model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(sorted(FAMILIES))}"
+            f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}

@@ -1,5 +1,7 @@
 """Tests the conversion rules: they invert, cover every row once, and refuse unknown names."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -227,3 +229,8 @@ def test_a_fused_tensor_cannot_have_an_adapter(tmp_path: Path) -> None:
     for name in ("qkv_proj", "gate_up_proj"):
         with pytest.raises(SettingsError, match=f"{name}.weight cannot have an adapter"):
             lora_rules(rules, LoraConfig(rank=2, target_modules=(name,)))
+
+
+def test_numbers_and_rules_of_families_are_read_without_torch() -> None:
+    code = "import sys, trainer.megatron.families.stages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
