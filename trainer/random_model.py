@@ -18,7 +18,7 @@ from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import directory_written_aside
 from trainer.config import ScratchConfig
-from trainer.megatron.architecture.families import SUPPORTED
+from trainer.megatron.families.table import FAMILIES
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -87,7 +87,7 @@ def config_of(config: ScratchConfig) -> dict[str, Any]:
         shape |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
     return {
         **shape,
-        "architectures": [SUPPORTED.get(config.architecture, "")],
+        "architectures": [FAMILIES[config.architecture].name],
         "model_type": config.architecture,
         "dtype": "float32",
         "vocab_size": len(SPECIALS) + len(config.vocabulary),

@@ -10,10 +10,10 @@ from services.preflight.model import ModelFacts
 from services.preflight.problem import Problem
 from services.settings.hub import fetch_critic
 from services.settings.sections import Settings
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import architecture_of, as_critic
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import architecture_of, as_critic
+from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
-from trainer.megatron.reshard import export_plan
 
 SETTING = "critic.path"
 TOKENIZER = "tokenizer.json"

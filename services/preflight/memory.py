@@ -12,7 +12,7 @@ from services.preflight.problem import Problem
 from services.settings.automatic import visible_gpus
 from services.settings.hub import fetch_frozen
 from services.settings.sections import Settings
-from trainer.megatron.architecture.reading import architecture_of, read_architecture
+from trainer.megatron.families.reading import architecture_of, read_architecture
 from trainer.megatron.memory.budget import TOKENS_MOST, TOKENS_STEP
 from trainer.megatron.memory.expected import GIB, FrozenShape, Workload, expected_memory
 from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal

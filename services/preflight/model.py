@@ -16,14 +16,14 @@ from services.preflight.problem import Problem
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.families import FAMILIES, SUPPORTED
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import architecture_of
-from trainer.megatron.architecture.windows import windows_of
+from trainer.megatron.families.experts import check_ranks
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import architecture_of
+from trainer.megatron.families.stages import export_plan
+from trainer.megatron.families.table import FAMILIES
+from trainer.megatron.families.windows import windows_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import frozen_layout
-from trainer.megatron.reshard import export_plan
 from trainer.random_model import check_scratch, config_of
 
 ALIKE_IN_VLLM = ("qwen2", "qwen3")
@@ -212,7 +212,7 @@ def _engines(settings: Settings) -> list[EngineConfig]:
 
 def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Iterator[Problem]:
     kind = model.config.get("model_type")
-    if kind in SUPPORTED:
+    if kind in FAMILIES:
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports torch
 
@@ -229,7 +229,7 @@ def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Ite
 def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
     """Compare the architecture with those that the installed vLLM lists, which is not imported for it."""
     names, spec = model.config.get("architectures") or [], find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations or model.config.get("model_type") in SUPPORTED:
+    if spec is None or not spec.submodule_search_locations or model.config.get("model_type") in FAMILIES:
         return
     listing = Path(spec.submodule_search_locations[0]) / "model_executor/models/registry.py"
     known = listing.read_text() if listing.is_file() else ""
@@ -247,10 +247,11 @@ def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
     kind = model.config.get("model_type")
     if kind not in ALIKE_IN_VLLM:
         return
-    config, path = dict(FAMILIES[kind].defaults) | dict(model.config), model.place / "config.json"
+    family, path = FAMILIES[kind], model.place / "config.json"
+    config = {**family.defaults, **model.config}
     layers = int(config.get("num_hidden_layers") or 0)
     try:
-        kinds = config.get("layer_types") or windows_of(path, config, layers, positions=sys.maxsize)
+        kinds = config.get("layer_types") or windows_of(path, config, family, layers, sys.maxsize)
     except SettingsError:  # of what it is, the trainer's check says more
         return
     if len(set(kinds)) > 1:

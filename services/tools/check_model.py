@@ -34,12 +34,12 @@ from services.runtime.errors import configure_logging
 from trainer.backends.launch import torchrun
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import architecture_of
-from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names
+from trainer.megatron.families.experts import check_ranks
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import architecture_of
+from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
-from trainer.megatron.reshard import export_plan
+from trainer.megatron.loading import SafetensorsReader, check_names
 from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import batch_of, hf_logprobs, random_samples
 from trainer.storage.checksums import check_model_files

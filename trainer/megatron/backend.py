@@ -22,16 +22,19 @@ from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, without_adapters
 from trainer.megatron import cpu, parallel
-from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.reading import read_critic
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
-from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.convert.export import Exporter
+from trainer.megatron.convert.reshard import plan_of
+from trainer.megatron.families.experts import check_ranks
+from trainer.megatron.families.reading import read_critic
+from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.balance import extremes, set_balance
+from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
+from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.memory_plan import MemoryPlan
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
@@ -39,12 +42,10 @@ from trainer.megatron.model import (
     DTYPES,
     PackedModel,
     build_model,
-    mark_split,
     transformer_config,
     whole_part,
 )
 from trainer.megatron.optimizer import is_distributed, wrap_model
-from trainer.megatron.reshard import export_plan, plan_of, stage_rules
 from trainer.megatron.roles.frozen import FrozenPart, shapes_of
 from trainer.megatron.sharing import buffers_of, parts_of, trained_architecture
 from trainer.megatron.stepping import ModelStepper

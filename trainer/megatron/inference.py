@@ -25,17 +25,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.convert.reshard import stretch
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layers.attention.rotary import Angles, Rotary
 from trainer.megatron.layers.attention.segmented import causal_attention
 from trainer.megatron.layers.attention.softcapped import softcapped_attention
 from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.experts.replay import RouterRecorder
 from trainer.megatron.layout import Layout, Place
+from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.model import DTYPES, PackedModel, build_model, transformer_config
-from trainer.megatron.reshard import export_plan, stretch
 from trainer.megatron.sharing import buffers_of, parts_of
 
 INITIAL_DEVIATION = 0.02
@@ -246,8 +247,8 @@ class SlotModel:
             plan = self._plan[name]
             for piece in plan.pieces:
                 held = self.parameters[plan.parameter]
-                rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.of)
-                rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.source))
+                rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix)
+                rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix))
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return checkpoint name -> the view of a parameter that is the tensor, see `matches_layout`."""

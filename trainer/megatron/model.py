@@ -6,22 +6,21 @@ Shapes: T tokens of a micro-batch, H hidden size, P tensor ranks; megatron's act
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.experts import Experts
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.convert.rules import Direct, Rule, padded_vocabulary
+from trainer.megatron.convert.rules import padded_vocabulary
+from trainer.megatron.families.experts import Experts
+from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers import weight_gradients
 from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.rotary import Rotary
@@ -114,7 +113,7 @@ def transformer_config(
             # Micro-batches differ in length; the dispatcher, of experts, is one that megatron allows then.
             variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
             moe_token_dispatcher_type="alltoall",
-            **_of_experts(experts, parallel),
+            **_expert_fields(experts, parallel),
             bf16=dtype is torch.bfloat16,
             fp16=dtype is torch.float16,
             # Weights come from a checkpoint: a random initialization would be wasted.
@@ -129,8 +128,8 @@ def transformer_config(
         raise SettingsError(f"megatron-core refuses this model in this layout: {error}") from error
 
 
-def _of_experts(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return what megatron itself has to know of experts: that there are any."""
+def _expert_fields(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
+    """Return the fields of megatron's configuration that say how experts are divided; empty: no experts."""
     if not experts.count:
         return {}
     return {
@@ -215,20 +214,8 @@ def build_model(
     return model.to(position.device)
 
 
-def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:
-    """Mark the parameters that are split over tensor ranks.
-
-    So gradient norms count them on every rank, and replicated ones once. megatron does this while it
-    initializes weights at random, which is left out here.
-    """
-    for rule in rules:
-        parameter = parameters[rule.parameter]
-        if not isinstance(rule, Direct) and not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=rule.dim, stride=1)
-
-
 def whole_part(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:
-    """Return a rank's chunks as one module, whose parameters have the names that `chunk_rules` gives them."""
+    """Return a rank's chunks as one module, whose parameters have the names of `stage_rules`."""
     if len(chunks) == 1:
         return chunks[0]
     part = torch.nn.Module()

@@ -8,10 +8,10 @@ import torch
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig, TrainerConfig
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.convert.reshard import TensorPlan, stretch
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.model import DTYPES, PackedModel
-from trainer.megatron.reshard import TensorPlan, stretch
 
 FREQUENCIES = "rotary_pos_emb.inv_freq"
 """Name of the first rotary embedding's; the others have their number behind it."""
@@ -66,7 +66,7 @@ def trained_architecture(
 def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:
     first, *others = plan.pieces
     if not others:
-        part: torch.Tensor = stretch(parameter, plan.dim, first.local_start, first.length, first.of)
+        part: torch.Tensor = stretch(parameter, plan.dim, first.local_start, first.length, first.local_matrix)
         return part
     distances = {after.local_start - before.local_start for before, after in pairwise(plan.pieces)}
     if plan.dim or len(distances) > 1 or {piece.length for piece in others} != {first.length}:

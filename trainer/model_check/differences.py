@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.batch import Batch
-from trainer.megatron.convert.checkpoint import SafetensorsReader
+from trainer.megatron.loading import SafetensorsReader
 
 TOLERANCE = 1e-4
 """Allowed difference of a log-probability, relative to the larger of its size and 1."""

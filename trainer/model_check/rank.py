@@ -9,10 +9,10 @@ import torch.distributed as dist
 from trainer.algorithms.registry import make_algorithm
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.convert.checkpoint import SafetensorsReader
-from trainer.megatron.convert.families import ignorable
+from trainer.megatron.families.decoder import ignorable
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.loading import SafetensorsReader
 from trainer.model_check.differences import (
     LogprobFindings,
     TensorFindings,

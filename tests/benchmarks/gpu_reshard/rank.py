@@ -25,8 +25,8 @@ from tests.benchmarks.gpu_reshard.orders import Orders
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, WeightConfig
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.model import mark_split
-from trainer.megatron.reshard import stage_rules
+from trainer.megatron.families.stages import stage_rules
+from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.roles.models import RankModels
 from trainer.weights.registry import make_part_sender, make_sender
 

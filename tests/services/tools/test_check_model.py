@@ -18,7 +18,7 @@ from services.tools.check_model import (
     render_checked_model,
 )
 from tests.trainer.megatron.models import MODELS, MORE_MODELS, make_config, make_model, save_model
-from trainer.megatron.architecture.families import FAMILIES
+from trainer.megatron.families.table import FAMILIES
 
 FAMILY_MODELS = (*MODELS, *MORE_MODELS)
 EXPERT_MODELS = ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "deepseek-v2", "glm4-moe", "gpt-oss")

@@ -19,9 +19,9 @@ from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, save_mo
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.convert.reshard import Piece, TensorPlan
 from trainer.megatron.inference import SlotModel
 from trainer.megatron.model import DTYPES
-from trainer.megatron.reshard import Piece, TensorPlan
 from trainer.megatron.sharing import parts_of
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.shared import SharedSender

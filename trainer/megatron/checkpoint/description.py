@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 from protocol.weights.lora import LoraConfig
-from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.convert.reshard import TensorPlan, plan_of
 from trainer.megatron.convert.rules import Rule
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.layout import Layout
-from trainer.megatron.reshard import TensorPlan, plan_of, stage_rules
 
 FORMAT = 1
 """Version of a checkpoint's files."""

@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
 from trainer.megatron.checkpoint.description import FORMAT, TrainedModel, read_layout
-from trainer.megatron.checkpoint.mapping import Key, Matrices, SavedModel, Shard, is_complete, sorted_shards
-from trainer.megatron.checkpoint.naming import (
+from trainer.megatron.checkpoint.file_names import (
     KINDS,
     LAYOUT,
     MASTER,
@@ -24,6 +23,14 @@ from trainer.megatron.checkpoint.naming import (
     parse_name,
     part_name,
     rank_file,
+)
+from trainer.megatron.checkpoint.shard_mapping import (
+    Key,
+    Matrices,
+    SavedModel,
+    Shard,
+    is_complete,
+    sorted_shards,
 )
 from trainer.megatron.convert.rules import Rule
 from trainer.megatron.layout import Place
@@ -123,28 +130,25 @@ class CheckpointReader:
         return file.get_tensor(name) if file is not None and name in file.keys() else None  # noqa: SIM118 (not a mapping)
 
     def flat(self, kind: str, rule: Rule, place: Place, start: int, stop: int) -> torch.Tensor:
-        """Return a parameter of this layout, flat, of which the elements of a range are filled.
+        """Return a parameter of this layout as a flat tensor in which only one range is read, the rest is 0.
 
         Args:
-            kind: one of `kinds`, or VALUE of what is not stepped.
-            rule: the parameter's.
-            place: of the rank that has it.
-            start: of the range.
-            stop: its end.
+            kind: one of `kinds`, or VALUE for a parameter that the optimizer does not step.
+            rule: rule of the parameter.
+            place: place of the rank that has the parameter.
+            start: first element of the range.
+            stop: end of the range.
         """
         layout = self._now.layout
-        shape = rule.local_shape(layout.grid(expert=rule.expert))
-        result = torch.zeros(prod(shape))
-        stacked = any(segment.of is not None for segment in rule.segments(layout.grid(expert=rule.expert)))
-        size = Matrices.of(shape, stacked=stacked)
-        view = result.view(size.count, size.rows, size.columns)
+        size = Matrices.of(rule, layout.grid(expert=rule.expert))
+        result = torch.zeros(size.count, size.rows, size.columns)
         for block in self.model.blocks(rule, layout, place, start, stop):
             rows = self._read(kind, block.key, block.start, block.start + block.rows * block.columns)
             matrix, row, column = block.to
-            view[matrix, row : row + block.rows, column : column + block.width] = rows.view(
+            result[matrix, row : row + block.rows, column : column + block.width] = rows.view(
                 block.rows, block.columns
             )[:, block.column : block.column + block.width]
-        return result
+        return result.view(-1)
 
     def _read(self, kind: str, key: Key, start: int, stop: int) -> torch.Tensor:
         result = torch.empty(stop - start)

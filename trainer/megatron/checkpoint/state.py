@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from trainer.megatron.checkpoint.description import TrainedModel
-from trainer.megatron.checkpoint.naming import (
+from trainer.megatron.checkpoint.file_names import (
     KINDS,
     LAYOUT,
     LOSS_SCALE,

@@ -1,1 +1,1 @@
-"""Converts Hugging Face checkpoints to megatron parameters and back, by one table of rules per family."""
+"""Applies conversion rules: plans the pieces of each rank and exports tensors. Knows no family of models."""

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from protocol.messages import WeightPiece
 from trainer.backends.base import Publication
 from trainer.megatron.convert.pieces import PublishedPiece, published_pieces
+from trainer.megatron.convert.reshard import Piece, TensorPlan, stretch
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
-from trainer.megatron.reshard import Piece, TensorPlan, stretch
 from trainer.weights.early_export import EarlyExport, Tensors
 
 
@@ -49,7 +49,7 @@ class Exporter:
             plan = plans[piece.tensor]
             rows = self._rows(plan, piece.rows)
             found = (rows[0] if len(rows) == 1 else torch.cat(rows, plan.dim)).detach()
-            yield found if piece.rows[0].source is None else found.unsqueeze(0)
+            yield found if piece.rows[0].matrix is None else found.unsqueeze(0)
 
     def gathered(self, plans: Iterable[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors on rank 0; send this rank's part of each on the others."""
@@ -90,18 +90,20 @@ class Exporter:
                 rows = self._rows(plan, pieces)
             else:
                 lengths = [piece.length for piece in pieces]
-                shape = [*plan.shape] if pieces[0].source is None else [*plan.shape[1:]]
+                shape = [*plan.shape] if pieces[0].matrix is None else [*plan.shape[1:]]
                 shape[plan.dim] = sum(lengths)
                 message = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
                 dist.recv(message, holder)
                 rows = list(message.split(lengths, plan.dim))
             for piece, part in zip(pieces, rows, strict=True):
-                stretch(tensor, plan.dim, piece.start, piece.length, piece.source).copy_(part)
+                stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix).copy_(part)
         return tensor
 
     def _rows(self, plan: TensorPlan, pieces: Iterable[Piece]) -> list[torch.Tensor]:
         held = self._held(plan.parameter)
-        return [stretch(held, plan.dim, piece.local_start, piece.length, piece.of) for piece in pieces]
+        return [
+            stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix) for piece in pieces
+        ]
 
     def _send(self, plan: TensorPlan) -> None:
         place = self._position.place

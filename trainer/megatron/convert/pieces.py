@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from protocol.weights.boxes import Box, size_of, whole
+from trainer.megatron.convert.reshard import Piece, TensorPlan
 from trainer.megatron.layout import Layout
-from trainer.megatron.reshard import Piece, TensorPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple
         groups: dict[tuple[int | None, tuple[int, ...]], list[Piece]] = {}
         for piece in plan.pieces:
             numbers = (piece.rank, *(copy.rank for copy in piece.copies))
-            groups.setdefault((piece.source, numbers), []).append(piece)
+            groups.setdefault((piece.matrix, numbers), []).append(piece)
         for (_, numbers), pieces in groups.items():
             rank = min(_holders(plan, numbers, layout), key=lambda rank: (elements[rank], rank))
             number = layout.number_of(layout.place_of(rank), expert=plan.expert)
@@ -58,7 +58,7 @@ def _adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
     runs: list[list[Piece]] = []
     for piece in pieces:
         last = runs[-1][-1] if runs else None
-        if last is not None and (last.source, last.start + last.length) == (piece.source, piece.start):
+        if last is not None and (last.matrix, last.start + last.length) == (piece.matrix, piece.start):
             runs[-1].append(piece)
         else:
             runs.append([piece])
@@ -70,8 +70,8 @@ def _box(plan: TensorPlan, rows: Sequence[Piece]) -> Box:
     first, last = rows[0], rows[-1]
     box = list(whole(plan.shape))
     dim = plan.dim
-    if first.source is not None:
-        box[0] = (first.source, first.source + 1)
+    if first.matrix is not None:
+        box[0] = (first.matrix, first.matrix + 1)
         dim += 1
     box[dim] = (first.start, last.start + last.length)
     return tuple(box)

@@ -26,15 +26,15 @@ class Segment:
     rank: int
     local_start: int
     length: int
-    of: int | None = None
-    """Matrix of a parameter that is a stack of them, in which the rows count; None if it is no stack."""
-    source: int | None = None
-    """Matrix of a Hugging Face tensor that is a stack of them, likewise."""
+    local_matrix: int | None = None
+    """Index in a parameter that is a stack of matrices; None if it is one matrix or vector."""
+    matrix: int | None = None
+    """Index in a Hugging Face tensor that is a stack of matrices; None if it is one matrix or vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule(ABC):
-    """A megatron parameter and the Hugging Face tensors that it holds."""
+    """Rule of one megatron parameter: the Hugging Face tensors that it is assembled from."""
 
     parameter: str
     """Name in megatron, within its pipeline stage."""
@@ -44,9 +44,9 @@ class Rule(ABC):
     owner: bool = True
     """False for a second copy of tensors that another rule exports."""
     expert: bool = False
-    """Whether it is split over the ranks of experts, `Layout.grid(expert=True)`."""
+    """Whether the parameter is a stack of experts, split over their ranks, `Layout.grid(expert=True)`."""
     exact: bool = False
-    """Whether it is float32 whatever the dtype of the others."""
+    """Whether the parameter is float32 even if the others are not."""
 
     @property
     @abstractmethod
@@ -200,7 +200,7 @@ class ExpertStack(Rule):
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         here = _experts_of_rank(self.parameter, len(self.rules), grid)
         return tuple(
-            replace(segment, rank=segment.rank + grid.tp * (number // here), of=number % here)
+            replace(segment, rank=segment.rank + grid.tp * (number // here), local_matrix=number % here)
             for number, rule in enumerate(self.rules)
             for segment in rule.segments(grid)
         )

@@ -14,12 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from trainer.megatron.layers.weight_gradients import add_product
-
-CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-"""Size of a chunk of logits, by device."""
-KEPT_BYTES = 1 << 30
-"""Logits up to this size are kept for the backward pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +123,7 @@ class _LinearLogprobs(torch.autograd.Function):
         valid, local, mine = _own(targets, part, count)
         sums = _no_sums(rows, hidden.device)
         chunk = _chunk_rows(hidden, count)
-        keep = any(ctx.needs_input_grad) and rows * count * hidden.element_size() <= KEPT_BYTES
+        keep = any(ctx.needs_input_grad) and rows * count * hidden.element_size() <= LOGITS_KEPT_BYTES
         kept = []
         for first in range(0, rows if valid else 0, chunk):
             these = slice(first, first + chunk)
@@ -237,7 +233,7 @@ class _WeightGradient:
 
 def _chunk_rows(hidden: torch.Tensor, count: int) -> int:
     """Return the tokens of a chunk; all chunks of a batch are about as large."""
-    most = max(1, CHUNK_BYTES[hidden.device.type] // max(1, count * hidden.element_size()))
+    most = max(1, LOGITS_CHUNK_BYTES[hidden.device.type] // max(1, count * hidden.element_size()))
     chunks = max(1, -(-len(hidden) // most))
     return max(1, -(-len(hidden) // chunks))
 

@@ -25,8 +25,8 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from trainer.lora import AdapterSwitch, initial_adapter
 from trainer.megatron.convert.rules import Direct, ExpertStack, FusedQKV, Rule, Split, Stacked
+from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Grid
-from trainer.megatron.model import mark_split
 from trainer.megatron.parallel import Position
 
 

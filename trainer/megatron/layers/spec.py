@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.attention.latent import LatentAttention
 from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.dense import MLPS, NORMS, BiasedRow, ProjectionNorm, RMSNorm

@@ -6,7 +6,7 @@ Latent attention keeps keys of low rank and for all heads, and values in their o
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.megatron.architecture.numbers import Architecture
+from trainer.megatron.families.numbers import Architecture
 
 
 @dataclass(frozen=True, slots=True)

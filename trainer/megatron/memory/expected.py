@@ -11,21 +11,19 @@ from math import ceil, prod
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.megatron.architecture.numbers import Architecture
 from trainer.megatron.convert.rules import padded_vocabulary
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.stages import stage_rules
+from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.activations import ACTIVATIONS, EXPERT_ACTIVATIONS, Activation, mlp_projections
-from trainer.megatron.reshard import stage_rules
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LIBRARIES = 64 << 20
 """Workspaces that cuBLAS takes from torch's allocator."""
-HEAD_CHUNK_BYTES = 1 << 30
-"""Size of a chunk of logits, and of those that are kept whole; as in `layers/head.py`, which needs torch."""
-SCORES_BYTES = 3 << 28
-"""Scores, their gradient and what is between, at a time, where they have a bound; as in
-`layers/attention/softcapped.py`, which needs torch."""
+SCORE_COPIES = 3
+"""Tensors of the size of the bounded scores that exist at a time: scores, their gradient, an intermediate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +305,7 @@ def _of_layer_backward(work: Workload, tokens: int) -> int:
         weight = max(weight, 2 * experts.intermediate * a.hidden * experts.count // (layout.ep * layout.etp))
     passing = ceil(tokens * gradients * width * work.item) + 2 * _stream(work, tokens)
     weights = 0 if work.adapters.rank else weight * work.item
-    bounded = SCORES_BYTES if a.score_softcap else 0
+    bounded = SCORE_COPIES * SCORES_CHUNK_BYTES if a.score_softcap else 0
     return max(passing + weights, bounded, 2 * _keys_seen(work, tokens))
 
 
@@ -330,8 +328,8 @@ def _head(work: Workload, tokens: int, table: int) -> int:
     if a.value_head:  # it reads hidden states in float32
         return 2 * tokens * a.hidden * 4
     logits = tokens * padded_vocabulary(a.vocabulary, tp) // tp * work.item
-    if logits > HEAD_CHUNK_BYTES:  # the next chunk is computed while the one before is still there
-        logits = 2 * HEAD_CHUNK_BYTES
+    if logits > LOGITS_KEPT_BYTES:  # the next chunk is computed while the one before is still there
+        logits = 2 * LOGITS_CHUNK_BYTES["cuda"]
     weight = 0 if work.adapters.rank else table * work.item
     if weight and work.item < 4 and not work.optimizer.grad_reduce_in_fp32:
         weight += 4 * table  # it is added up in float32 first

@@ -7,6 +7,7 @@ from itertools import product
 from math import prod
 
 from trainer.config import ParallelConfig
+from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.memory.expected import (
     GIB,
     Workload,
@@ -16,7 +17,6 @@ from trainer.megatron.memory.expected import (
     parameters_of_stage,
     stepped_of_stage,
 )
-from trainer.megatron.reshard import stage_rules
 
 STATE_BYTES = 12
 """Master and moments of a parameter, float32."""

@@ -18,22 +18,23 @@ from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.megatron import parallel
-from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.reading import read_critic
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
-from trainer.megatron.convert.checkpoint import load_checkpoint
 from trainer.megatron.convert.export import Exporter
+from trainer.megatron.families.experts import check_ranks
+from trainer.megatron.families.reading import read_critic
+from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers.experts.balance import set_balance
+from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
+from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.memory.expected import GIB
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.micro_batches import MicroBatch
-from trainer.megatron.model import DTYPES, build_model, mark_split, transformer_config, whole_part
+from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
 from trainer.megatron.optimizer import is_distributed, wrap_model
-from trainer.megatron.reshard import export_plan, stage_rules
 from trainer.megatron.stepping import ModelStepper
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticStats

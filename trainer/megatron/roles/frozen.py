@@ -9,13 +9,13 @@ from protocol.errors import SettingsError
 from trainer.backends.base import FrozenModel, FrozenSpec
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
-from trainer.megatron.architecture.experts import check_ranks
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.families.experts import check_ranks
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layout import Layout
+from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.memory.expected import FrozenShape, frozen_layout
 from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
 from trainer.megatron.parallel import Position

@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from tests.trainer.megatron.families.test_stages import fill, numbered
 from tests.trainer.megatron.models import save_model
-from tests.trainer.megatron.test_convert import fill, numbered
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint.description import TrainedModel
-from trainer.megatron.checkpoint.naming import KINDS, LAYOUT, STEPS, VALUE, part_name, rank_file
+from trainer.megatron.checkpoint.file_names import KINDS, LAYOUT, STEPS, VALUE, part_name, rank_file
 from trainer.megatron.checkpoint.reading import CheckpointReader, read_description
 from trainer.megatron.convert.rules import Rule
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Layout
 
 NAMES = ("qwen2", "qwen2-tied", "qwen3-tied", "phi3")

@@ -12,11 +12,11 @@ from tests.trainer.megatron.layouts import BACK, FROM, restored_in
 from tests.trainer.megatron.models import step_batch
 from tests.trainer.megatron.ranks import make_backend
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.reading import CheckpointReader, read_description
+from trainer.megatron.convert.reshard import stretch
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Grid, Layout, Place
-from trainer.megatron.reshard import stretch
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process
 
@@ -70,7 +70,9 @@ def whole_state(checkpoint: Path, model_dir: Path) -> dict[str, torch.Tensor]:
             }
             for plan in model.plans().values():
                 rows = [
-                    stretch(flat[plan.parameter], plan.dim, piece.local_start, piece.length, piece.of)
+                    stretch(
+                        flat[plan.parameter], plan.dim, piece.local_start, piece.length, piece.local_matrix
+                    )
                     for piece in plan.pieces
                 ]
                 result[f"{kind} {plan.name}"] = torch.cat(rows, plan.dim)

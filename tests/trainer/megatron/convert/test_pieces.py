@@ -14,6 +14,7 @@ from protocol.weights.boxes import Box, covers, relative, shape_of, size_of, who
 from protocol.weights.slices import check_parts, senders_of, transfer_of
 from trainer.backends.base import Publication
 from trainer.megatron.convert.pieces import PublishedPiece, published_pieces
+from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.convert.rules import (
     Direct,
     FusedQKV,
@@ -25,7 +26,6 @@ from trainer.megatron.convert.rules import (
     Vocabulary,
 )
 from trainer.megatron.layout import Grid, Layout
-from trainer.megatron.reshard import TensorPlan, plan_of, stretch
 from trainer.weights.parts.layout import blank_manifest
 
 EXPERTS = 4
@@ -121,8 +121,8 @@ def loaded(layout: Layout, rank: int, source: dict[str, NDArray[np.int64]]) -> d
         shape = (EXPERTS // grid.ep, 6 // grid.tp, WIDTH) if rule.expert else rule.local_shape(grid)
         held[rule.parameter] = np.full(shape, -1)
         for s in segments:
-            target = stretched(held[rule.parameter], rule.dim, s.local_start, s.length, s.of)
-            target[...] = stretched(source[s.name], rule.dim, s.start, s.length, s.source)
+            target = stretched(held[rule.parameter], rule.dim, s.local_start, s.length, s.local_matrix)
+            target[...] = stretched(source[s.name], rule.dim, s.start, s.length, s.matrix)
     return held
 
 
@@ -137,7 +137,8 @@ def published(
     plan: TensorPlan, piece: PublishedPiece, held: dict[str, NDArray[np.int64]]
 ) -> NDArray[np.int64]:
     rows = [
-        stretched(held[plan.parameter], plan.dim, row.local_start, row.length, row.of) for row in piece.rows
+        stretched(held[plan.parameter], plan.dim, row.local_start, row.length, row.local_matrix)
+        for row in piece.rows
     ]
     return np.concatenate(rows, plan.dim).reshape(shape_of(piece.box))
 

@@ -1,5 +1,7 @@
 """Tests the expected memory against parameters of a built model and sizes worked out by hand."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +12,13 @@ from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import ALL_MODELS, save_model
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import cpu, parallel
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.architecture.rope import Rope
-from trainer.megatron.layers import head
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.rope import Rope
+from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import (
     GIB,
-    HEAD_CHUNK_BYTES,
     FrozenShape,
     Workload,
     bytes_of_layer,
@@ -231,12 +232,24 @@ def test_masters_apart_take_four_bytes_in_float32() -> None:
     assert expected_memory(replace(single, shared=True), 1024).optimizer == 12 * PARAMETERS_7B
 
 
-def test_the_heads_chunks_are_those_that_it_computes_with() -> None:
-    assert head.CHUNK_BYTES["cuda"] == head.KEPT_BYTES == HEAD_CHUNK_BYTES
-    of_states, table = 2 * 3584 * 2, 152064 * 3584 * 2
+def test_the_head_keeps_few_logits_whole_and_two_chunks_of_many() -> None:
+    states, table = 2 * 3584 * 2, 152064 * 3584 * 2
     few, many = (expected_memory(workload(), tokens).head for tokens in (1024, 32768))
-    assert few == 1024 * (152064 * 2 + of_states) + table
-    assert many == 2 * HEAD_CHUNK_BYTES + 32768 * of_states + table
+    assert few == 1024 * (152064 * 2 + states) + table
+    assert many == 2 * LOGITS_CHUNK_BYTES["cuda"] + 32768 * states + table
+
+
+def test_bounded_scores_take_their_chunks_where_gradients_are_smaller() -> None:
+    plain, bounded = (
+        expected_memory(workload(architecture=replace(QWEN_7B, layers=1, score_softcap=softcap)), 1)
+        for softcap in (0.0, 50.0)
+    )
+    assert plain.workspace < bounded.workspace == 3 * SCORES_CHUNK_BYTES
+
+
+def test_the_expected_memory_is_computed_without_torch() -> None:
+    code = "import sys, trainer.megatron.memory.expected; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_frozen_models_take_their_parameters_and_no_gradient() -> None:

@@ -11,9 +11,9 @@ from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.memory.test_expected import PARAMETERS_7B, QWEN_7B, workload
 from tests.trainer.megatron.models import save_model
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory import host_memory, host_optimizer
 from trainer.megatron.memory.expected import GIB, FrozenShape, Workload

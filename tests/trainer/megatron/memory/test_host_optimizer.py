@@ -11,9 +11,9 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.megatron.models import OPTIMIZER, save_model
 from trainer.config import OptimizerConfig
-from trainer.megatron.architecture.reading import read_architecture
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory import host_optimizer
 from trainer.megatron.memory.host_optimizer import HostOptimizer

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import save_model
 from trainer.config import TrainerConfig
-from trainer.megatron.architecture.reading import read_architecture
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.experts.tokens import routed_tokens

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.megatron.architecture.latent import Latent
+from trainer.megatron.families.latent import Latent
 from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.sequences import PackedSequences
 from trainer.megatron.layers.attention.terms import AttentionTerms

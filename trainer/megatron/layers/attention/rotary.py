@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.megatron.architecture.rope import Rope
+from trainer.megatron.families.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)

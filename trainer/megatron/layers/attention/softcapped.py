@@ -8,8 +8,7 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_BYTES = 1 << 28
-"""Scores that exist at a time, unless those of one query of each head are more."""
+from trainer.megatron.layers.limits import SCORES_CHUNK_BYTES
 
 
 def softcapped_attention(
@@ -40,7 +39,7 @@ def softcapped_attention(
     sequences, heads, tokens, size = q.shape
     factor = 1 / math.sqrt(size) if scale is None else scale
     grouped = q.unflatten(1, (k.size(1), -1))
-    rows = max(1, CHUNK_BYTES // (4 * sequences * heads * k.size(2)))
+    rows = max(1, SCORES_CHUNK_BYTES // (4 * sequences * heads * k.size(2)))
     found = []
     for first in range(0, tokens, rows):
         last = min(first + rows, tokens)

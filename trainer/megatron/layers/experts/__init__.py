@@ -10,6 +10,6 @@ router and the experts of this rank:
     back, in the order of tokens         dispatch.Exchange.give_back, ExpertOrder.by_token
 
 A family with another choice extends `router.scores_of`, `choose` and `weights_of`, by fields of
-`architecture.experts.Experts`; one with other experts overrides `ExpertMLP.make_experts`. Where
+`families.experts.Experts`; one with other experts overrides `ExpertMLP.make_experts`. Where
 `RoutedTokens.experts` is set, routers choose these.
 """

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
-from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 

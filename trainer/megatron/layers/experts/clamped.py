@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.experts.stacks import expert_products, stack
 
 

@@ -15,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.dense import SwigluMLP, swiglu
 from trainer.megatron.layers.experts.clamped import ClampedExperts
 from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder

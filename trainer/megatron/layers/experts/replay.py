@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from protocol.errors import SettingsError, TetherError
-from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.experts.router import ExpertRouter
 
 

@@ -30,7 +30,7 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) 
 def test_values_and_gradients_equal_the_formula_for_any_size_of_chunks(
     monkeypatch: pytest.MonkeyPatch, window: int, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(softcapped, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(softcapped, "SCORES_CHUNK_BYTES", chunk_bytes)
     lengths = [20, 18, 3]
     inputs = qkv(sum(lengths))
     pieces = zip(*(x.split(lengths) for x in inputs), strict=True)

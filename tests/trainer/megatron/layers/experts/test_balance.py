@@ -12,8 +12,8 @@ from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
-from trainer.megatron.architecture.experts import Experts
 from trainer.megatron.backend import MegatronBackend
+from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.experts.balance import (
     auxiliary_loss,
     extremes,

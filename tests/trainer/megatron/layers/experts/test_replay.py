@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from protocol.errors import TetherError
-from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.experts.replay import check_recorded
 
 EXPERTS = Experts(count=8, per_token=2, intermediate=4, dense_layers=(1,))

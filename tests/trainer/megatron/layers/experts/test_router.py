@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.experts.router import choose, scores_of, weights_of
 
 LOGITS = torch.tensor([[0.0, 1.0, 2.0, 3.0]])

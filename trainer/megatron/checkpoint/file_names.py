@@ -1,14 +1,14 @@
-"""Names the files of a checkpoint and what is in them."""
+"""Names the files of a checkpoint and the tensors in them."""
 
 LAYOUT = "layout.json"
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-"""What there is of each parameter that is stepped; Adam's moments from the first step on."""
+"""Tensors of each parameter that the optimizer steps; Adam's moments exist from the first step on."""
 VALUE = "value"
-"""What there is of a parameter that the optimizer does not step, such as a bias that another rule changes."""
+"""Tensor of a parameter that the optimizer does not step, such as the bias of a router."""
 STEPS = "steps"
 LOSS_SCALE = "loss_scale"
-"""In float16: the factor, and the steps since it changed."""
+"""Only in float16: (loss scale, steps since it changed)."""
 RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
 
 
@@ -18,12 +18,12 @@ def rank_file(rank: int) -> str:
 
 
 def part_name(kind: str, parameter: str, start: int) -> str:
-    """Return the name of a range of a flat parameter, or of a moment of it."""
+    """Return the name of a range of a flat parameter, or of the same range of a moment."""
     return f"{kind}/{parameter}/{start}"
 
 
 def parse_name(name: str) -> tuple[str, str, int] | None:
-    """Return kind, parameter and start; None if the name is of something else."""
+    """Return (kind, parameter, start); None if the name is no part of a parameter."""
     kind, _, rest = name.partition("/")
     parameter, _, start = rest.rpartition("/")
     return (kind, parameter, int(start)) if kind in (*KINDS, VALUE) and start.isdigit() else None

@@ -1,18 +1,18 @@
-"""Defines the numbers of a model, and the operations that a step takes."""
+"""Defines the numbers of a model, and the floating-point operations of a step."""
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.megatron.architecture.experts import NO_EXPERTS, Experts
-from trainer.megatron.architecture.families import FAMILIES, Family
-from trainer.megatron.architecture.latent import Latent
-from trainer.megatron.architecture.rope import Rope
+from trainer.megatron.families.experts import NO_EXPERTS, Experts
+from trainer.megatron.families.latent import Latent
+from trainer.megatron.families.rope import Rope
+from trainer.megatron.families.table import FAMILIES, Family
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """The numbers that define a decoder. Sizes are those of the whole model."""
+    """Numbers that define a decoder. Sizes are of the whole model, not of one rank."""
 
     model_type: str
     name: str
@@ -29,29 +29,29 @@ class Architecture:
     max_positions: int
     rope: Rope
     window: int = 0
-    """Tokens that each one attends to, itself and those before it; 0: all."""
+    """Tokens that each token attends to, including itself; 0: all before it."""
     windows: tuple[int, ...] = ()
-    """`window` of each layer, where they differ; then that is 0."""
+    """`window` of each layer, where layers differ; `window` is then 0."""
     local_rope: Rope | None = None
-    """Rotary embedding of the layers with a window; None: that of the others."""
+    """Rotary embedding of layers with a window; None: all layers have the same."""
     biases: tuple[str, ...] = ()
-    """What has biases because config.json says so: `qkv`, `output` of attention, `mlp`."""
+    """Projections that config.json gives biases: `qkv`, `output` of attention, `mlp`."""
     score_scale: float = 0.0
     """Factor of attention's scores; 0: 1 / sqrt(head_dim)."""
     score_softcap: float = 0.0
     """Bound c of attention's scores s, which become c tanh(s / c); 0: none."""
     logit_softcap: float = 0.0
-    """Bound of the logits, likewise."""
+    """Bound c of the logits, applied in the same way; 0: none."""
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
     without_qk_norm: bool = False
-    """Whether config.json switches off the norm of queries and keys that the family has."""
+    """Whether config.json switches off the family's norm of queries and keys."""
     latent: Latent | None = None
-    """Sizes of latent attention; None: it is not latent."""
+    """Sizes of latent attention; None: attention is not latent."""
     experts: Experts = NO_EXPERTS
-    """Numbers of the layers that have any instead of an MLP."""
+    """Numbers of the layers with experts."""
     value_head: bool = False
-    """Whether it ends with one value for a token, in the place of the output layer: a critic."""
+    """Whether the model is a critic: it ends with one value for each token instead of the output layer."""
 
     @property
     def family(self) -> Family:
@@ -68,12 +68,12 @@ class Architecture:
 
     @property
     def not_generated(self) -> str:
-        """What the engine `megatron` lacks for the model; empty: nothing."""
+        """Feature of the model that the engine `megatron` does not have; empty: it has all."""
         return "latent attention" if self.latent else "attention sinks" if self.family.sinks else ""
 
     @property
     def value_dim(self) -> int:
-        """Dimensions of a head's value; `head_dim` are those of its query and key."""
+        """Dimensions of a head's value. Its query and key have `head_dim`."""
         return self.latent.value if self.latent else self.head_dim
 
     @property
@@ -93,38 +93,39 @@ class Architecture:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The rotary embeddings, that of layers with a window after the other one."""
+        """Rotary embeddings of the model; the one for layers with a window comes second."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     def window_of(self, layer: int) -> int:
-        """Return the window of a layer, 0 if it has none."""
+        """Return the window of a layer in tokens, 0 if it has none."""
         return self.windows[layer] if self.windows else self.window
 
     def rope_of(self, layer: int) -> int:
-        """Return which of `ropes` rotates a layer."""
+        """Return the index in `ropes` of a layer's rotary embedding."""
         return int(self.local_rope is not None and self.window_of(layer) > 0)
 
     def layer_flops(self, tokens: Any, *, frozen: bool = False) -> Any:
         """Return the floating-point operations of all layers, forward and backward, on one sequence.
 
-        Six for each weight and token that passes through it, four if the weights are `frozen` and take no
-        gradient. Causal attention: half of the square, or what a sliding window leaves of it, in two
-        products, forward and twice that backward. The output layer is left out, see `head_flops`.
+        Weights: six operations for each weight and each token that passes through it, four if `frozen`.
+        Causal attention: the pairs of tokens that see each other, in two products, once forward and twice
+        backward. The output layer is not counted, see `head_flops`.
 
         Args:
-            tokens: of the sequence; a number, or an array of them.
+            tokens: length of the sequence, a number or an array of numbers.
+            frozen: whether the weights take no gradient.
         """
         weights = self.layers * self.attention_weights + sum(map(self.mlp_weights, range(self.layers)))
         total = (4 if frozen else 6) * weights * tokens
         products = self.heads * (self.head_dim + self.value_dim)
         for window, layers in Counter(map(self.window_of, range(self.layers))).items():
-            least = (tokens + window - abs(tokens - window)) // 2  # of numbers and arrays alike
+            least = (tokens + window - abs(tokens - window)) // 2  # the minimum, for numbers and for arrays
             reach = least if window else tokens
             total = total + layers * 3 * products * reach * (2 * tokens - reach)
         return total
 
     def mlp_weights(self, layer: int) -> int:
-        """Return the weights of a layer's MLP that a token passes through, with those of its router."""
+        """Return the number of weights of a layer's MLP that a token passes through, including its router."""
         experts, projections = self.experts, 3 if self.family.gated else 2
         if not experts.is_sparse(layer):
             return projections * self.hidden * self.intermediate
@@ -132,5 +133,5 @@ class Architecture:
         return self.hidden * (projections * wide + experts.count)
 
     def head_flops(self, trained: int, *, frozen: bool = False) -> int:
-        """Return those of the output layer, which only trained tokens pass through."""
+        """Return the floating-point operations of the output layer, computed for trained tokens only."""
         return (4 if frozen else 6) * self.hidden * self.vocabulary * trained

@@ -4,23 +4,32 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
-from trainer.megatron.architecture.families import FAMILIES
+from trainer.megatron.families.table import Family
 
 KINDS = {"full_attention": False, "sliding_attention": True}
 """Entry of `layer_types` -> whether the layer has a window."""
 
 
-def windows_of(path: Path, config: dict[str, Any], layers: int, positions: int) -> tuple[int, ...]:
+def windows_of(
+    path: Path, config: dict[str, Any], family: Family, layers: int, positions: int
+) -> tuple[int, ...]:
     """Return the window of each layer, 0 for none.
 
-    A window that the model's positions never leave is none, unless layers with one are rotated otherwise.
+    A window of at least the model's positions is read as none, except in a family whose layers with a window
+    have another rotary embedding.
+
+    Args:
+        path: path of config.json, for errors.
+        config: content of the file.
+        family: the model's family.
+        layers: number of layers.
+        positions: longest sequence of the model, in tokens.
 
     Raises:
-        SettingsError: the family has no windows where it is asked for them, or does not know a kind of layer.
+        SettingsError: the family has no windows but config.json asks for one, or a kind of layer is unknown.
     """
-    family = FAMILIES[config["model_type"]]
     window = config.get("sliding_window")
-    kinds = _kinds(path, config, layers)
+    kinds = _has_windows(path, config, family, layers)
     if not family.local_rope and (window is None or window >= positions):
         return (0,) * layers
     if not family.windows:
@@ -36,12 +45,11 @@ def windows_of(path: Path, config: dict[str, Any], layers: int, positions: int) 
     return tuple(int(window or 0) * kind for kind in kinds)
 
 
-def _kinds(path: Path, config: dict[str, Any], layers: int) -> list[bool]:
+def _has_windows(path: Path, config: dict[str, Any], family: Family, layers: int) -> list[bool]:
     """Return whether each layer has a window."""
-    family = FAMILIES[config["model_type"]]
     named = config.get("layer_types")
     if named is None:
-        return [_has_window(config, layer) for layer in range(layers)]
+        return [_has_window_by_default(config, family, layer) for layer in range(layers)]
     if len(named) != layers or set(named) - set(KINDS):
         raise SettingsError(
             f"{path}: layer_types must name {layers} layers, each {' or '.join(sorted(KINDS))}: {named}"
@@ -54,9 +62,8 @@ def _kinds(path: Path, config: dict[str, Any], layers: int) -> list[bool]:
     return kinds
 
 
-def _has_window(config: dict[str, Any], layer: int) -> bool:
-    """Return whether a layer has a window where config.json does not say it layer by layer."""
-    family = FAMILIES[config["model_type"]]
+def _has_window_by_default(config: dict[str, Any], family: Family, layer: int) -> bool:
+    """Return whether a layer has a window in a config.json without `layer_types`."""
     if not family.windows:
         return False
     if family.windows == "switch":

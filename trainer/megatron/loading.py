@@ -10,27 +10,28 @@ import torch
 from safetensors import safe_open
 
 from protocol.errors import SettingsError
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.convert.families import EMBEDDING, OUTPUT, VALUE_HEAD, ignorable
+from trainer.megatron.convert.reshard import stretch
 from trainer.megatron.convert.rules import Rule, Segment
+from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, VALUE_HEAD, ignorable
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.layout import Layout, Place
-from trainer.megatron.reshard import export_plan, stage_rules, stretch
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""What weights may be stored in: others are quantized, and need scales."""
+"""Supported dtypes of stored weights. Weights of other dtypes are quantized and need scales."""
 INDEX = "model.safetensors.index.json"
 ROWS = 8192
-"""Rows that are compared at a time."""
+"""Number of rows that are compared at a time."""
 
 
 class SafetensorsReader:
-    """The tensors of a checkpoint directory by name, over one file or many. Files are mapped, not read."""
+    """Tensors of a checkpoint directory by name, in one file or many. Files are mapped, not read whole."""
 
     def __init__(self, model_dir: Path) -> None:
         """Open the directory.
 
         Raises:
-            SettingsError: it holds no safetensors, or its index names a missing file.
+            SettingsError: the directory has no safetensors, or its index names a missing file.
         """
         self.model_dir = model_dir
         self._open: dict[str, Any] = {}
@@ -60,9 +61,9 @@ class SafetensorsReader:
         return str(self._file(self._files[name]).get_slice(name).get_dtype())
 
     def rows(self, name: str, dim: int, start: int, length: int, matrix: int | None = None) -> torch.Tensor:
-        """Return `length` rows (dim 0) or columns (dim 1), in the checkpoint's dtype.
+        """Return `length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype.
 
-        They are of a tensor, or of one matrix of a tensor that is a stack of them.
+        Where the tensor is a stack of matrices, `matrix` is the index of one.
         """
         part = self._file(self._files[name]).get_slice(name)
         cut = slice(start, start + length)
@@ -98,14 +99,14 @@ def load_checkpoint(
     """Fill this rank's parameters.
 
     Args:
-        model_dir: the checkpoint.
-        architecture: that of its config.json.
-        parameters: the model's, by megatron name; written in place, in their own dtype.
-        layout: that of all ranks.
-        place: this rank's.
+        model_dir: directory of the checkpoint.
+        architecture: architecture that its config.json describes.
+        parameters: name in megatron -> parameter of this rank; written in place, in its own dtype.
+        layout: layout of the model on all ranks.
+        place: place of this rank.
 
     Raises:
-        SettingsError: the checkpoint has a tensor that no rule maps, lacks one, or has one of another shape.
+        SettingsError: the checkpoint has a tensor that no rule maps, lacks a tensor, or a shape differs.
     """
     rules = stage_rules(architecture, layout, place.pp)
     check_parameters(rules, parameters, layout)
@@ -121,15 +122,15 @@ def load_checkpoint(
 
 
 def _read_segment(reader: SafetensorsReader, parameter: torch.Tensor, dim: int, segment: Segment) -> None:
-    rows = reader.rows(segment.name, dim, segment.start, segment.length, segment.source)
-    stretch(parameter, dim, segment.local_start, segment.length, segment.of).copy_(rows)
+    rows = reader.rows(segment.name, dim, segment.start, segment.length, segment.matrix)
+    stretch(parameter, dim, segment.local_start, segment.length, segment.local_matrix).copy_(rows)
 
 
 def check_names(reader: SafetensorsReader, architecture: Architecture, layout: Layout) -> None:
-    """Check that rules map every tensor of the checkpoint, and that each mapped one is there as it should be.
+    """Check that a rule maps every tensor of the checkpoint, and that no tensor of the rules is missing.
 
     Raises:
-        SettingsError: some do not, or are not; names them.
+        SettingsError: a tensor has no rule, is missing, or has another shape or dtype; names it.
     """
     shapes = {plan.name: plan.shape for plan in export_plan(architecture, layout)}
     unmapped = sorted(name for name in reader.names - set(shapes) if not ignorable(architecture, name))
@@ -158,7 +159,7 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, layout: L
 
 
 def _check_tied(reader: SafetensorsReader) -> None:
-    """Check that an output layer which is saved although config.json ties it is the embedding."""
+    """Check that the output layer equals the embedding where a checkpoint stores both of a tied pair."""
     shape = reader.shape(EMBEDDING)
     equal = reader.shape(OUTPUT) == shape and all(
         torch.equal(reader.rows(OUTPUT, 0, first, ROWS), reader.rows(EMBEDDING, 0, first, ROWS))
@@ -174,7 +175,7 @@ def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], 
     """Check that each parameter has exactly one rule of its shape.
 
     Raises:
-        SettingsError: some have not; names them.
+        SettingsError: parameters have no rule, several rules or another shape; names them.
     """
     names = [rule.parameter for rule in rules]
     doubled = sorted({name for name in names if names.count(name) > 1})

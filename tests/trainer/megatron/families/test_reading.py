@@ -11,10 +11,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import LLAMA3_ROPE, YARN_ROPE, make_model
-from trainer.megatron.architecture.families import FAMILIES
-from trainer.megatron.architecture.latent import Latent
-from trainer.megatron.architecture.reading import architecture_of, read_architecture
-from trainer.megatron.architecture.rope import Rope
+from trainer.megatron.families.latent import Latent
+from trainer.megatron.families.reading import architecture_of, read_architecture
+from trainer.megatron.families.rope import Rope
+from trainer.megatron.families.table import FAMILIES
 from trainer.megatron.layers.attention.rotary import inverse_frequencies
 from trainer.megatron.layers.spec import attention_terms
 

@@ -1,30 +1,29 @@
 """Tests the conversion rules: they invert, cover every row once, and refuse unknown names."""
 
-import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
-from tests.trainer.megatron.models import make_model, save_model
+from tests.trainer.megatron.models import save_model
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.experts import NO_EXPERTS, ExpertNames, Experts, check_ranks
-from trainer.megatron.architecture.families import FAMILIES
-from trainer.megatron.architecture.latent import Latent
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.architecture.rope import Rope
-from trainer.megatron.convert.checkpoint import SafetensorsReader, check_names, check_parameters
-from trainer.megatron.convert.families import EMBEDDING
+from trainer.megatron.convert.reshard import stretch
 from trainer.megatron.convert.rules import Direct, Rule
+from trainer.megatron.families.experts import NO_EXPERTS, ExpertNames, Experts, check_ranks
+from trainer.megatron.families.latent import Latent
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.rope import Rope
+from trainer.megatron.families.stages import export_plan, stage_rules
+from trainer.megatron.families.table import FAMILIES
 from trainer.megatron.layers.lora import lora_rules
-from trainer.megatron.layout import Grid, Layout
-from trainer.megatron.reshard import export_plan, stage_rules, stretch
+from trainer.megatron.layout import Layout
 
 TENSOR_SIZES = (1, 2, 4)
 PIPELINE_SIZES = (1, 2)
@@ -108,8 +107,8 @@ def fill(rule: Rule, source: dict[str, torch.Tensor], layout: Layout, rank: int)
     local = torch.zeros(rule.local_shape(grid), dtype=torch.float64)
     for s in rule.segments(grid):
         if s.rank == rank:
-            rows = stretch(source[s.name], rule.dim, s.start, s.length, s.source)
-            stretch(local, rule.dim, s.local_start, s.length, s.of).copy_(rows)
+            rows = stretch(source[s.name], rule.dim, s.start, s.length, s.matrix)
+            stretch(local, rule.dim, s.local_start, s.length, s.local_matrix).copy_(rows)
     return local
 
 
@@ -142,8 +141,8 @@ def test_loaded_checkpoint_is_exported(
         tensor = torch.full(plan.shape, -1.0, dtype=torch.float64)
         for piece in plan.pieces:
             parameter = held[plan.stage, piece.rank, plan.parameter]
-            rows = stretch(parameter, plan.dim, piece.local_start, piece.length, piece.of)
-            target = stretch(tensor, plan.dim, piece.start, piece.length, piece.source)
+            rows = stretch(parameter, plan.dim, piece.local_start, piece.length, piece.local_matrix)
+            target = stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix)
             assert (target == -1).all(), "covered twice"
             target.copy_(rows)
         assert torch.equal(tensor, source[plan.name]), plan.name
@@ -232,96 +231,6 @@ def test_a_fused_tensor_cannot_have_an_adapter(tmp_path: Path) -> None:
             lora_rules(rules, LoraConfig(rank=2, target_modules=(name,)))
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    return save_model("qwen2-tied", tmp_path)
-
-
-def change_tensors(model_dir: Path, **changes: torch.Tensor | None) -> None:
-    path = model_dir / "model.safetensors"
-    tensors = {**load_file(path), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
-
-
-def check(model_dir: Path) -> None:
-    with SafetensorsReader(model_dir) as reader:
-        check_names(reader, (found := read_architecture(model_dir)), layout_of(found))
-
-
-def test_an_unmapped_name_is_refused(model_dir: Path) -> None:
-    change_tensors(model_dir, **{"model.layers.0.self_attn.sinks": torch.zeros(4)})
-    with pytest.raises(SettingsError, match=r"no rule of qwen2 maps model\.layers\.0\.self_attn\.sinks"):
-        check(model_dir)
-
-
-def test_layers_that_predict_further_tokens_are_no_error_where_the_family_has_them(tmp_path: Path) -> None:
-    extra = {"model.layers.2.eh_proj.weight": torch.zeros(4, 8)}
-    model_dir = save_model("deepseek-v3-dense", tmp_path)
-    change_tensors(model_dir, **extra)
-    check(model_dir)
-    other = save_model("qwen3-yarn", tmp_path)
-    change_tensors(other, **extra)
-    with pytest.raises(SettingsError, match=r"no rule of qwen3 maps model\.layers\.2\.eh_proj"):
-        check(other)
-
-
-def test_a_missing_name_is_refused(model_dir: Path) -> None:
-    change_tensors(model_dir, **{"model.norm.weight": None})
-    with pytest.raises(SettingsError, match=r"lacks model\.norm\.weight"):
-        check(model_dir)
-
-
-def test_a_wrong_shape_is_refused(model_dir: Path) -> None:
-    change_tensors(model_dir, **{"model.norm.weight": torch.zeros(3)})
-    with pytest.raises(
-        SettingsError, match=r"model\.norm\.weight has shape \(3,\), but by config\.json it should be \(64,\)"
-    ):
-        check(model_dir)
-
-
-def test_a_dtype_that_needs_scales_is_refused(model_dir: Path) -> None:
-    quantized = torch.zeros(64).to(torch.float8_e4m3fn)
-    change_tensors(model_dir, **{"model.norm.weight": quantized})
-    with pytest.raises(SettingsError, match=r"model\.norm\.weight has dtype F8_E4M3: supported are F64"):
-        check(model_dir)
-
-
-def test_a_tied_output_layer_that_is_saved_once_more_is_no_error(model_dir: Path) -> None:
-    embedding = load_file(model_dir / "model.safetensors")[EMBEDDING]
-    change_tensors(model_dir, **{"lm_head.weight": embedding.clone()})
-    check(model_dir)
-
-
-def test_a_tied_output_layer_that_is_not_the_embedding_is_refused(model_dir: Path) -> None:
-    change_tensors(model_dir, **{"lm_head.weight": torch.zeros(96, 64)})
-    with pytest.raises(SettingsError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
-        check(model_dir)
-
-
-def test_a_missing_shard_is_refused(tmp_path: Path) -> None:
-    model_dir = save_model("llama", tmp_path)
-    lost = json.loads((model_dir / "model.safetensors.index.json").read_text())["weight_map"][
-        "model.norm.weight"
-    ]
-    (model_dir / lost).unlink()
-    with pytest.raises(SettingsError, match=f"lacks {lost}"):
-        check(model_dir)
-
-
-def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
-    make_model("qwen2").config.save_pretrained(tmp_path)
-    with pytest.raises(SettingsError, match="must be a complete safetensors checkpoint"):
-        check(tmp_path)
-
-
-def test_parameters_and_rules_must_match_one_to_one(model_dir: Path) -> None:
-    architecture = read_architecture(model_dir)
-    rules = whole_rules(architecture)
-    parameters = {rule.parameter: torch.zeros(rule.local_shape(Grid())) for rule in rules}
-    check_parameters(rules, parameters, Layout())
-    with pytest.raises(SettingsError, match=r"more than one rule maps decoder\.final_layernorm\.weight"):
-        check_parameters([*rules, rules[-1]], parameters, 1)
-    with pytest.raises(SettingsError, match=r"differ in decoder\.extra"):
-        check_parameters(rules, {**parameters, "decoder.extra": torch.zeros(1)}, Layout())
-    with pytest.raises(SettingsError, match="its rule says"):
-        check_parameters(rules, {**parameters, rules[-1].parameter: torch.zeros(1)}, Layout())
+def test_numbers_and_rules_of_families_are_read_without_torch() -> None:
+    code = "import sys, trainer.megatron.families.stages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
-from trainer.megatron.architecture.families import FAMILIES
+from trainer.megatron.families.table import Family
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 GEMMA_THETAS = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
-"""Kind of layer -> field of the theta in older checkpoints, and what it is where none is named."""
+"""Kind of layer -> (field of the theta in older checkpoints, its default)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. `factor` belongs to all types but default, the fields after it to some."""
+    """Rotary embedding. All types except `default` use `factor`, some types the fields below it."""
 
     theta: float
     type: str = "default"
@@ -26,33 +26,42 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """yarn: whether the stretch of frequencies that are interpolated begins and ends at whole ones."""
+    """yarn: whether the bounds of the interpolated frequencies are rounded to whole dimensions."""
     attention_factor: float = 1.0
     """yarn and longrope: factor of rotated queries and keys."""
     score_factor: float = 1.0
-    """yarn of latent attention: factor of the scores, beside that."""
+    """yarn with latent attention: further factor of the scores."""
     partial_rotary_factor: float = 1.0
-    """Share of each head that is rotated: its first dimensions."""
+    """Share of each head's dimensions that is rotated, from the first one."""
     interleaved: bool = False
-    """Whether dimension 2 i is paired with 2 i + 1; else the first half of them with the second."""
+    """Whether dimension 2 i is paired with 2 i + 1; otherwise the first half is paired with the second."""
     short_factor: tuple[float, ...] = ()
     """longrope: divisors of the frequencies in sequences of at most the original context."""
     long_factor: tuple[float, ...] = ()
-    """longrope: these divisors in longer ones."""
+    """longrope: divisors of the frequencies in longer sequences."""
 
     def dimensions(self, head_dim: int) -> int:
-        """Return how many dimensions of a head are rotated."""
+        """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.partial_rotary_factor)
 
 
-def ropes_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) -> tuple[Rope, Rope | None]:
-    """Read the rotary embedding, and that of layers with a window where they have their own.
+def ropes_of(
+    path: Path, config: dict[str, Any], family: Family, positions: int, head_dim: int
+) -> tuple[Rope, Rope | None]:
+    """Read the rotary embedding, and a second one where layers with a window have their own.
+
+    Args:
+        path: path of config.json, for errors.
+        config: content of the file.
+        family: the model's family.
+        positions: longest sequence of the model, in tokens.
+        head_dim: dimensions of a head.
 
     Raises:
-        SettingsError: it is not supported; names the field.
+        SettingsError: an embedding is not supported; names the field.
     """
-    if not FAMILIES[config["model_type"]].local_rope:
-        return rope_of(path, config, positions, head_dim), None
+    if not family.local_rope:
+        return _rope_of(path, config, family, positions, head_dim), None
     named = config.get("rope_parameters") or {}
     if unknown := sorted(set(named) - set(GEMMA_THETAS)):
         raise SettingsError(
@@ -65,20 +74,20 @@ def ropes_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) 
     }
     both["full_attention"] |= scaling
     whole, local = (
-        rope_of(path, {**config, "rope_parameters": values}, positions, head_dim) for values in both.values()
+        _rope_of(path, {**config, "rope_parameters": values}, family, positions, head_dim)
+        for values in both.values()
     )
     return whole, local
 
 
-def rope_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) -> Rope:
+def _rope_of(path: Path, config: dict[str, Any], family: Family, positions: int, head_dim: int) -> Rope:
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older checkpoints."""
-    family = FAMILIES[config["model_type"]]
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     values: dict[str, Any] = config.get(field) or {}
     theta = float(values.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = values.get("rope_type", values.get("type", "default"))
     if config["model_type"] == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # by the names that its first checkpoints give it
+        kind = "longrope"  # the first checkpoints of phi3 call it so
     if kind not in ROPE_TYPES:
         raise SettingsError(
             f"{path}: {field} of type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
@@ -92,7 +101,7 @@ def rope_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) -
     shape: dict[str, Any] = {"partial_rotary_factor": share, "interleaved": interleaved}
     if kind == "default":
         return Rope(theta, **shape)
-    # In the order of transformers: some families have the number beside the table.
+    # transformers prefers the field beside the table, which some families have.
     original = config.get("original_max_position_embeddings") or values.get(
         "original_max_position_embeddings", positions
     )
@@ -115,7 +124,7 @@ def rope_of(path: Path, config: dict[str, Any], positions: int, head_dim: int) -
 
 
 def _factors(path: Path, field: str, values: dict[str, Any], count: int) -> dict[str, tuple[float, ...]]:
-    """Read the factors of longrope, one for each frequency."""
+    """Read the divisors of longrope, one for each frequency."""
     if unknown := sorted({"short_mscale", "long_mscale"} & set(values)):
         raise SettingsError(f"{path}: {field} with {unknown[0]} is not supported by the megatron backend")
     found = {}
@@ -127,7 +136,7 @@ def _factors(path: Path, field: str, values: dict[str, Any], count: int) -> dict
 
 
 def _attention_factor(kind: str, values: dict[str, Any], factor: float, original: int) -> float:
-    """Return the factor of queries and keys: as given, or from the growth of the context."""
+    """Return the factor of queries and keys: the given one, or one derived from the growth of the context."""
     if kind not in ("yarn", "longrope"):
         return 1.0
     if values.get("attention_factor") is not None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
-from trainer.megatron.architecture.experts import NO_EXPERTS, experts_of
-from trainer.megatron.architecture.families import FAMILIES, SUPPORTED, Family
-from trainer.megatron.architecture.latent import latent_of
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.architecture.rope import ropes_of
-from trainer.megatron.architecture.windows import windows_of
+from trainer.megatron.families.experts import NO_EXPERTS, experts_of
+from trainer.megatron.families.latent import latent_of
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.rope import ropes_of
+from trainer.megatron.families.table import FAMILIES, Family
+from trainer.megatron.families.windows import windows_of
 
 ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "gelu": "gelu_pytorch_tanh"}
 """Kind of MLP -> its activation in config.json."""
@@ -22,7 +22,7 @@ def read_architecture(model_dir: Path) -> Architecture:
     """Read `config.json`.
 
     Raises:
-        SettingsError: there is none, or it asks for what is not supported; names the field.
+        SettingsError: the file is missing, or has an unsupported value; names the field.
     """
     path = model_dir / "config.json"
     try:
@@ -35,7 +35,7 @@ def read_architecture(model_dir: Path) -> Architecture:
 
 
 def read_critic(model_dir: Path) -> Architecture:
-    """Read `config.json` of a model that is to have a value head; errors are those of `read_architecture`."""
+    """Read `config.json` of a critic, which gets a value head; raises the errors of `read_architecture`."""
     return as_critic(read_architecture(model_dir))
 
 
@@ -45,16 +45,15 @@ def as_critic(architecture: Architecture) -> Architecture:
 
 
 def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
-    """Return the architecture that a config.json describes; `path` is that of the file, for errors.
+    """Return the architecture that a config.json describes; `path` names the file in errors.
 
     Raises:
-        SettingsError: it asks for what is not supported; names the field.
+        SettingsError: the file has an unsupported value; names the field.
     """
     model_type = config.get("model_type")
-    if model_type not in SUPPORTED:
+    if model_type not in FAMILIES:
         raise SettingsError(
-            f"{path}: model_type {model_type!r} is not supported; supported are "
-            f"{', '.join(sorted(SUPPORTED))}"
+            f"{path}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
@@ -67,11 +66,11 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     latent = latent_of(path, config) if family.latent else None
     head_dim = latent.head_dim if latent else int(config.get("head_dim") or hidden // heads)
     positions = int(config.get("max_position_embeddings") or 4096)
-    rope, local_rope = ropes_of(path, config, positions, head_dim)
-    windows = windows_of(path, config, layers, positions)
+    rope, local_rope = ropes_of(path, config, family, positions, head_dim)
+    windows = windows_of(path, config, family, layers, positions)
     return Architecture(
         model_type=model_type,
-        name=(config.get("architectures") or [SUPPORTED[model_type]])[0],
+        name=(config.get("architectures") or [FAMILIES[model_type].name])[0],
         layers=layers,
         hidden=hidden,
         intermediate=int(config["intermediate_size"]),
@@ -97,7 +96,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
 
 
 def _windows(windows: tuple[int, ...]) -> dict[str, Any]:
-    """Return the windows of layers as one number where they are alike."""
+    """Return the fields of `Architecture` for these windows: one number where all layers have the same."""
     alike = len(set(windows)) <= 1
     return {"window": windows[0] if alike and windows else 0, "windows": () if alike else windows}
 
@@ -107,7 +106,7 @@ def _biases(family: Family, config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _scales(family: Family) -> bool:
-    """Return whether the family has a number for the scale of its scores."""
+    """Return whether config.json sets the scale of the attention scores in this family."""
     return "query_pre_attn_scalar" in family.defaults
 
 
@@ -127,7 +126,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any], family: Family, bias
     bidirectional = "use_bidirectional_attention"
     unsupported = {
         family.activation_field: config.get(family.activation_field, activation) != activation,
-        # An MLP alone has none in any published model; megatron gives all of a layer's projections biases.
+        # No published model has biases in the MLP only; megatron gives all projections of a layer biases.
         "mlp_bias": bool(config.get("mlp_bias")) and not {"qkv", "output", "mlp"} <= set(biases),
         bidirectional: bool(config.get(bidirectional)),
     }

@@ -1,10 +1,10 @@
-"""Lists the supported families of models, and how each differs from Llama."""
+"""Lists the supported families of models and their differences from Llama."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.megatron.architecture.experts import ExpertNames
+from trainer.megatron.families.experts import ExpertNames
 
 PRE_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 GEMMA_NORMS = {
@@ -20,24 +20,24 @@ GLM = {"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "parti
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the models of one model_type differ from Llama."""
+    """Differences of one model_type from Llama."""
 
     name: str
-    """The architecture that exports name."""
+    """Class name in the config.json of exports."""
     qkv_bias: bool = False
-    """Whether the projections to queries, keys and values always have biases."""
+    """Whether the projections to queries, keys and values have biases in every model of the family."""
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Switches of config.json for biases -> what has them: `qkv`, `output` of attention, `mlp`."""
+    """Switch in config.json -> the projections that it gives biases: `qkv`, `output` of attention, `mlp`."""
     qk_norm: str = ""
-    """Norm of queries and keys before rotation: `head`, over each head; `projection`, over all of them."""
+    """Norm of queries and keys before rotation: `head`, over each head; `projection`, over all heads."""
     qk_norm_switch: str = ""
-    """Field of config.json that has to be set for that norm; empty: it is always there."""
+    """Field of config.json that switches this norm on; empty: it is always on."""
     norm: str = "rms"
-    """`rms`; `rms_from_one`, whose weight is the difference from 1; `layer`, with mean and bias."""
+    """Kind of norm: `rms`; `rms_from_one`, weighted by 1 + weight; `layer`, with mean and bias."""
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     """Norms of a layer: name in megatron -> in the checkpoint."""
     mlp: str = "swiglu"
-    """`swiglu`; `geglu`, gated by the gelu with tanh; `gelu`, the same without a gate."""
+    """Kind of the MLP: `swiglu`; `geglu`, gated by gelu with tanh; `gelu`, gelu with tanh without a gate."""
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Projections of the MLP in the checkpoint."""
     fused_qkv: bool = False
@@ -45,14 +45,14 @@ class Family:
     fused_gate_up: bool = False
     """Whether the checkpoint holds gate and up as one tensor."""
     windows: str = ""
-    """Which layers `sliding_window` holds for: `all`; `layer_types`, those that are named there; `switch`,
-    these if `use_sliding_window` is set. Empty: none, and config.json may not ask for one."""
+    """Layers that `sliding_window` applies to: `all`; `layer_types`, the layers that this field names;
+    `switch`, the same if `use_sliding_window` is set. Empty: none, a config.json with a window is refused."""
     full_every: int = 0
-    """Where `layer_types` is not named, one of so many layers has no window; 0: all have one."""
+    """Without `layer_types`, one layer out of this number has no window; 0: all have one."""
     local_rope: bool = False
-    """Whether layers with a window have a rotary embedding of their own."""
+    """Whether layers with a window have another rotary embedding than the other layers."""
     partial_rotation: bool = False
-    """Whether `partial_rotary_factor` is read: only so much of each head is rotated."""
+    """Whether `partial_rotary_factor` is read, the share of each head that is rotated."""
     interleaved: bool = False
     """Whether rotation pairs neighbours in a head, instead of its halves."""
     scaled_embedding: bool = False
@@ -60,15 +60,15 @@ class Family:
     activation_field: str = "hidden_act"
     eps_field: str = "rms_norm_eps"
     latent: bool = False
-    """Whether attention is latent (MLA): queries, keys and values are made of vectors of low rank."""
+    """Whether attention is latent (MLA), see `Latent`."""
     sinks: bool = False
-    """Whether each head has a learnt score to which attention goes that no token gets."""
+    """Whether each head has a sink: a learnt score in the softmax that has no value."""
     extra_layers: bool = False
-    """Whether checkpoints may hold layers after the last one, which predict further tokens (MTP)."""
+    """Whether checkpoints may hold layers after the last one that predict further tokens (MTP)."""
     experts: ExpertNames | None = None
-    """What the parts of layers with experts are called; None: no layer has any."""
+    """Names of the experts in checkpoints; None: no layer has experts."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of config.json as transformers takes them where they are not named."""
+    """Field of config.json -> its default in transformers, for files that omit it."""
 
     @property
     def pre_norms(self) -> bool:
@@ -92,7 +92,7 @@ BIASED_SIGMOID = ExpertNames(
     defaults={"scoring": "sigmoid", "bias": True, "best_of_group": 2, "precise": True},
     fixed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
-"""Experts of DeepSeek-V3 and its like."""
+"""Experts of DeepSeek-V3 and of families with the same router."""
 FAMILIES = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -239,5 +239,3 @@ FAMILIES = {
     ),
 }
 """model_type -> family. docs/models.md says how to add one."""
-SUPPORTED = {model_type: family.name for model_type, family in FAMILIES.items()}
-"""model_type -> the architecture that exports name."""

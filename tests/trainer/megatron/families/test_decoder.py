@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.megatron.convert import bridge_oracle
+from tests.trainer.megatron.families import bridge_oracle
 from tests.trainer.megatron.models import make_model
 from trainer.config import ParallelConfig
-from trainer.megatron.architecture.reading import read_architecture
-from trainer.megatron.convert.checkpoint import load_checkpoint
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.layout import Layout, Place
-from trainer.megatron.reshard import stage_rules
+from trainer.megatron.loading import load_checkpoint
 
 FAMILIES = (
     "qwen2", "qwen2-tied", "qwen3-tied", "llama", "mistral", "qwen3-moe", "gpt-oss", "gemma2",

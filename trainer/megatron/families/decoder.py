@@ -1,13 +1,9 @@
-"""Defines the rules of the supported model families, for loading, exporting and publishing alike."""
+"""Defines the rules of a decoder, layer by layer, as its family names and combines the tensors."""
 
 import re
 
-from trainer.megatron.architecture.numbers import Architecture
-from trainer.megatron.convert.experts import router_rules, stacked_rules
-from trainer.megatron.convert.latent import latent_rules
 from trainer.megatron.convert.rules import (
     Direct,
-    ExpertStack,
     FusedQKV,
     GatedMLP,
     Rule,
@@ -15,24 +11,27 @@ from trainer.megatron.convert.rules import (
     Stacked,
     Vocabulary,
 )
+from trainer.megatron.families.experts import expert_rules
+from trainer.megatron.families.latent import latent_rules
+from trainer.megatron.families.numbers import Architecture
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 VALUE_HEAD = ("score.weight", "score.bias")
-"""Names of the head of a classifier with one label; a critic that starts without one begins with zeros."""
+"""Tensors of a critic's value head, as in a classifier with one label; zeros if the checkpoint lacks them."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _NOT_WEIGHTS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
 def embedding_rules(architecture: Architecture) -> list[Rule]:
-    """Return the rules of what the first pipeline stage holds beside its layers."""
+    """Return the rules of the embedding, which the first pipeline stage has."""
     shape = (architecture.vocabulary, architecture.hidden)
     return [Vocabulary(parameter="embedding.word_embeddings.weight", name=EMBEDDING, shape=shape)]
 
 
 def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> list[Rule]:
-    """Return the rules of layer `layer` of the model, which is number `local_layer` of its stage."""
+    """Return the rules of one layer: index `layer` in the model, `local_layer` in its model chunk."""
     here, there = f"decoder.layers.{local_layer}.", f"model.layers.{layer}."
 
     names = architecture.family.norms
@@ -43,7 +42,7 @@ def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> lis
         return _norm_rules(architecture, here + parameter, there + names[parameter])
 
     if architecture.experts.is_sparse(layer):
-        mlp = _expert_rules(architecture, here + "mlp.", there)
+        mlp = _sparse_mlp_rules(architecture, here + "mlp.", there)
     else:
         mlp = _mlp_rules(architecture, here + "mlp.", there + "mlp.", architecture.intermediate)
     return [
@@ -93,8 +92,8 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
     out = (hidden, architecture.heads * head_dim)
     rules.append(Split(parameter=here + "linear_proj.weight", name=there + "o_proj.weight", shape=out, dim=1))
     if architecture.family.sinks:
-        of_sinks = (architecture.heads,)
-        rules.append(Split(parameter=here + "core_attention.sinks", name=there + "sinks", shape=of_sinks))
+        sinks = (architecture.heads,)
+        rules.append(Split(parameter=here + "core_attention.sinks", name=there + "sinks", shape=sinks))
     if "output" in architecture.biases:
         rules.append(Direct(parameter=here + "linear_proj.bias", name=there + "o_proj.bias", shape=(hidden,)))
     return rules
@@ -127,44 +126,20 @@ def _into_mlp(architecture: Architecture, parameter: str, there: str, shape: tup
     return _stacked(f"{there}gate_up_proj.{kind}", rule) if architecture.family.fused_gate_up else rule
 
 
-def _expert_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
-    """Return the rules of router, experts, and the MLP that all tokens pass through."""
-    hidden, wide, names = architecture.hidden, architecture.experts.intermediate, architecture.family.experts
+def _sparse_mlp_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
+    """Return the rules of router, experts, and the shared MLP."""
+    experts, names = architecture.experts, architecture.family.experts
     if names is None:
         raise ValueError(f"family {architecture.model_type} has no names of experts")
     there += f"{names.block}."
-    rules = router_rules(architecture.experts, hidden, f"{here}router.", f"{there}{names.router}.")
-    if names.stacked:
-        return rules + stacked_rules(architecture.experts, hidden, f"{here}experts.", f"{there}experts.")
-    experts = [f"{there}experts.{number}" for number in range(architecture.experts.count)]
-    fc1, fc2 = f"{here}experts.fc1", f"{here}experts.fc2"
-    rules += [
-        ExpertStack(
-            parameter=fc1,
-            rules=tuple(
-                GatedMLP(
-                    parameter=fc1,
-                    names=(f"{expert}.{names.gate}.weight", f"{expert}.{names.up}.weight"),
-                    shape=(wide, hidden),
-                )
-                for expert in experts
-            ),
-        ),
-        ExpertStack(
-            parameter=fc2,
-            dim=1,
-            rules=tuple(
-                Split(parameter=fc2, name=f"{expert}.{names.down}.weight", shape=(hidden, wide), dim=1)
-                for expert in experts
-            ),
-        ),
-    ]
-    if architecture.experts.shared_intermediate:
-        shared = architecture.experts.shared_intermediate
-        rules += _mlp_rules(architecture, f"{here}shared.", f"{there}{names.shared}.", shared)
-    if architecture.experts.shared_gate:
-        gate = f"{there}{names.shared_gate}.weight"
-        rules.append(Direct(parameter=f"{here}shared_gate.weight", name=gate, shape=(1, hidden)))
+    rules = expert_rules(experts, names, architecture.hidden, here, there)
+    if experts.shared_intermediate:
+        rules += _mlp_rules(
+            architecture, f"{here}shared.", f"{there}{names.shared}.", experts.shared_intermediate
+        )
+    if experts.shared_gate:
+        gate, shape = f"{there}{names.shared_gate}.weight", (1, architecture.hidden)
+        rules.append(Direct(parameter=f"{here}shared_gate.weight", name=gate, shape=shape))
     return rules
 
 
@@ -173,12 +148,11 @@ def _stacked(name: str, rule: Rule) -> Rule:
 
 
 def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Rule]:
-    """Return the rules of what the last stage holds beside its layers.
+    """Return the rules of final norm and output layer, which the last pipeline stage has.
 
     Args:
-        architecture: the model's.
-        with_embedding: whether the embedding is on this stage too, so that a tied output layer has no
-            parameter of its own.
+        architecture: architecture of the model.
+        with_embedding: whether the stage has the embedding, too. A tied output layer then has no parameter.
     """
     rules = _norm_rules(architecture, "decoder.final_layernorm", "model.norm")
     shape = (architecture.vocabulary, architecture.hidden)
@@ -197,9 +171,9 @@ def _value_head(name: str) -> str:
 
 
 def ignorable(architecture: Architecture, name: str) -> bool:
-    """Return whether a checkpoint may hold a name that the model does not need.
+    """Return whether a checkpoint may hold this tensor although the model does not need it.
 
-    Such are a tied output layer that is saved twice, rotary buffers, and layers that predict further tokens.
+    These are a second copy of a tied output layer, rotary buffers, and layers that predict further tokens.
     """
     if (architecture.tied or architecture.value_head) and name == OUTPUT:
         return True

@@ -1,0 +1,101 @@
+"""Plans which rows of which training rank make up each Hugging Face tensor: pure, plain data.
+
+The plan names the pieces of every tensor; a piece is rows of one rank's parameter. Loading reads the plan
+backwards. An engine with ranks of its own needs no other plan: it cuts these pieces once more, at the
+boundaries of its ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from protocol.errors import SettingsError
+from trainer.megatron.convert.rules import Rule
+from trainer.megatron.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a tensor: `length` at `start` are the rows at `local_start` of a rank's parameter."""
+
+    rank: int
+    """Number of the rank in the grid of the parameter, see `Layout.grid`."""
+    start: int
+    local_start: int
+    length: int
+    local_matrix: int | None = None
+    """Index in a parameter that is a stack of matrices, see `Segment`."""
+    matrix: int | None = None
+    """Index in a tensor that is a stack of matrices."""
+    copies: tuple["Piece", ...] = ()
+    """Pieces with the same rows on other ranks of the grid."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """Source of a Hugging Face tensor. `pieces` cover it exactly once; rows count along `dim`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    stage: int
+    """Pipeline rank."""
+    parameter: str
+    """Name on the ranks of that stage."""
+    pieces: tuple[Piece, ...]
+    expert: bool = False
+    """Whether the parameter is an expert's."""
+    exact: bool = False
+    """Whether the tensor is float32 even if the others are not."""
+
+
+def plan_of(parts: Iterable[tuple[int, Sequence[Rule]]], layout: Layout) -> tuple[TensorPlan, ...]:
+    """Plan the tensors that rules name, in the order of the rules.
+
+    Args:
+        parts: pairs (pipeline stage, rules of its parameters).
+        layout: layout of the model.
+
+
+    Raises:
+        SettingsError: the layout does not divide a parameter, or a name has two sources.
+    """
+    plans: dict[str, TensorPlan] = {}
+    for stage, rules in parts:
+        for rule in rules:
+            if not rule.owner:
+                continue
+            for plan in _tensor_plans(rule, layout, stage):
+                if plan.name in plans:
+                    raise SettingsError(
+                        f"{plan.name} is mapped twice: from {plans[plan.name].parameter} and {plan.parameter}"
+                    )
+                plans[plan.name] = plan
+    return tuple(plans.values())
+
+
+def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
+    holders: dict[str, dict[tuple[int, int], list[Piece]]] = {name: {} for name in rule.shapes}
+    for s in rule.segments(layout.grid(expert=rule.expert)):
+        holders[s.name].setdefault((s.matrix or 0, s.start), []).append(
+            Piece(s.rank, s.start, s.local_start, s.length, s.local_matrix, s.matrix)
+        )
+    return [
+        TensorPlan(
+            name,
+            shape,
+            rule.dim,
+            stage,
+            rule.parameter,
+            # Replicated rows come from the first rank that has them.
+            tuple(replace(found[0], copies=tuple(found[1:])) for _, found in sorted(holders[name].items())),
+            rule.expert,
+            rule.exact,
+        )
+        for name, shape in rule.shapes.items()
+    ]
+
+
+def stretch(tensor: Any, dim: int, start: int, length: int, matrix: int | None) -> Any:
+    """Return a view of `length` rows of a tensor, or of one matrix of a stack."""
+    return (tensor if matrix is None else tensor[matrix]).narrow(dim, start, length)

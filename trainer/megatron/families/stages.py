@@ -1,0 +1,46 @@
+"""Lists the rules of each pipeline stage of a model, and plans its export."""
+
+from dataclasses import replace
+
+from trainer.megatron.convert.reshard import TensorPlan, plan_of
+from trainer.megatron.convert.rules import Rule
+from trainer.megatron.families.decoder import embedding_rules, layer_rules, output_rules
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.layout import Layout
+
+
+def stage_rules(architecture: Architecture, layout: Layout, stage: int) -> list[Rule]:
+    """Return the rules of a pipeline stage's parameters, chunk by chunk."""
+    return [
+        rule for chunk in range(layout.chunks) for rule in _chunk_rules(architecture, layout, stage, chunk)
+    ]
+
+
+def export_plan(architecture: Architecture, layout: Layout) -> tuple[TensorPlan, ...]:
+    """Plan all tensors of the model in the order of the export: embedding, layers, final norm, output layer.
+
+    Raises:
+        SettingsError: the layout does not divide the model, or a name has two sources.
+    """
+    chunks = [
+        (stage, _chunk_rules(architecture, layout, stage, chunk))
+        for chunk in range(layout.chunks)
+        for stage in range(layout.pp)
+    ]
+    return plan_of(chunks, layout)
+
+
+def _chunk_rules(architecture: Architecture, layout: Layout, stage: int, chunk: int) -> list[Rule]:
+    """Return the rules of one model chunk of a stage.
+
+    Where a stage has several chunks, the names of the parameters begin with the chunk's number.
+    """
+    first = (stage, chunk) == (0, 0)
+    last = (stage, chunk) == (layout.pp - 1, layout.chunks - 1)
+    rules = embedding_rules(architecture) if first else []
+    for local, layer in enumerate(layout.stages[stage][chunk]):
+        rules += layer_rules(architecture, layer, local)
+    if last:
+        rules += output_rules(architecture, with_embedding=layout.pp * layout.chunks == 1)
+    prefix = f"chunks.{chunk}." if layout.chunks > 1 else ""
+    return [replace(rule, parameter=prefix + rule.parameter) for rule in rules]

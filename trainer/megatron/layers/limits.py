@@ -1,0 +1,8 @@
+"""Limits of what layers keep on a device at a time. The expected memory reads them without torch."""
+
+LOGITS_CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""Device -> size of a chunk of logits."""
+LOGITS_KEPT_BYTES = 1 << 30
+"""Logits up to this size are kept for the backward pass, larger ones are computed again."""
+SCORES_CHUNK_BYTES = 1 << 28
+"""Bounded attention scores in float32 at a time, unless the scores of one query of each head take more."""
