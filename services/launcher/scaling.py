@@ -18,7 +18,7 @@ from protocol.host.file_lock import locked
 from protocol.ranges import check_range
 from protocol.topics import Role
 from services.launcher.fleet import SCALABLE, Fleet
-from services.run_files.run_end import LOCK, is_up
+from services.run_record.end import LOCK, is_up
 from services.settings.placement import ServicesConfig
 
 log = logging.getLogger("tether.up")

@@ -24,7 +24,7 @@ def verify_run(run_dir: Path) -> dict[str, Any]:
     facts = dataclasses.asdict(verify(path))
     if not (run_dir / "spool.sqlite").is_file() and not (run_dir / "archive").is_dir():
         return facts
-    from services.run_files.call_audit import audit_calls  # numpy; a log alone needs none
+    from services.run_record.call_audit import audit_calls  # numpy; a log alone needs none
 
     calls = audit_calls(run_dir)
     facts["violations"] += calls.violations

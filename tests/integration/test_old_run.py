@@ -27,7 +27,7 @@ from services.ledger.event_log.trace import trace
 from services.ledger.verify.result import AuditResult
 from services.ledger.verify.verifier import verify
 from services.ledger_recovery.reconcile import reconcile
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.runtime.run_ledger import open_ledger
 from services.runtime.training import build_backend
 from services.settings.load import dump_settings, run_settings

@@ -12,7 +12,7 @@ from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.interface import RunSpec
 from services.ledger.memory.ledger import MemoryLedger
-from services.observability.steps import append_line
+from services.run_record.steps import append_line
 from services.runtime import writing
 from services.runtime.process import Process
 from services.runtime.writing import until_written

@@ -12,8 +12,9 @@ from protocol.errors import SettingsError
 from protocol.messages import Remark, ScoredRollout
 from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import trace
-from services.run_files.samples import MAX_GROUPS, describe_group
-from services.tools.samples import find_samples, render_samples, samples_of_trace
+from services.run_record.group_facts import describe_group
+from services.run_record.samples import MAX_GROUPS, find_samples, samples_of_group
+from services.tools.samples import render_group_samples, render_samples
 from tests.protocol.samples import SAMPLES
 from tests.services.monitor.runs import put_branched, recorded_run
 from trainer.storage.archive import Archive
@@ -49,8 +50,7 @@ def test_samples_of_a_group_need_no_step(run_dir: Path) -> None:
 
 def test_samples_of_a_trace_are_those_of_the_group(run_dir: Path) -> None:
     moments = trace(read_events(run_dir / "audit.jsonl"), 5)
-    facts = samples_of_trace(run_dir, 5, moments)
-    assert not isinstance(facts, str)
+    facts = samples_of_group(run_dir, 5, moments)
     assert facts["groups"] == find_samples(run_dir, None, 5, 100)["groups"]
 
 
@@ -128,7 +128,7 @@ def test_samples_without_records_say_what_is_kept(run_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"group 5 was trained in step 1, whose records are not kept"):
         find_samples(run_dir, None, 5, 8)
     moments = trace(read_events(run_dir / "audit.jsonl"), 5)
-    assert "records are not kept" in str(samples_of_trace(run_dir, 5, moments))
+    assert "records are not kept" in render_group_samples(run_dir, 5, moments)
     shutil.rmtree(run_dir / "archive")
     with pytest.raises(SettingsError, match=r"no step of .* has samples"):
         find_samples(run_dir, None, None, 8)
@@ -201,7 +201,7 @@ def test_a_filtered_group_is_shown_with_its_reason(run_dir: Path) -> None:
     assert text == (
         "group 22 was filtered (no_signal): all its rewards were 1.000, 30 tokens; its text is not kept"
     )
-    assert samples_of_trace(run_dir, 22, trace(read_events(run_dir / "audit.jsonl"), 22)) == text
+    assert render_group_samples(run_dir, 22, trace(read_events(run_dir / "audit.jsonl"), 22)) == text
 
 
 def test_groups_that_were_filtered_before_a_step_are_shown_with_it(run_dir: Path) -> None:

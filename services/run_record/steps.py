@@ -1,8 +1,7 @@
 """Writes and reads metrics.jsonl, which has one line for each committed step."""
 
-import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,17 @@ import msgspec
 
 from protocol.codec import decode_payload
 from protocol.messages import StepReport
-from services.observability.line_follower import LineFollower
+from services.observability.status import SkippedSteps
+from services.run_record.lines import LineFollower, append_line, read_parsed
 
+FILE = "metrics.jsonl"
+"""In the run directory."""
 TAIL_BYTES = 1 << 20
+MAX_STEP = 1 << 53
+"""Steps from here on are not exact numbers in a browser; lines with them are skipped."""
+STALENESS = ("version", "lag_mean", "lag_max", "masked_share")
+"""Fields of the last step's line that `step_facts` returns."""
+_DECODER = msgspec.json.Decoder()
 
 
 class StepLog:
@@ -45,47 +52,21 @@ class StepLog:
                 self.append(report)
 
 
-def append_line(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Append a line to a file, of which readers see all or nothing.
-
-    An incomplete line before it, which a crash has left, is terminated first. `durable` syncs it to the disk.
-
-    Raises:
-        OSError: it cannot be written, because the disk is full for example.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        line = (b"\n" if torn else b"") + data + b"\n"
-        while line:  # a full disk takes a part, and refuses the rest
-            line = line[os.write(descriptor, line) :]
-        if durable:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield every line of a metrics file that is a step's, oldest first; incomplete lines are skipped."""
-    if not path.is_file():
-        return
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            if (found := parse_line(line)) is not None:
-                yield found
+    return read_parsed(path, parse_line)
 
 
-def parse_line(line: str | bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """Return a line of a metrics file if it is a step's; None if it is incomplete or anything else."""
     try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
+        fields = _DECODER.decode(line)
+    except (ValueError, RecursionError):  # a MsgspecError is a ValueError
         return None
-    is_step = (
-        isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("epoch"), str)
-    )
-    return found if is_step else None
+    if not isinstance(fields, dict) or not isinstance(fields.get("epoch"), str):
+        return None
+    step = fields.get("step")
+    return fields if type(step) is int and 0 <= step < MAX_STEP else None
 
 
 def read_last(path: Path) -> dict[str, Any]:
@@ -98,6 +79,28 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     """Return the last line of each step, in order of step."""
     steps = {line["step"]: line for line in read_lines(path)}
     return [steps[step] for step in sorted(steps)]
+
+
+def count_skipped(lines: Iterable[Mapping[str, Any]]) -> SkippedSteps:
+    """Count the skipped steps among lines of metrics.jsonl, one for each step."""
+    groups = [int(line.get("groups", 0)) for line in lines if line.get("skipped")]
+    return SkippedSteps(len(groups), sum(groups))
+
+
+def step_facts(run_dir: Path) -> dict[str, Any]:
+    """Return what metrics.jsonl adds to `collect_status`, as JSON types.
+
+    Returns:
+        `skipped_steps`, `skipped_groups`, and `last_step`: how stale the tokens of the last step were, or
+        None before there is a step.
+    """
+    lines = read_steps(run_dir / FILE)
+    skipped = count_skipped(lines)
+    return {
+        "skipped_steps": skipped.steps,
+        "skipped_groups": skipped.groups,
+        "last_step": {name: lines[-1].get(name) for name in STALENESS} if lines else None,
+    }
 
 
 def epoch_starts(path: Path) -> dict[str, int]:

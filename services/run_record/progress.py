@@ -1,9 +1,10 @@
 """Prints the progress of `tether up`, and draws it: each step, and what is waited for when none is made."""
 
 import asyncio
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,8 +12,6 @@ from protocol.errors import TetherError
 from protocol.host.full_disk import describe_full, is_full
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus
-from services.observability.evaluations import EvaluationFollower
-from services.observability.line_follower import LineFollower
 from services.observability.printable import printable
 from services.observability.service_rows import (
     MISSING,
@@ -22,15 +21,24 @@ from services.observability.service_rows import (
     Supervised,
     service_rows,
 )
-from services.observability.skipped_steps import count_skipped
 from services.observability.start_parts import describe_start
-from services.observability.steps import parse_line, read_steps
+from services.run_record.evaluations import FILE as EVALUATIONS
+from services.run_record.evaluations import describe_evaluation, parse_evaluation
+from services.run_record.lines import LineFollower
+from services.run_record.steps import FILE, count_skipped, parse_line, read_steps
 
 POLL_S = 0.5
 MAX_ROWS = 8
 """Processes that one line names."""
 QUIET_S = 15.0
 """Seconds without a step after which the waits are printed."""
+FAILED = "failed"
+"""Entry of a reward worker in the registry: its last failure, such as "function: /x/my_reward.py:12: ..."."""
+FAILURES_S = 1.0
+"""Seconds between two reads of the reward workers' failures."""
+MOST = 20
+"""Different failures that are reported."""
+NUMBER = re.compile(r"\d+")
 
 
 class Progress:
@@ -39,12 +47,13 @@ class Progress:
     def __init__(self, run_dir: Path, steps: int, out: TextIO = sys.stdout) -> None:
         self._run_dir, self._steps, self._out = run_dir, steps, out
         self._last = time.monotonic()
-        self._follower = LineFollower(run_dir / "metrics.jsonl")
+        self._follower = LineFollower(run_dir / FILE)
         self._new_steps()  # those of an earlier start
         self._stepped = False
         """Whether this start has made a step."""
         self._began = time.monotonic()
-        self._evaluations = EvaluationFollower(run_dir)
+        self._evaluations = LineFollower(run_dir / EVALUATIONS)
+        self._evaluations.read_rest()
         self._is_full = False
         """Whether the disk of the run directory was full when it was read last."""
 
@@ -75,7 +84,7 @@ class Progress:
         """Print the last steps and how the run ended."""
         self._print_steps(0)
         self._print_evaluations()
-        skipped = count_skipped(read_steps(self._run_dir / "metrics.jsonl"))
+        skipped = count_skipped(read_steps(self._run_dir / FILE))
         without = f" (but for {skipped}, which changed no weights)" if skipped.steps else ""
         self.note(
             f"{'done' if status.done else 'stopped'} at version {status.version} of {status.steps} "
@@ -84,8 +93,9 @@ class Progress:
         )
 
     def _print_evaluations(self) -> None:
-        for line in self._evaluations.new_lines():
-            self.note(line)
+        for line in self._evaluations.read_rest():
+            if (evaluation := parse_evaluation(line.data)) is not None:
+                self.note(describe_evaluation(evaluation))
 
     def say_stopping(self, at_once: bool) -> None:
         """Say that a signal ends the run: after what is in flight, or at once."""
@@ -116,15 +126,32 @@ class Progress:
 
     def _new_steps(self) -> list[dict[str, Any]]:
         """Return the steps that metrics.jsonl has gained; after a rewind steps appear again."""
-        found: list[dict[str, Any]] = []
-        more = True
-        while more:
-            lines, more = self._follower.read()
-            found += [line for item in lines if (line := parse_line(item.data)) is not None]
+        rest = self._follower.read_rest()
+        found = [line for item in rest if (line := parse_line(item.data)) is not None]
         if found:
             self._last = time.monotonic()
             self._stepped = True
         return found
+
+
+async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) -> None:
+    """Report each kind of failure once, until cancelled; the numbers in a text do not make a kind."""
+    reported: set[str] = set()
+    while True:
+        try:
+            peers = await ledger.peers(Role.REWARD)
+        except TetherError:
+            peers = []  # whoever watches the ledger says so
+        for peer in peers:
+            text = str(peer.info.get(FAILED, ""))
+            kind = NUMBER.sub("N", text)
+            if text and kind not in reported and len(reported) < MOST:
+                reported.add(kind)
+                report(
+                    f"{peer.info.get('name', peer.role)} could not score a group: {text} (it is tried again, "
+                    "and dropped after bound.max_attempts)"
+                )
+        await asyncio.sleep(FAILURES_S)
 
 
 async def page_of(ledger: Ledger) -> str:
@@ -232,7 +259,7 @@ def plot_run(run_dir: Path) -> Path | None:
     Returns:
         The path of the picture, or None if no step is committed yet.
     """
-    steps = read_steps(run_dir / "metrics.jsonl")
+    steps = read_steps(run_dir / FILE)
     if not steps:
         return None
     import matplotlib

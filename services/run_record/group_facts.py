@@ -1,117 +1,24 @@
-"""Reads what the models wrote in past steps, from the spool and the archive of a run."""
+"""Describes a scored group for readers, as JSON types: its prompt, samples, turns and scores."""
 
-import threading
-from collections.abc import Sequence
-from contextlib import closing, suppress
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from protocol.codec import decode_payload
-from protocol.errors import TetherError
 from protocol.messages import Remark, Rollout, ScoredRollout
-from protocol.rollout_view import sample_lengths
-from services.run_files.event_tail import EventTail
-from services.run_files.turn_scores import describe_turns
-from trainer.storage.archive import Archive
-from trainer.storage.spool import Spool
-from trainer.storage.stored import MissingRecords
+from protocol.rollout_view import checked_array, sample_lengths
+from protocol.tensors import Array
+from protocol.turns import turns_of
 
-MAX_STEPS = 1000
-"""Steps that are offered, the newest ones."""
-MAX_GROUPS = 128
 MAX_SAMPLES = 64
 MAX_TEXT = 4000
 """Characters that the page shows of a text."""
 MAX_IDS = 200
 """Token ids shown where a record has no text."""
 MAX_TASK = 500
-
-
-class SampleBrowser:
-    """Opens one step of a run at a time. Methods block on the disk; call them in a thread."""
-
-    def __init__(self, run_dir: Path, tail: EventTail) -> None:
-        """Read nothing yet. `tail` knows the lease tokens of steps that are not archived yet."""
-        self._spool = run_dir / "spool.sqlite"
-        self._archive = Archive(run_dir / "archive")
-        self._tail = tail
-        self._lock = threading.Lock()
-
-    def steps(self) -> list[int]:
-        """Return the steps that can probably be opened, in order, at most `MAX_STEPS`."""
-        known = {*self._archive.steps(), *(self._tail.trained_steps() if self._spool.is_file() else ())}
-        return sorted(known)[-MAX_STEPS:]
-
-    def open(self, step: int | None, group: int | None) -> dict[str, Any]:
-        """Return a step's groups and the samples of one of them.
-
-        Args:
-            step: None: the newest step whose records are there.
-            group: None, or one that the step did not train: its first group.
-
-        Returns:
-            `steps` (offered), `step`, `groups` (overview of each), `group` (number), `samples`; if there is
-            nothing to show, `step` is None and `reason` says why.
-        """
-        with self._lock:
-            steps = self.steps()
-            for candidate in [step] if step is not None else reversed(steps[-3:]):
-                try:
-                    found = _describe(candidate, self.read_step(candidate), group)
-                except (TetherError, ValueError, IndexError) as error:  # damaged, or of another release
-                    return _nothing(steps, f"step {candidate}: {error}")
-                if found:
-                    return {"steps": steps, "step": candidate, **found}
-        where = (
-            "no step was trained yet" if step is None else f"step {step} is not in the spool or the archive"
-        )
-        return _nothing(steps, where)
-
-    def read_step(self, step: int, group: int | None = None, first: int = 0) -> list[ScoredRollout]:
-        """Return `group` of a step, or its groups, at most `MAX_GROUPS` from the one at `first` on.
-
-        Empty if their records are nowhere.
-
-        Raises:
-            TetherError: a record cannot be read; names it.
-        """
-        return _scored(self._records(step, group, first))
-
-    def read_group(self, group: int, token: str) -> list[ScoredRollout]:
-        """Return a group that was accepted and is not archived yet; empty if the spool does not have it."""
-        return _scored(self._from_spool([(group, token)]))
-
-    def _records(self, step: int, group: int | None, first: int) -> Sequence[bytes]:
-        """Read the encoded groups of a step, or one: from the spool, else from the archive.
-
-        In this order a step that the trainer moves meanwhile is not missed.
-        """
-        keys = [key for key in self._tail.trained_groups(step) if group in (None, key[0])]
-        part = slice(first, first + MAX_GROUPS)
-        if records := self._from_spool(keys[part]):
-            return records
-        return [item.payload for item in self._archive.records(step) if group in (None, item.group)][part]
-
-    def _from_spool(self, keys: Sequence[tuple[int, str]]) -> Sequence[bytes]:
-        if keys and self._spool.is_file():
-            with closing(Spool(self._spool, read_only=True)) as spool, suppress(MissingRecords):
-                return spool.get_many(keys)
-        return []
-
-
-def _scored(records: Sequence[bytes]) -> list[ScoredRollout]:
-    return [message for data in records if isinstance(message := decode_payload(data), ScoredRollout)]
-
-
-def _describe(step: int, messages: Sequence[ScoredRollout], group: int | None) -> dict[str, Any]:
-    """Return an overview of all groups and the samples of one; empty if there are no groups."""
-    if not messages:
-        return {}
-    chosen = next((item for item in messages if item.rollout.group == group), messages[0])
-    return {"groups": [_overview(message, step) for message in messages], **describe_group(chosen, step)}
 
 
 def describe_group(
@@ -142,11 +49,8 @@ def describe_group(
     }
 
 
-def _nothing(steps: list[int], reason: str) -> dict[str, Any]:
-    return {"steps": steps, "step": None, "groups": [], "group": None, "samples": [], "reason": reason}
-
-
-def _overview(message: ScoredRollout, step: int) -> dict[str, Any]:
+def group_overview(message: ScoredRollout, step: int) -> dict[str, Any]:
+    """Return one row of the list of a step's groups."""
     rollout, rewards = message.rollout, message.rewards.numpy()
     return {
         "group": rollout.group,
@@ -157,6 +61,43 @@ def _overview(message: ScoredRollout, step: int) -> dict[str, Any]:
     }
 
 
+def describe_turns(message: ScoredRollout, max_text: int) -> dict[int, list[dict[str, Any]]]:
+    """Return sample -> its turns, as JSON types; none if they were not scored.
+
+    Args:
+        message: the group.
+        max_text: characters given of a turn.
+
+    Returns:
+        For each sample its turns, each with `reward`, `components` (verifier -> score), `tokens`, `text` (if
+        the record has it) and `is_cut`.
+
+    Raises:
+        ProtocolError: turns contradict the rollout.
+    """
+    turns, rollout = turns_of(message.rollout), message.rollout
+    if turns is None or message.turn_rewards is None:
+        return {}
+    rewards = message.turn_rewards.numpy()
+    components = _components(rollout.group, message.turn_components, len(rewards))
+    found: dict[int, list[dict[str, Any]]] = {}
+    number = 0
+    for sample, of_sample in enumerate(turns):
+        for turn in of_sample:
+            text = rollout.turn_texts[number] if rollout.turn_texts else ""
+            found.setdefault(sample, []).append(
+                {
+                    "reward": _number(rewards[number]),
+                    "components": {name: _number(values[number]) for name, values in components.items()},
+                    "tokens": turn.end - turn.first,
+                    "text": text[:max_text],
+                    "is_cut": len(text) > max_text,
+                }
+            )
+            number += 1
+    return found
+
+
 def _samples(
     message: ScoredRollout, step: int | None, max_text: int, max_samples: int
 ) -> list[dict[str, Any]]:
@@ -164,6 +105,7 @@ def _samples(
     lengths = sample_lengths(rollout)
     spans_of_samples, branches, rows = _spans(rollout), _branches(rollout), _rows(rollout)
     turns = describe_turns(message, max_text)
+    components = _components(rollout.group, message.components, len(lengths))
     found = []
     for index in range(min(len(lengths), max_samples)):
         text = rollout.responses[index]
@@ -172,9 +114,7 @@ def _samples(
         found.append(
             {
                 "reward": _number(message.rewards.numpy()[index]),
-                "components": {
-                    name: _number(values.numpy()[index]) for name, values in message.components.items()
-                },
+                "components": {name: _number(values[index]) for name, values in components.items()},
                 "remarks": [
                     _remark(item, max_text) for item in message.remarks if item.sample in (index, -1)
                 ],
@@ -191,6 +131,14 @@ def _samples(
             }
         )
     return found
+
+
+def _components(group: int, arrays: Mapping[str, Array], count: int) -> dict[str, NDArray[np.float32]]:
+    """Return the scores of each verifier, float32 [count]. Raises ProtocolError."""
+    return {
+        name: checked_array(group, f"component {name}", values, "float32", (count,))
+        for name, values in arrays.items()
+    }
 
 
 def _remark(remark: Remark, max_text: int) -> dict[str, Any]:

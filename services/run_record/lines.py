@@ -1,12 +1,47 @@
-"""Follows a file that others append lines to, in bounded pieces."""
+"""Appends lines to a file, and reads them back: all at once, or in bounded pieces as the file grows."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 4 << 20
 """Bytes that one read returns at most; a longer line is skipped."""
+
+
+def append_line(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Append a line to a file, of which readers see all or nothing.
+
+    An incomplete line before it, which a crash has left, is terminated first. `durable` syncs it to the disk.
+
+    Raises:
+        OSError: it cannot be written, because the disk is full for example.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        line = (b"\n" if torn else b"") + data + b"\n"
+        while line:  # a full disk takes a part, and refuses the rest
+            line = line[os.write(descriptor, line) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_parsed(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
+    """Yield the lines of a file that `parse` can read, oldest first; nothing if there is no file."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if (parsed := parse(line)) is not None:
+                yield parsed
 
 
 class FollowedLine(NamedTuple):
@@ -67,6 +102,15 @@ class LineFollower:
             lines = list(self._split(chunk[:end]))
         self.offset += end
         return lines, is_full
+
+    def read_rest(self) -> list[FollowedLine]:
+        """Return all complete lines that the file has gained; the file must be small."""
+        found: list[FollowedLine] = []
+        more = True
+        while more:
+            lines, more = self.read()
+            found += lines
+        return found
 
     def _locate(self, file_id: tuple[int, int], size: int) -> None:
         if file_id == self._file_id and size >= self.offset:

@@ -60,6 +60,15 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
 """Drop reason, or what led to it -> cause, where to look, remedy."""
 
 
+def describe_halt(halted: str) -> str:
+    """Return why a run halted: a drop reason is one word, a cause that the trainer named is a sentence."""
+    if " " in halted:
+        return halted
+    if halted == NO_SIGNAL:
+        return "too many groups since the last step had equal rewards only"
+    return f"too many of the last groups were dropped for the reason {halted!r}"
+
+
 def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
     """Return why a run halted, where to look and what to do, as one line.
 
