@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protocol.errors import EngineError, SettingsError, TetherError
+from protocol.errors import EngineError, TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
@@ -199,19 +199,12 @@ def trace(
     """Show one group's life with times, and what the model wrote, from the run's files alone."""
     import dataclasses
 
-    from services.ledger.event_log.archiver import FILE
-    from services.ledger.event_log.reader import read_events
     from services.ledger.event_log.trace import render_trace
-    from services.ledger.event_log.trace import trace as trace_group
     from services.run_record.call_audit import call_facts, calls_of_group, render_calls
+    from services.run_record.events import group_moments
     from services.tools.samples import render_group_samples
 
-    moments = trace_group(read_events(run_dir / FILE), group)
-    if not moments:
-        raise SettingsError(
-            f"group {group} is not in the log of {run_dir}: "
-            "it was never leased, or its events are not archived yet"
-        )
+    moments = group_moments(run_dir, group)
     found = calls_of_group(run_dir, group)
     facts = [*(dataclasses.asdict(moment) for moment in moments), *call_facts(found)]
     if as_json:

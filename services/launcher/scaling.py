@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
 from protocol.errors import SettingsError, TetherError
 from protocol.host.file_lock import locked
 from protocol.ranges import check_range
@@ -113,10 +115,10 @@ async def scale_loop(run_dir: Path, fleet: Fleet) -> None:
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            counts = parse_counts(json.loads(request.read_text()))
+            counts = parse_counts(msgspec.json.decode(request.read_bytes(), type=list[str]))
         except FileNotFoundError:
             continue
-        except (ValueError, AttributeError, TypeError) as error:  # not written by `request_scale`
+        except ValueError as error:  # not written by `request_scale`
             log.error("scale.unreadable error=%s", error)
             counts = {}
         for role, count in counts.items():

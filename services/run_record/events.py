@@ -29,7 +29,10 @@ def group_moments(run_dir: Path, group: int) -> list[Moment]:
     moments = trace(events(), group)
     if not moments:
         known = f"groups 0 to {newest} are" if newest >= 0 else "no group is yet"
-        raise SettingsError(f"group {group} is not in the log of {run_dir}; {known}")
+        raise SettingsError(
+            f"group {group} is not in the log of {run_dir}; {known}: "
+            "it was never leased, or its events are not archived yet"
+        )
     return moments
 
 

@@ -4,14 +4,14 @@ import asyncio
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from protocol.errors import TetherError
 from protocol.host.full_disk import describe_full, is_full
 from protocol.topics import Role
-from services.ledger.interface import Ledger, LedgerStatus
+from services.ledger.interface import Ledger, LedgerStatus, Peer
 from services.observability.printable import printable
 from services.observability.service_rows import (
     MISSING,
@@ -66,15 +66,16 @@ class Progress:
         """Print the URL of the monitor's page, new steps and long waits, until cancelled."""
         page, is_reported, prepared_s = "", False, time.monotonic() - self._began
         while True:
+            peers = await answering_peers(ledger)
             if not page:
-                page = await page_of(ledger)
+                page = page_of(peers)
                 self.note(f"page {page}" if page else "")
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
             self._print_evaluations()
-            await self._print_disk(ledger)
-            if self._stepped and not is_reported:
+            await self._print_disk(peers)
+            if self._stepped and peers and not is_reported:
                 is_reported = True
-                self.note(await start_of(ledger, prepared_s, time.monotonic() - self._began))
+                self.note(describe_start(peers, prepared_s, time.monotonic() - self._began))
             if time.monotonic() - self._last > QUIET_S:
                 self._last = time.monotonic()
                 self.note(await self._describe_quiet(ledger, children))
@@ -106,9 +107,9 @@ class Progress:
         else:
             self.note("draining: finishing what is in flight; Ctrl-C again to stop now")
 
-    async def _print_disk(self, ledger: Ledger) -> None:
+    async def _print_disk(self, peers: Sequence[Peer]) -> None:
         """Print when the disk of the run directory is full, or a process waits for it, and when that ends."""
-        full = await asyncio.to_thread(is_full, self._run_dir) or await waits_for_room(ledger)
+        full = await asyncio.to_thread(is_full, self._run_dir) or waits_for_room(peers)
         if full and not self._is_full:
             self.note(f"{describe_full(self._run_dir)}: the run waits until there is room")
         elif self._is_full and not full:
@@ -135,14 +136,10 @@ class Progress:
 
 
 async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Report each kind of failure once, until cancelled; the numbers in a text do not make a kind."""
+    """Report each kind of failed score once, until cancelled; texts that differ in numbers are one kind."""
     reported: set[str] = set()
     while True:
-        try:
-            peers = await ledger.peers(Role.REWARD)
-        except TetherError:
-            peers = []  # whoever watches the ledger says so
-        for peer in peers:
+        for peer in await answering_peers(ledger, Role.REWARD):
             text = str(peer.info.get(FAILED, ""))
             kind = NUMBER.sub("N", text)
             if text and kind not in reported and len(reported) < MOST:
@@ -154,32 +151,22 @@ async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) ->
         await asyncio.sleep(FAILURES_S)
 
 
-async def page_of(ledger: Ledger) -> str:
+async def answering_peers(ledger: Ledger, role: Role | None = None) -> Sequence[Peer]:
+    """Return the processes in the registry; none while the ledger does not answer."""
+    try:
+        return await ledger.peers(role)
+    except TetherError:
+        return ()
+
+
+def page_of(peers: Iterable[Peer]) -> str:
     """Return the URL of the monitor's page, or an empty string while there is none."""
-    try:
-        return next(
-            (str(peer.info["page"]) for peer in await ledger.peers(Role.MONITOR) if "page" in peer.info), ""
-        )
-    except TetherError:
-        return ""
+    return next((str(peer.info["page"]) for peer in peers if "page" in peer.info), "")
 
 
-async def waits_for_room(ledger: Ledger) -> bool:
-    """Return whether a process waits for the disk of the run directory, as far as the ledger knows."""
-    try:
-        return any(
-            what.startswith(ROOM) for peer in await ledger.peers() for what in peer.info.get("waits", {})
-        )
-    except TetherError:
-        return False
-
-
-async def start_of(ledger: Ledger, prepared_s: float, first_step_s: float) -> str:
-    """Return what the start took, or an empty string if the ledger does not answer."""
-    try:
-        return describe_start(await ledger.peers(), prepared_s, first_step_s)
-    except TetherError:
-        return ""
+def waits_for_room(peers: Iterable[Peer]) -> bool:
+    """Return whether a process waits for the disk of the run directory."""
+    return any(what.startswith(ROOM) for peer in peers for what in peer.info.get("waits", {}))
 
 
 async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervised]] | None = None) -> str:

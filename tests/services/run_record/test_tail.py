@@ -112,6 +112,28 @@ def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"event": "commit", "step": 8, "version": 9, "issued": 99, "trained": 99},
+        {"event": "resume", "epoch": "e9", "version": "0", "digest": "1", "continued": False},
+        {"event": "drop", "group": 1, "token": "", "reason": "stale", "wasted_tokens": "many"},
+        {"event": "halt", "reason": 7},
+        {"event": "claim"},
+    ],
+)
+def test_a_damaged_event_changes_no_state(run_dir: Path, fields: dict[str, object]) -> None:
+    before = EventTail(run_dir).read_all().state()
+    with (run_dir / FILE).open("a") as file:
+        file.write(json.dumps({"seq": 10**6, "time_ms": 5, **fields}) + "\n")
+    tail = EventTail(run_dir).read_all()
+    assert tail.state() == {**before, "time_ms": 5}
+    assert tail.sentences(0, TOPICS, 1)["events"] == [
+        {"seq": 10**6, "time_ms": 5, "kind": fields["event"], "topic": "run", "level": "warn",
+         "text": f"Event {fields['event']} lacks some of its fields."}
+    ]  # fmt: skip
+
+
 def test_a_filtered_group_has_a_sentence_of_its_own() -> None:
     drop = {"event": "drop", "seq": 1, "time_ms": 1, "group": 5, "token": "t", "from": "leased"}
     fields = {**drop, "reason": "no_signal", "detail": "", "wasted_tokens": 9, "reward": 1.0}
