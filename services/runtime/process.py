@@ -10,8 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
 from protocol.errors import TetherError
 from protocol.ids import new_incarnation
 from protocol.topics import Role
@@ -21,6 +19,7 @@ from services.observability.http import HttpServer
 from services.observability.metrics import Metrics
 from services.observability.start_parts import READY
 from services.runtime.run_ledger import open_ledger
+from services.runtime.start_time import seconds_since_start
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether")
@@ -100,7 +99,7 @@ class Process:
 
     async def ready(self, part: str) -> None:
         """Write to the log and the registry how long this process took until `part` of it was ready."""
-        seconds = round(time.time() - psutil.Process().create_time(), 1)
+        seconds = round(seconds_since_start(), 1)
         self.info[READY] = {**self.info.get(READY, {}), part: seconds}
         log.info("ready part=%s seconds=%.1f", part, seconds)
         await self.register()  # at once: the first step may come before the next heartbeat

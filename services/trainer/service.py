@@ -24,6 +24,7 @@ from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.writing import until_written
 from services.settings.load import load_settings
+from services.settings.sections import Settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.gpu_turn import TrainerGpuTurn, first_turn
 from services.trainer.hosts import run_on_hosts
@@ -34,6 +35,7 @@ from services.trainer.snapshots import Snapshots
 from services.trainer.takeover import take_over
 from services.trainer.train_loop import TrainLoop
 from trainer.hosts.place import find_place
+from trainer.registry import import_backend
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
 
@@ -125,6 +127,11 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
         await loop.run()
         for task in beside:
             task.cancel()
+
+
+def preload(settings: Settings) -> None:
+    """Import what training with these settings needs, for a spare."""
+    import_backend(settings.trainer.backend, with_critic=settings.needs_critic)
 
 
 def main() -> None:

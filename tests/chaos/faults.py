@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from tests.chaos.scene import POLL_S, Scene
+from tests.chaos.schedule import SERVICES
 
 FIND_S = 30.0
 """How long a process that is just being started again is waited for."""
@@ -99,12 +100,19 @@ def _fill(path: "os.PathLike[str]") -> None:
 
 @asynccontextmanager
 async def skewed(scene: Scene, target: str, rng: random.Random) -> AsyncIterator[None]:
-    """Shift a wall clock, and set it right again."""
-    scene.place.set_clock(target, rng.choice(OFFSETS_S))
+    """Shift a wall clock, and set it right again.
+
+    A service that was a spare keeps the clock of that, which all spares of its role share here.
+    """
+    offset_s, role = rng.choice(OFFSETS_S), target.partition(".")[0]
+    clocks = (target, *(f"spare.{name}" for name in SERVICES if name.partition(".")[0] == role))
+    for clock in clocks:
+        scene.place.set_clock(clock, offset_s)
     try:
         yield
     finally:
-        scene.place.set_clock(target, 0)
+        for clock in clocks:
+            scene.place.set_clock(clock, 0)
 
 
 def weathered(kind: str) -> "Begin":

@@ -115,6 +115,6 @@ def make_place(root: Path) -> Place:
         else None
     )
     place = Place(root, mounts, library)
-    for name in (*SERVICES, "redis"):
+    for name in (*SERVICES, *map("spare.{}".format, SERVICES), "redis"):
         place.set_clock(name, 0)
     return place

@@ -21,7 +21,7 @@ from services.ledger.redis.ledger import RedisLedger
 from tests.chaos.place import Place
 from tests.chaos.proxy import Proxy, Weather
 from tests.chaos.schedule import LINKS
-from tests.integration.command import environment
+from tests.integration.command import environment, service_of
 from tests.integration.loop import ROOT
 
 POLL_S = 0.1
@@ -69,10 +69,7 @@ class Scene:
                 with contextlib.suppress(psutil.Error):
                     if target == "scorer" and "reward.workers.worker" in child.cmdline():
                         return int(child.pid)
-                    if (
-                        f"services.{target.partition('.')[0]}" in child.cmdline()
-                        and child.environ().get("TETHER_INSTANCE") == target
-                    ):
+                    if service_of(child.pid) == target:
                         return int(child.pid)
         return None
 

@@ -144,6 +144,17 @@ def processes_of(run_dir: Path) -> list[int]:
     return found
 
 
+def service_of(pid: int) -> str:
+    """Name of the service that a child of `tether up` is now, by its log; empty for anything else, such as a
+    spare."""
+    try:
+        log = Path(f"/proc/{pid}/fd/1").readlink()
+    except OSError:  # it has ended
+        return ""
+    is_service = log.parent.name == "logs" and not log.name.startswith("spare.")
+    return log.stem if is_service else ""
+
+
 def audit(run_dir: Path) -> dict[str, Any]:
     """`tether verify D --json`, with its exit code."""
     result = tether_here("verify", run_dir, "--json")
