@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from services.run_record.lines import FollowedLine, LineFollower
-from services.run_record.series import MAX_LAGS, MAX_SERIES, combine, is_sum, numbers_of, rounded
-from services.run_record.steps import parse_line
+from services.run_record.steps import (
+    MAX_LAGS,
+    MAX_SERIES,
+    combine,
+    is_sum,
+    numbers_of,
+    parse_line,
+    rounded,
+)
 
 MAX_POINTS = 2000
 MAX_WARNINGS = 50

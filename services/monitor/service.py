@@ -20,7 +20,7 @@ from services.monitor.pages import Pages
 from services.monitor.run_state import LiveState
 from services.observability.http import HttpServer
 from services.run_record.page_key import access_key
-from services.run_record.series import numbers_of
+from services.run_record.steps import numbers_of
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import wait_for_run

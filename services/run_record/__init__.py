@@ -1,1 +1,1 @@
-"""Reads from the directory of a run what happened in it, while it is on and afterwards."""
+"""Reads the directory of a run, while the run is on and after its end."""

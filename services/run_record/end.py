@@ -28,12 +28,12 @@ RESULTS = (EVENTS, STEPS, EVALUATIONS, "progress.png", "checkpoints", "exports",
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """How the last `tether up` in a directory ended."""
+    """End of the last `tether up` in a directory."""
 
     time: float
     """Unix time, seconds."""
     error: str = ""
-    """What ended it; empty if it was done, drained or interrupted."""
+    """The error that ended it; empty if it was done, drained or interrupted."""
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def is_up(run_dir: Path) -> bool:
 
 
 def recorded_state(settings: Settings, last: Mapping[str, Any], tail: EventTail) -> dict[str, Any]:
-    """Return what a run's files say of it, with the fields of `LiveState.collect`; no process is known.
+    """Return the state of a run according to its files, with the fields of `LiveState.collect`, no process.
 
     `last` is the newest line of metrics.jsonl.
     """
@@ -108,7 +108,7 @@ def recorded_state(settings: Settings, last: Mapping[str, Any], tail: EventTail)
 
 
 def describe_ended_run(settings: Settings) -> dict[str, Any]:
-    """Return what the files of a run say, with the fields of `collect_status` and some more.
+    """Return the end of a run according to its files, with the fields of `collect_status` and some more.
 
     Returns:
         Besides: `why` (what ended the run, one line), `ended` (Unix seconds, or None), `last_step` (its

@@ -19,9 +19,7 @@ BEST = "exports/best.json"
 SNAPSHOTS = "evaluation"
 """Folder of the run directory with the versions that are to be scored; a version leaves it when it is."""
 LEFT_OUT = "left_out"
-"""File in a version's folder there: it could not be staged, and will not be before the next start."""
-
-
+"""File in a version's folder there: the version could not be staged, and is tried at the next start."""
 MAX_ROWS = 4000
 """Newest lines of eval.jsonl that the page shows."""
 MAX_SCORE = 1e100
@@ -29,13 +27,13 @@ MAX_SCORE = 1e100
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The scores of one version on one held-out set. What was not measured is None."""
+    """Scores of one version on one held-out set. A number that was not measured is None."""
 
     version: int
     step: int | None = None
     """The step that made the version; None for version 0."""
     epoch: str = ""
-    """That of the trainer which published it."""
+    """Epoch of the trainer that published the version."""
     digest: str = ""
     """Digest of the version's weight manifest, 16 hex digits: the weights that were scored."""
     set: str
@@ -44,7 +42,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     """Prompts that could not be generated or scored, greedy or sampled; they are in no mean."""
     error: str = ""
-    """Why the first of those failed."""
+    """Why the first failed prompt failed."""
     samples: int = 0
     """Sampled answers to each prompt."""
     greedy: float | None = None
@@ -71,7 +69,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[int, str, str]:
-        """What is scored once: version, its weights, set."""
+        """Identity of the scores: version, digest of its weights, set."""
         return (self.version, self.digest, self.set)
 
     def score(self, metric: str) -> tuple[float | None, float | None]:
@@ -145,7 +143,7 @@ def due_versions(every: int, first: int, last: int) -> list[int]:
 
 
 def unscored_versions(evaluations: Iterable[Evaluation], due: Sequence[int]) -> list[int]:
-    """Return the due versions of which a set is not scored; the sets are those that any version has."""
+    """Return the due versions that lack the scores of a set that another version has."""
     rows = list(evaluations)
     sets = {row.set for row in rows}
     scored = {(row.version, row.set) for row in rows}
@@ -174,7 +172,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def evaluation_facts(run_dir: Path) -> dict[str, Any] | None:
-    """Return what was scored last and the best version, as JSON types; None if nothing was scored."""
+    """Return the newest scores and the best version, as JSON types; None if nothing was scored."""
     latest = latest_evaluations(run_dir)
     if not latest:
         return None
@@ -212,7 +210,7 @@ class ScoredVersions:
         self._starts = 0
         self._rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
         self._count = 0
-        """Evaluations read so far, those that `_rows` has forgotten included."""
+        """Evaluations read so far, also the ones that `_rows` no longer holds."""
 
     def since(self, after: int) -> dict[str, Any]:
         """Return the lines after the first `after` ones, for `/evaluations.json`.

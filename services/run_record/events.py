@@ -60,7 +60,7 @@ def prompt_fingerprint(run_dir: Path) -> str:
 
 
 def filtered_group(group: int, reward: float | None, tokens: int, step: int | None) -> dict[str, Any]:
-    """Return what is shown of a group that was dropped without signal, as JSON types.
+    """Describe a group that was dropped without signal, as JSON types.
 
     Args:
         group: its number.

@@ -24,7 +24,7 @@ MAX_TASK = 500
 def describe_group(
     message: ScoredRollout, step: int | None, max_text: int = MAX_TEXT, max_samples: int = MAX_SAMPLES
 ) -> dict[str, Any]:
-    """Return what a model wrote to one prompt, as JSON types.
+    """Describe the samples of one prompt, as JSON types.
 
     Args:
         message: the group.
@@ -33,13 +33,13 @@ def describe_group(
         max_samples: samples given.
 
     Returns:
-        `group`, `prompt`, `task` (what the prompt source knows, as JSON), `samples`: each with `reward`,
-        `components` (verifier -> score), `remarks` (what judges said of it, or of the whole group), `text`,
+        `group`, `prompt`, `task` (metadata of the prompt, as JSON), `samples`: each with `reward`,
+        `components` (verifier -> score), `remarks` (of judges, about it or the whole group), `text`,
         `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first token, token after the last, version),
         `versions`, `lags`, `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
         them, `shared` tokens of the branch `parent` that it follows behind the prompt), `rows` (texts of all
         its tokens, branch by branch, where `text` is its last answer alone; else, or if they are not known,
-        empty) and `turns` (those that were scored, see `describe_turns`).
+        empty) and `turns` (if they were scored, see `describe_turns`).
     """
     return {
         "group": message.rollout.group,
@@ -153,7 +153,7 @@ def _remark(remark: Remark, max_text: int) -> dict[str, Any]:
 
 
 def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:
-    """Return which tokens of each sample are of which version: rows (first, after the last, version).
+    """Return sample -> rows (first token, token after the last, version).
 
     The branches of a sample are counted through, one after the other.
     """
@@ -174,7 +174,7 @@ def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:
 
 
 def _rows(rollout: Rollout) -> dict[int, list[str]]:
-    """Return the texts of the rows of each sample, as far as they are known."""
+    """Return sample -> texts of its rows; empty for a record without texts of rows."""
     found: dict[int, list[str]] = {}
     samples = range(len(rollout.row_texts)) if rollout.branches is None else rollout.branches.numpy()[:, 0]
     for sample, text in zip(samples, rollout.row_texts, strict=False):
@@ -225,7 +225,7 @@ def _ids(tokens: Any) -> str:
 
 
 def _task(rollout: Rollout) -> str:
-    """Return what the prompt source knows of the prompt (answer, task name ...) as JSON."""
+    """Return the metadata of the prompt (answer, task name ...) as JSON."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         task = msgspec.msgpack.decode(rollout.metadata)
         return msgspec.json.encode(task).decode()[:MAX_TASK] if task else ""

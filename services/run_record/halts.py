@@ -1,4 +1,4 @@
-"""Explains why a run halted: what was wrong, which service can say more, and what to do about it."""
+"""Explains why a run halted: the cause, the logs with details, and the remedy."""
 
 from collections.abc import Mapping
 
@@ -57,7 +57,7 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
         "check the disk of the run directory",
     ),
 }
-"""Drop reason, or what led to it -> cause, where to look, remedy."""
+"""Drop reason, or the error that led to it -> cause, place of more details, remedy."""
 
 
 def describe_halt(halted: str) -> str:

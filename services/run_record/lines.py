@@ -12,7 +12,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def append_line(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Append a line to a file, of which readers see all or nothing.
+    """Append a line to a file; readers see the whole line or nothing.
 
     An incomplete line before it, which a crash has left, is terminated first. `durable` syncs it to the disk.
 

@@ -1,4 +1,4 @@
-"""Prints the progress of `tether up`, and draws it: each step, and what is waited for when none is made."""
+"""Prints the progress of `tether up`, and draws it: steps, evaluations, failed scores, long waits."""
 
 import asyncio
 import re
@@ -48,7 +48,7 @@ class Progress:
         self._run_dir, self._steps, self._out = run_dir, steps, out
         self._last = time.monotonic()
         self._follower = LineFollower(run_dir / FILE)
-        self._new_steps()  # those of an earlier start
+        self._new_steps()  # of an earlier start
         self._stepped = False
         """Whether this start has made a step."""
         self._began = time.monotonic()
@@ -99,7 +99,7 @@ class Progress:
                 self.note(describe_evaluation(evaluation))
 
     def say_stopping(self, at_once: bool) -> None:
-        """Say that a signal ends the run: after what is in flight, or at once."""
+        """Print that a signal ends the run, now or after the groups in flight."""
         if at_once:
             self.note(
                 "stopping now: all processes are killed; the run can continue from its last committed step"
@@ -174,7 +174,7 @@ async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervi
 
     Args:
         ledger: of the run.
-        children: the processes that should be there; those that are not in the registry are named.
+        children: the processes that should be there; any that is not in the registry is named.
     """
     try:
         peers = await ledger.peers()
@@ -194,7 +194,7 @@ def expected_processes(children: Mapping[Any, Sequence[Supervised]]) -> dict[str
 
 
 def _is_shown(row: ServiceRow) -> bool:
-    """Tell whether a row explains why there is no step: work and waits that last, and what is not there."""
+    """Tell whether a row explains why there is no step: lasting work or waits, or a missing process."""
     return row.state in (STARTS, MISSING) or (row.seconds or 0) >= 1
 
 
@@ -207,7 +207,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
-    """Return the line that is printed of a step; what was not measured is a dash."""
+    """Return the line that is printed of a step; a number that was not measured is a dash."""
     rate = token_rate(line)
     return (
         f"step {line['version']:>4}/{steps}  reward {number(line, 'reward_mean', '6.3f')}  "

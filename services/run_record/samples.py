@@ -1,4 +1,4 @@
-"""Reads what the models wrote in past steps, from the spool and the archive of a run."""
+"""Reads the samples of past steps and of single groups, from the spool and the archive of a run."""
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -118,7 +118,7 @@ def find_samples(run_dir: Path, step: int | None, group: int | None, limit: int)
         one that was asked for; see `EventTail.filtered_groups`).
 
     Raises:
-        SettingsError: there is nothing to show; says what there is.
+        SettingsError: there is nothing to show; says which samples there are.
     """
     if group is not None and step is None:
         return samples_of_group(run_dir, group, group_moments(run_dir, group), limit)

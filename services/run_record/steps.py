@@ -1,5 +1,11 @@
-"""Writes and reads metrics.jsonl, which has one line for each committed step."""
+"""Writes and reads metrics.jsonl, which has one line for each committed step.
 
+The page draws the numbers of a line. A point of a long run stands for many steps: most numbers are averaged
+over them; where the extreme matters, the largest is kept. Fields that no table names are kept, too: a new
+field of `StepReport` needs no change.
+"""
+
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +25,16 @@ MAX_STEP = 1 << 53
 """Steps from here on are not exact numbers in a browser; lines with them are skipped."""
 STALENESS = ("version", "lag_mean", "lag_max", "masked_share")
 """Fields of the last step's line that `step_facts` returns."""
+PLACING = frozenset({"version", "step"})
+"""Fields that place a point on the x axis."""
+LARGEST = frozenset({"lag_max", "logprob_error_max", "pause_ms", "token_mult_prob_error"})
+"""A point keeps the largest value of these fields, and of every field whose name ends with `_max`."""
+LATEST = frozenset({"time"})
+"""A point keeps the last value of these fields."""
+MAX_SERIES = 64
+"""Names that are kept; further ones are ignored, so that a foreign file cannot fill the memory."""
+MAX_LAGS = 64
+"""Largest lag that is counted for itself; larger ones count as this one."""
 _DECODER = msgspec.json.Decoder()
 
 
@@ -32,19 +48,19 @@ class StepLog:
         self._path = path
 
     def append(self, report: StepReport) -> None:
-        """Write one line, of which readers see all or nothing.
+        """Write one line; readers see the whole line or nothing.
 
         An incomplete line before it, which a crash has left, is terminated first.
         """
         append_line(self._path, msgspec.json.encode(report))
 
     def sync(self) -> None:
-        """Write the lines to the disk, before the reports that they were made of are deleted."""
+        """Sync the lines to the disk, before the ledger forgets their reports."""
         with self._path.open("rb") as file:
             os.fsync(file.fileno())
 
     def backfill(self, reports: Iterable[bytes]) -> None:
-        """Append the reports, encoded, of committed steps that a crash kept from being written."""
+        """Append encoded reports of committed steps whose lines a crash prevented."""
         known = {(line["step"], line["epoch"]) for line in read_lines(self._path)}
         for data in reports:
             report = decode_payload(data)
@@ -70,7 +86,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_last(path: Path) -> dict[str, Any]:
-    """Return the newest line of a metrics file, of which only the end is read; empty if there is none."""
+    """Return the newest line of a metrics file, reading only its end; empty if there is none."""
     lines, _ = LineFollower(path, TAIL_BYTES, chunk_bytes=2 * TAIL_BYTES).read()
     return next((found for line in reversed(lines) if (found := parse_line(line.data))), {})
 
@@ -112,3 +128,37 @@ def epoch_starts(path: Path) -> dict[str, int]:
     for line in read_lines(path):
         starts.setdefault(line["epoch"], line["step"])
     return starts
+
+
+def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the names and values of a step's line that can be drawn: finite numbers, no flags, no nulls.
+
+    Drops by reason become a field each, `dropped_for_REASON`.
+    """
+    reasons = line.get("dropped_by_reason")
+    drops = {f"dropped_for_{reason}": n for reason, n in reasons.items()} if isinstance(reasons, dict) else {}
+    for name, value in {**line, **drops}.items():
+        kind = type(value)
+        if (kind is float or kind is int) and name not in PLACING and -1e100 < value < 1e100:
+            yield name, value
+
+
+def combine(name: str, total: float, value: float) -> float:
+    """Combine what a point holds of a field with one more value: to their sum, the larger or the last."""
+    if name in LATEST:
+        return value
+    if name in LARGEST or name.endswith("_max"):
+        return max(total, value)
+    return total + value
+
+
+def is_sum(name: str) -> bool:
+    """Return whether a point keeps the sum of a field, to be divided by the number of values."""
+    return name not in LATEST and name not in LARGEST and not name.endswith("_max")
+
+
+def rounded(value: float) -> float:
+    """Return a value with seven significant digits: more cannot be seen, and digits are bytes on the wire."""
+    if value == 0 or isinstance(value, int):
+        return value
+    return round(value, 6 - math.floor(math.log10(abs(value))))

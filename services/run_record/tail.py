@@ -1,4 +1,4 @@
-"""Keeps what the page shows of the event log: sentences, who served which version when, drops, the bound.
+"""Follows the end of the event log: sentences, the versions of engines over time, drops, the bound.
 
 Only the end of the log is read (`TAIL_BYTES`), and every collection is bounded: the log of a year-long run
 has more events than fit into memory.
@@ -42,7 +42,7 @@ KEPT_VERSIONS = 48
 """Versions kept of each engine, and commits."""
 KEPT_ENGINES = 64
 KEPT_GROUPS = 50_000
-"""Leases and trained groups of which the lease token is known."""
+"""Leases and trained groups whose lease tokens are kept."""
 KEPT_FILTERED = 10_000
 """Groups without signal that are kept, the newest ones."""
 KEPT_CHANGES = 256
@@ -55,7 +55,7 @@ _HEAD_BYTES = 1 << 14
 
 
 class EventTail:
-    """The end of a run's event log. Methods block for a moment and may be called from any thread."""
+    """End of a run's event log. Methods block for a moment and may be called from any thread."""
 
     def __init__(self, run_dir: Path, tail_bytes: int = TAIL_BYTES) -> None:
         """Read nothing yet; the log need not exist."""
@@ -119,7 +119,7 @@ class EventTail:
             return list(self._bounds)
 
     def state(self) -> dict[str, Any]:
-        """Return what the log alone says of the run: the fields of `collect_status` that it knows."""
+        """Return the fields of `collect_status` that the log has."""
         with self._lock:
             bound = self._bounds[-1] if self._bounds else None
             return {

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import msgspec
-
 from protocol.host.atomic_file import write_atomically
 
 HEAD = "audit.head"
@@ -24,15 +22,6 @@ HEAD = "audit.head"
 _FIRST = b"0" * 16
 _LINK = re.compile(rb',"chain":"([0-9a-f]{16})"}\n\Z')
 _LENGTH = 29  # bytes that the pattern matches
-
-
-class _Head(msgspec.Struct):
-    """Content of the file beside the log."""
-
-    seq: int
-    """Number of the newest event."""
-    chain: str
-    """Link of the newest event."""
 
 
 class Chain:
@@ -77,8 +66,8 @@ def append(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
         file.write(b"".join(lines))
         file.flush()
         os.fsync(file.fileno())
-    head = _Head(event.get("seq", 0), link.decode())
-    write_atomically(path.with_name(HEAD), msgspec.json.encode(head))
+    head = {"seq": event.get("seq", 0), "chain": link.decode()}
+    write_atomically(path.with_name(HEAD), json.dumps(head).encode())
 
 
 def _link(previous: bytes, body: bytes) -> bytes:
@@ -103,7 +92,7 @@ def _head(path: Path) -> tuple[int, bytes]:
     except FileNotFoundError:
         return 0, b""
     try:
-        head = msgspec.json.decode(content, type=_Head)
-    except (ValueError, RecursionError):  # a MsgspecError is a ValueError
+        head = json.loads(content)
+        return int(head["seq"]), str(head["chain"]).encode()
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return 0, b"unreadable"
-    return head.seq, head.chain.encode()
