@@ -160,13 +160,20 @@ def monitor(
 
 
 @app.command()
-def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
+def verify(
+    run_dir: RunDir,
+    files: Annotated[
+        bool,
+        typer.Option("--files", help="also compare every file with its checksums; name what is damaged"),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check a run's log and calls against lifecycle and bound; exit code 1 if anything is wrong."""
     from services.tools.verification import render_verification, verify_run
 
-    facts = verify_run(run_dir)
+    facts = verify_run(run_dir, files=files)
     _show(facts, as_json, render_verification)
-    if facts["violations"]:
+    if facts["violations"] or facts.get("damaged"):
         raise typer.Exit(1)
 
 

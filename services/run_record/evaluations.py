@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from services.run_record.lines import LineFollower, append_line, read_parsed
+from services.ledger.event_log.hash_chain import append
+from services.run_record.lines import LineFollower, read_parsed
 from services.run_record.steps import FILE as STEPS
 from services.run_record.steps import epoch_starts
 
@@ -84,8 +85,8 @@ _DECODER = msgspec.json.Decoder(Evaluation)
 
 
 def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
-    """Write one line and sync it to the disk. Raises OSError."""
-    append_line(run_dir / FILE, msgspec.json.encode(evaluation), durable=True)
+    """Write one line, linked to the one before it, and sync it to the disk. Raises OSError."""
+    append(run_dir / FILE, [msgspec.json.encode(evaluation)])
 
 
 def read_evaluations(run_dir: Path) -> Iterator[Evaluation]:

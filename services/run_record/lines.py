@@ -1,4 +1,4 @@
-"""Appends lines to a file, and reads them back: all at once, or in bounded pieces as the file grows."""
+"""Reads the lines of a file: all at once, or in bounded pieces as the file grows."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,27 +9,6 @@ T = TypeVar("T")
 
 CHUNK_BYTES = 4 << 20
 """Bytes that one read returns at most; a longer line is skipped."""
-
-
-def append_line(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Append a line to a file; readers see the whole line or nothing.
-
-    An incomplete line before it, which a crash has left, is terminated first. `durable` syncs it to the disk.
-
-    Raises:
-        OSError: it cannot be written, because the disk is full for example.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        line = (b"\n" if torn else b"") + data + b"\n"
-        while line:  # a full disk takes a part, and refuses the rest
-            line = line[os.write(descriptor, line) :]
-        if durable:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_parsed(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:

@@ -15,8 +15,9 @@ import msgspec
 
 from protocol.codec import decode_payload
 from protocol.messages import StepReport
+from services.ledger.event_log.hash_chain import LINK, append
 from services.observability.status import SkippedSteps
-from services.run_record.lines import LineFollower, append_line, read_parsed
+from services.run_record.lines import LineFollower, read_parsed
 
 FILE = "metrics.jsonl"
 """In the run directory."""
@@ -48,11 +49,12 @@ class StepLog:
         self._path = path
 
     def append(self, report: StepReport) -> None:
-        """Write one line; readers see the whole line or nothing.
+        """Write one line, linked to the one before it.
 
-        An incomplete line before it, which a crash has left, is terminated first.
+        Raises:
+            OSError: it cannot be written, and may be written again.
         """
-        append_line(self._path, msgspec.json.encode(report))
+        append(self._path, [msgspec.json.encode(report)], durable=False)
 
     def sync(self) -> None:
         """Sync the lines to the disk, before the ledger forgets their reports."""
@@ -81,6 +83,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(fields, dict) or not isinstance(fields.get("epoch"), str):
         return None
+    fields.pop(LINK, None)
     step = fields.get("step")
     return fields if type(step) is int and 0 <= step < MAX_STEP else None
 

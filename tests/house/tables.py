@@ -48,6 +48,9 @@ MADE_PATHS = frozenset(
 )
 """Paths that documents name and users write."""
 
+MOST_WORDS = {"README.md": 800, "CONTRIBUTING.md": 700, "CHANGELOG.md": 900}
+"""Document -> words that it has at most."""
+
 SCENARIO_FOLDERS = {
     "tests": "the repository itself",
     "tests/benchmarks": "the benchmarks run",

@@ -106,13 +106,16 @@ class Archive:
         """
         path = self._path(step)
         try:
-            archived = msgspec.msgpack.decode(path.read_bytes(), type=ArchivedStep)
+            content = path.read_bytes()
+            archived = msgspec.msgpack.decode(content, type=ArchivedStep)
         except FileNotFoundError:
             return ArchivedStep(step, ())
         except OSError as error:
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SpoolError(f"archive {path} is damaged: {error}") from error
+        if archived.step != step or msgspec.msgpack.encode(archived) != content:
+            raise SpoolError(f"archive {path} is damaged: it is not what was written for step {step}")
         for item in (*archived.records, *archived.calls):
             if not item.is_whole:
                 what = f"call {item.number} of sample {item.sample}" if item.number >= 0 else "the record"

@@ -63,7 +63,7 @@ DELETE FROM journal WHERE seq < ? AND ledger_seq < (
 # a damaged column may have another type
 _RECORD = "SELECT CAST(payload AS BLOB), CAST(sum AS BLOB) FROM records WHERE grp = ? AND token = ?"
 _TOKENS = "SELECT CAST(token AS BLOB) FROM records WHERE grp = ? ORDER BY rowid DESC"
-_JOURNAL = "SELECT seq, CAST(payload AS BLOB), CAST(sum AS BLOB) FROM journal ORDER BY seq"
+_JOURNAL = "SELECT seq, ledger_seq, CAST(payload AS BLOB), CAST(sum AS BLOB) FROM journal ORDER BY seq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +161,9 @@ class Spool:
             SpoolError: the file cannot be read.
         """
         with self.transaction("read", "BEGIN") as connection:
+            for (found,) in connection.execute("PRAGMA integrity_check"):
+                if found != "ok":
+                    yield DamagedItem(f"its pages: {found}")
             keys = "SELECT grp, CAST(token AS BLOB) FROM records ORDER BY grp"
             for group, token in connection.execute(keys):
                 if isinstance(_read_record(connection, group, _text(token)), str):
@@ -335,8 +338,9 @@ def _opened(
 
 
 def _entries(connection: sqlite3.Connection) -> Iterator[tuple[int, JournalEntry | None]]:
-    for position, payload, checksum in connection.execute(_JOURNAL):
-        yield position, decode_entry(position, payload, checksum)
+    for position, sequence, payload, checksum in connection.execute(_JOURNAL):
+        entry = decode_entry(position, payload, checksum)
+        yield position, entry if entry and entry.ledger_sequence == sequence else None
 
 
 def _text(value: object) -> str:

@@ -58,7 +58,7 @@ def damaged_record(group: int, token: str) -> str:
 
 
 def _checksum(group: int, token: str, payload: bytes, sample: int, number: int) -> int:
-    place = b"%d %d " % (sample, number) if number >= 0 else b""
+    place = b"" if (sample, number) == (-1, -1) else b"%d %d " % (sample, number)
     found = xxhash.xxh3_64(b"%d %b " % (group, token.encode()) + place)
     found.update(payload)
     return found.intdigest()

@@ -10,9 +10,9 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
+from services.ledger.event_log.hash_chain import append
 from services.ledger.interface import RunSpec
 from services.ledger.memory.ledger import MemoryLedger
-from services.run_record.steps import append_line
 from services.runtime import writing
 from services.runtime.process import Process
 from services.runtime.writing import until_written
@@ -31,13 +31,13 @@ async def test_a_write_waits_for_room_and_the_registry_says_so(process: Process,
     log = tmp_path / "metrics.jsonl"
     log.symlink_to("/dev/full")
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        write = tasks.create_task(until_written(process, partial(append_line, log, b"{}")))
+        write = tasks.create_task(until_written(process, partial(append, log, [b'{"step":0}'])))
         while not (peers := await process.ledger.peers()):  # noqa: ASYNC110 (the ledger tells nobody)
             await asyncio.sleep(0.01)
         assert list(peers[0].info["waits"]) == [f"room: the disk of {tmp_path / 'run'} is full"]
         assert not write.done()
         log.unlink()
-    assert log.read_bytes() == b"{}\n"
+    assert log.read_bytes().startswith(b'{"step":0,"chain":')
     assert process.waits == []
 
 

@@ -84,3 +84,18 @@ def test_the_archive_keeps_the_checksum_of_what_was_received(tmp_path: Path) -> 
     archive.put(2, [replace(received, payload=b"sevem")])
     with pytest.raises(SpoolError, match="the record of group 7 does not match its checksum"):
         archive.get(2, [(7, "a")])
+
+
+def test_any_changed_byte_is_found(tmp_path: Path) -> None:
+    archive = Archive(tmp_path, 1)
+    calls = [record(7, "a", bytes(200), sample, number) for sample in range(2) for number in range(2)]
+    archive.put(2, [record(3, "b", b"three"), record(7, "a", bytes(300))], calls)
+    path = tmp_path / "step_00000002.msgpack"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        for change in (1 + place % 255, 0x1C):  # the latter makes a signed number of an unsigned one
+            changed = bytearray(whole)
+            changed[place] ^= change
+            path.write_bytes(changed)
+            with pytest.raises(SpoolError, match=r"step_00000002\.msgpack is damaged"):
+                archive.read(2)
