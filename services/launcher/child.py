@@ -64,6 +64,7 @@ class SupervisedProcess:
         restarts: int,
         is_over: Callable[[], Awaitable[bool]] | None = None,
         spares: Spares | None = None,
+        on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare the service; nothing is started yet.
 
@@ -74,6 +75,7 @@ class SupervisedProcess:
             is_over: whether the run is over; a service that `finishes` is started again if it ends before
                 that, because somebody else has drained it.
             spares: processes that can replace it when it dies; None: it is always started anew.
+            on_exit: called each time its process has exited.
         """
         self.spec = spec
         self.log_path = log_path
@@ -89,6 +91,7 @@ class SupervisedProcess:
         self._stopping = False
         self._is_over = is_over
         self._spares = spares or Spares(log_path.parent)
+        self._on_exit = on_exit
         self._log_start = 0
         """Where the output of the last process begins in the log."""
         self._is_log_cut = False
@@ -175,6 +178,7 @@ class SupervisedProcess:
         finally:
             self._kill_session()
             await self._process.wait()
+            self._on_exit()
 
     async def _ended(self, process: asyncio.subprocess.Process) -> int:
         """Return the exit code of the process once it has ended; cut its log until then."""

@@ -68,6 +68,8 @@ class Fleet:
         self._is_over = is_over
         self.spares = Spares(settings.run_dir / "logs")
         """Processes that wait to replace others."""
+        self.exited = asyncio.Event()
+        """Set each time a process has exited."""
         self._keeping_spares: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
@@ -187,6 +189,7 @@ class Fleet:
             self._settings.services.restarts,
             self._is_over,
             self.spares,
+            self.exited.set,
         )
 
     def _has_spares(self, role: Role) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +56,8 @@ class Spares:
         self._kinds: dict[Kind, str] = {}
         """Kinds to keep a spare of -> the first service of that kind."""
         self._ready: dict[Kind, Spare] = {}
+        self._imports: dict[Kind, asyncio.Event] = {}
+        """Kind whose spare imports now -> set once it is ready, or has failed."""
         self._tasks: asyncio.TaskGroup | None = None
         self._importing = asyncio.Lock()
         """Held by the one spare that imports: together they would leave the run no processor."""
@@ -97,9 +99,13 @@ class Spares:
     ) -> asyncio.subprocess.Process | None:
         """Have the spare of a kind become the service `name`, and append its output to `log_path`.
 
-        Returns None if none is ready.
+        It waits for one that imports already, at most `READY_S`: the service, started anew, would import the
+        same beside it. Returns None if there is none.
         """
-        spare = self._ready.pop(_kind(module, environ, withheld), None)
+        kind = _kind(module, environ, withheld)
+        if importing := self._imports.get(kind):
+            await importing.wait()
+        spare = self._ready.pop(kind, None)
         if spare is None:
             return None
         spare.used.set()
@@ -132,11 +138,12 @@ class Spares:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with self._importing, asyncio.timeout(READY_S):
-                    spare = await self._start(kind)
-                    stack.push_async_callback(self._end, kind, spare)
-                    if await spare.reader.readline() != READY:
-                        return False
-                self._ready[kind] = spare
+                    with self._import_noted(kind):
+                        spare = await self._start(kind)
+                        stack.push_async_callback(self._end, kind, spare)
+                        if await spare.reader.readline() != READY:
+                            return False
+                        self._ready[kind] = spare
                 log.info("spare.ready name=%s pid=%d", self._kinds[kind], spare.process.pid)
                 await spare.reader.read()  # it closes its end when it becomes the service, and as it dies
             except ConnectionError:  # it was killed before it has read its order
@@ -145,6 +152,16 @@ class Spares:
                 log.warning("spare.not_ready name=%s error=%r", self._kinds[kind], error)
                 return False
             return spare.used.is_set()
+
+    @contextlib.contextmanager
+    def _import_noted(self, kind: Kind) -> Iterator[None]:
+        """Have `take` wait for the spare that imports within the block."""
+        self._imports[kind] = ended = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._imports[kind]
+            ended.set()
 
     async def _end(self, kind: Kind, spare: Spare) -> None:
         """Forget a spare, and kill it unless it has become a service."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from protocol.errors import TetherError
 from protocol.host.owned_directory import remove_dead
+from services.launcher.dead_services import unregister_loop
 from services.launcher.finishing import describe_unscored, finish_evaluation
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import run_lock, scale_loop
@@ -205,6 +206,7 @@ def _start_watchers(
         "scale": scale_loop(settings.run_dir, fleet),
         "failures": report_failures_loop(ledger, progress.note),
         "services": _watch_failure(fleet, progress),
+        "dead services": unregister_loop(ledger, fleet.exited),
     }
     if settings.tracking.kind:
         loops["tracking"] = warn_loop(settings, progress.note)

@@ -249,7 +249,7 @@ class Ledger(Protocol):
         """Record that a process lives, for `ttl_ms`."""
 
     async def unregister(self, incarnation: str) -> None:
-        """Forget a process, and what it acknowledged as an engine."""
+        """Forget a process, and what it acknowledged as an engine; the leases that it holds expire."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         """Return the processes whose time-to-live is not over, of one role or of all."""

@@ -8,6 +8,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from protocol.errors import TetherError
@@ -28,6 +29,18 @@ NUMBER = re.compile(r"\d+")
 """Numbers in metric labels are replaced by N; otherwise every group would add a label."""
 
 
+def pid_space() -> str:
+    """Return where this process's id is unique: the boot of its kernel, and its pid namespace.
+
+    Empty where that cannot be known, because this is not Linux.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
 class Process:
     """One incarnation of a service: its settings, ledger, entry in the registry, and stop event."""
 
@@ -44,6 +57,7 @@ class Process:
             "name": name,
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "pid_space": pid_space(),
             "started": time.time(),
         }
         """Facts that the registry shows about this process, JSON types; services add their own."""

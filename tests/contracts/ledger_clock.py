@@ -43,7 +43,7 @@ class ClockContract:
         assert list(await driver.ledger.peers()) == [PEER]
 
     @pytest.mark.parametrize("jump_ms", JUMPS)
-    async def test_what_is_dead_ends_in_its_time_whatever_jumps(self, driver: Driver, jump_ms: int) -> None:
+    async def test_dead_holders_end_in_their_time_whatever_jumps(self, driver: Driver, jump_ms: int) -> None:
         """Registered and leased while the clock was wrong, or right: the time left is the same after it."""
         await driver.begin()
         driver.rig.jump(-jump_ms)

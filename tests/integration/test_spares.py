@@ -1,4 +1,7 @@
-"""kill -9 of a trainer and a rollout worker that have spares: these become them, and the run finishes."""
+"""kill -9 of a trainer and a rollout worker that have spares: these become them, and the run finishes.
+
+Leases of the killed worker would last longer than the test.
+"""
 
 import os
 import signal
@@ -17,7 +20,7 @@ OVERRIDES = (
     "bound.groups_per_step=8",
     "eval.at_end=false",
     "monitor.enabled=false",
-    "rollout.lease_s=2",
+    "rollout.lease_s=600",
     "rollout.groups_in_flight=8",
     "bus.peer_timeout_s=2",
     'reward.verifiers=[{name="tests.integration.slow_verifier"}]',

@@ -29,7 +29,7 @@ def test_a_large_document_reads_as_a_small_one(value: Any, indent: int | None) -
 
 @pytest.mark.parametrize("padding", ["", BLANK])
 @pytest.mark.parametrize("text", BROKEN)
-def test_what_is_no_json_is_refused(text: str, padding: str) -> None:
+def test_text_that_is_no_json_is_refused(text: str, padding: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parsed_json(text + padding)
 

@@ -14,7 +14,7 @@ async def test_small_work_runs_on_the_event_loop_and_large_work_in_a_thread() ->
 
 
 @pytest.mark.parametrize("size", [0, LARGE + 1])
-async def test_what_the_work_raises_is_raised(size: int) -> None:
+async def test_error_of_the_work_is_raised(size: int) -> None:
     def fails() -> None:
         raise ValueError("as it is")
 

@@ -151,7 +151,7 @@ def routed(*rows: list[int]) -> NDArray[np.uint16]:
     return np.array(rows, dtype=np.uint16)[:, None]
 
 
-def test_what_one_sample_knows_of_the_prompt_counts_for_all() -> None:
+def test_prompt_data_of_one_sample_count_for_all() -> None:
     unknown = [UNKNOWN_EXPERT] * 2
     first = replace(GOOD, experts=routed([0, 1], unknown, [2, 3], [4, 5], unknown))
     second = replace(GOOD, experts=routed(unknown, [6, 7], [8, 9], [1, 0], unknown))

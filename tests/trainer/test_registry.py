@@ -45,7 +45,7 @@ def test_a_backend_is_imported_before_it_is_made_and_an_unknown_one_is_left_to_i
     assert {"torch", "trainer.reference.backend", "trainer.reference.critic"} <= set(loaded)
 
 
-def test_what_cannot_be_made_is_refused(model_dir: Path) -> None:
+def test_impossible_backend_is_refused(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"'referense' is not known; did you mean 'reference'\?"):
         make("referense", model_dir)
     with pytest.raises(SettingsError, match="runs on one rank"):

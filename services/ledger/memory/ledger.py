@@ -118,6 +118,7 @@ class MemoryLedger:
         self._registry.entries.pop(incarnation, None)
         if self._run_state is not None:
             self._run_state.engines.pop(incarnation, None)
+            self._run_state.expire_held(incarnation)
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         return [peer for peer in self._registry.live() if role is None or peer.role == role]

@@ -145,8 +145,15 @@ class RunState:
     def expire_leases(self) -> None:
         """Free the place in rule F of every lease that has run out."""
         now = self.clock()
+        self._expire(lambda group: group.expires_ms <= now)
+
+    def expire_held(self, holder: str) -> None:
+        """Free the place in rule F of every lease of a holder."""
+        self._expire(lambda group: group.holder == holder)
+
+    def _expire(self, ends: Callable[[Group], bool]) -> None:
         for group in sorted(self.live(), key=lambda group: (group.expires_ms, group.group)):
-            if group.expires_ms <= now:
+            if ends(group):
                 group.expired = True
                 self.append(ExpireEvent(group=group.group))
 

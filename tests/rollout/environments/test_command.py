@@ -66,7 +66,7 @@ async def test_a_program_that_fails_has_no_reward(tmp_path: Path, program: str, 
         await generated(tmp_path, config(program), n=1)
 
 
-async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
+async def test_processes_of_a_program_end_with_it(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     program = ASKS + (

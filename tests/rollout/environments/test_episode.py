@@ -126,7 +126,7 @@ def test_turns_of_an_episode_cannot_overlap(renderer: Renderer) -> None:
     assert failure.group_contains(RuntimeError, match="one after the other")
 
 
-def test_what_cannot_fit_ends_the_episode_before_it_is_tokens(renderer: Renderer) -> None:
+def test_text_that_cannot_fit_ends_the_episode_before_it_is_tokens(renderer: Renderer) -> None:
     async def play(episode: Episode) -> None:
         await episode.generate()
         episode.insert("1" * 10**8)

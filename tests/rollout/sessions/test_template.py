@@ -44,9 +44,7 @@ def shown(text: Renderer, tokens: tuple[int, ...]) -> str:
 @pytest.mark.parametrize("name", WITH_TEMPLATE)
 @CHEAP
 @given(messages=dialogues())
-def test_what_follows_an_answer_is_what_the_template_writes_there(
-    name: str, messages: list[dict[str, Any]]
-) -> None:
+def test_text_after_an_answer_equals_the_template(name: str, messages: list[dict[str, Any]]) -> None:
     check(renderer(name), messages)
 
 
@@ -54,9 +52,7 @@ def test_what_follows_an_answer_is_what_the_template_writes_there(
 @pytest.mark.parametrize("name", WITH_TEMPLATE)
 @DEEP
 @given(messages=dialogues())
-def test_what_follows_an_answer_is_what_the_template_writes_there_in_long(
-    name: str, messages: list[dict[str, Any]]
-) -> None:
+def test_text_after_an_answer_equals_the_template_in_long(name: str, messages: list[dict[str, Any]]) -> None:
     check(renderer(name), messages)
 
 

@@ -144,7 +144,7 @@ async def test_engine_that_does_not_start_is_started_once_more_and_that_is_said(
     assert "evaluation.engine_failed error=engine hf cannot load" in repair.said[0]
 
 
-async def test_what_an_engine_refuses_is_not_tried_again(
+async def test_request_refused_by_an_engine_is_not_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = settings_of(tmp_path, "engine.name=hf", "engine.dtype=float32")

@@ -66,6 +66,20 @@ async def test_a_spare_waits_until_the_run_has_begun(spares: Spares, tmp_path: P
         keeping.cancel()
 
 
+async def test_a_service_that_dies_waits_for_a_spare_that_imports_already(
+    spares: Spares, tmp_path: Path
+) -> None:
+    environ, others = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, set(psutil.Process().children())
+    spares.add("worker.0", PROGRAM, environ)
+    async with kept_spares(spares):
+        await eventually(lambda: len(psutil.Process().children()) > len(others))
+        assert not waiting(spares)
+        (importing,) = {*psutil.Process().children()} - others
+        process = await spares.take("worker.0", PROGRAM, environ, tmp_path / "worker.0.log")
+        assert process is not None
+        assert (process.pid, await process.wait()) == (importing.pid, 0)
+
+
 async def test_a_spare_that_was_killed_is_replaced_and_never_used(spares: Spares, tmp_path: Path) -> None:
     spares.add("worker.0", PROGRAM, PYTHONPATH)
     async with kept_spares(spares):

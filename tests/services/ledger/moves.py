@@ -90,7 +90,7 @@ class Moves(RuleBasedStateMachine):
         request = self.request if again else f"r{self.calls}"
         self.request = request
         lease = self.both(
-            lambda ledger: ledger.lease(request=request, engine=engine, holder="w", lease_ms=HOUR_MS)
+            lambda ledger: ledger.lease(request=request, engine=engine, holder=engine, lease_ms=HOUR_MS)
         )
         if isinstance(lease, Lease):
             self.leases.append(lease)

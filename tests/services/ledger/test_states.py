@@ -186,6 +186,7 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
 
 
 async def expire(ledger: MemoryLedger, number: int) -> None:
+    """A lease ends: by its time, or because its holder was unregistered."""
     ledger.run_state.groups[number].expired = True
 
 

@@ -69,7 +69,7 @@ def test_more_rows_than_tokens_are_padding(tmp_path: Path) -> None:
         (('environment.name="given"',), "they go together"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_incompatible_roles_are_refused(
     overrides: tuple[str, ...], words: str, teacher: Path, tmp_path: Path
 ) -> None:
     given = [override.replace("TEACHER", str(teacher)) for override in overrides]

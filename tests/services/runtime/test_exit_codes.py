@@ -91,7 +91,7 @@ service_main(Role.MONITOR, serve)
 """It has a program print the variables that it inherits."""
 
 
-async def test_what_a_service_starts_does_not_inherit_the_url_of_the_ledger(tmp_path: Path) -> None:
+async def test_processes_of_a_service_do_not_inherit_the_url_of_the_ledger(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "ledger")
     url = await server.start()
     try:

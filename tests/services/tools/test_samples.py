@@ -252,7 +252,7 @@ def test_a_run_that_filtered_all_groups_says_so(run_dir: Path) -> None:
         find_samples(run_dir, None, None, 8)
 
 
-def test_what_judges_said_is_shown_with_its_sample(run_dir: Path) -> None:
+def test_remark_of_a_judge_is_shown_with_its_sample(run_dir: Path) -> None:
     archive = Archive(run_dir / "archive", 100)
     record = archive.records(2)[0]
     message = decode_payload(record.payload)

@@ -126,7 +126,7 @@ def test_a_batch_without_fresh_tokens_has_no_mismatch_at_lag_0(backend: Backend)
 
 
 @pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"sft"}))
-def test_what_a_recipe_would_clip_is_what_it_clips_where_nothing_is_recomputed(name: str) -> None:
+def test_predicted_clipping_equals_actual_clipping_where_nothing_is_recomputed(name: str) -> None:
     config = AlgorithmConfig(name=name, clip_low=0.05, clip_high=0.05)
     batch = replace(made_batch(), log_ratio_limit=0.1)
     tokens = trained_tokens(batch)

@@ -33,7 +33,7 @@ def test_a_step_that_is_put_again_replaces_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("step", "key"), [(1, (7, "a")), (2, (8, "a")), (2, (7, "b"))])
-def test_what_is_not_there_is_named(tmp_path: Path, step: int, key: tuple[int, str]) -> None:
+def test_missing_step_is_named(tmp_path: Path, step: int, key: tuple[int, str]) -> None:
     archive = filled(tmp_path)
     with pytest.raises(MissingRecords) as missing:
         archive.get(step, [key])

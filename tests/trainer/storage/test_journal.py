@@ -23,6 +23,6 @@ def test_any_changed_bit_is_found() -> None:
 
 
 @pytest.mark.parametrize("payload", [b"", b"{}", b"\xff", b"[" * 5000])
-def test_what_is_no_entry_counts_as_damaged(payload: bytes) -> None:
+def test_bytes_that_are_no_entry_count_as_damaged(payload: bytes) -> None:
     assert decode_entry(3, payload, xxhash.xxh3_64_digest(payload)) is None
     assert decode_entry(3, None, b"") is None

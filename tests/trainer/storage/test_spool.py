@@ -126,7 +126,7 @@ def test_the_journal_forgets_only_what_the_archive_has_and_keeps_the_newest_of_i
         assert [entry.ledger_sequence for entry in spool.journal()] == left
 
 
-def test_what_put_returned_from_survives_kill_9(tmp_path: Path) -> None:
+def test_record_survives_kill_9_after_put_returned(tmp_path: Path) -> None:
     path = tmp_path / "spool.sqlite"
     process = writer(path)
     assert process.stdout is not None
@@ -216,7 +216,7 @@ def test_a_read_only_spool_refuses_writes(tmp_path: Path) -> None:
     assert records(reader) == 1
 
 
-def test_what_is_not_a_spool_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_a_spool_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpoolError, match=r"absent\.sqlite: cannot open"):
         Spool(tmp_path / "absent.sqlite", read_only=True)
     assert not (tmp_path / "absent.sqlite").exists()

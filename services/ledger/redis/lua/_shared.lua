@@ -162,14 +162,17 @@ local function apply_pending()
   return true
 end
 
--- Free the place in rule F of leases that have run out; they stay valid until the group is leased again.
+-- Free a live lease's place in rule F; it stays valid until the group is leased again.
+local function expire(id)
+  redis.call('ZREM', K.leases, id)
+  redis.call('ZREM', K.live, id)
+  redis.call('ZADD', K.expired, 0, id)
+  append('expire', {group = tonumber(id)})
+end
+
+-- Expire the leases that have run out.
 local function reap()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', K.leases, '-inf', now(), 'LIMIT', 0, MOST)) do
-    redis.call('ZREM', K.leases, id)
-    redis.call('ZREM', K.live, id)
-    redis.call('ZADD', K.expired, 0, id)
-    append('expire', {group = tonumber(id)})
-  end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', K.leases, '-inf', now(), 'LIMIT', 0, MOST)) do expire(id) end
 end
 
 local function expired(id)
