@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protocol.errors import EngineError, SettingsError, TetherError
+from protocol.errors import EngineError, TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
@@ -137,7 +137,7 @@ def check_model(
 @app.command()
 def status(run_dir: RunDir, as_json: AsJson = False) -> None:
     """Show processes, engines and groups of a run; of one that is over: how it ended, from its files."""
-    from services.observability.evaluations import evaluation_facts, render_facts
+    from services.run_record.evaluations import evaluation_facts, render_facts
     from services.tools.run_commands import read_status, render_run_status
 
     facts = read_status(run_dir) | {"evaluation": evaluation_facts(run_dir)}
@@ -206,26 +206,18 @@ def trace(
     """Show one group's life with times, and what the model wrote, from the run's files alone."""
     import dataclasses
 
-    from services.ledger.event_log.archiver import FILE
-    from services.ledger.event_log.reader import read_events
     from services.ledger.event_log.trace import render_trace
-    from services.ledger.event_log.trace import trace as trace_group
-    from services.run_files.call_audit import call_facts, calls_of_group, render_calls
-    from services.tools.samples import render_samples, samples_of_trace
+    from services.run_record.call_audit import call_facts, calls_of_group, render_calls
+    from services.run_record.events import group_moments
+    from services.tools.samples import render_group_samples
 
-    moments = trace_group(read_events(run_dir / FILE), group)
-    if not moments:
-        raise SettingsError(
-            f"group {group} is not in the log of {run_dir}: "
-            "it was never leased, or its events are not archived yet"
-        )
+    moments = group_moments(run_dir, group)
     found = calls_of_group(run_dir, group)
     facts = [*(dataclasses.asdict(moment) for moment in moments), *call_facts(found)]
     if as_json:
         _show(facts, as_json, str)
         return
-    samples = samples_of_trace(run_dir, group, moments)
-    text = samples if isinstance(samples, str) else render_samples(samples)
+    text = render_group_samples(run_dir, group, moments)
     _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{render_calls(found)}{text}")
 
 
@@ -242,7 +234,8 @@ def samples(
     as_json: AsJson = False,
 ) -> None:
     """Show prompts, completions and rewards of a run that is on or over, from its files alone."""
-    from services.tools.samples import find_samples, render_samples
+    from services.run_record.samples import find_samples
+    from services.tools.samples import render_samples
 
     _show(find_samples(run_dir, step, group, limit), as_json, render_samples)
 
@@ -295,7 +288,7 @@ def scale(
     """
     from protocol.topics import Role
     from services.launcher.scaling import parse_counts, request_scale
-    from services.run_files.run_end import is_up
+    from services.run_record.end import is_up
     from services.settings.checks import check_workers
     from services.settings.load import run_settings
     from services.tools.run_commands import refuse_if_over

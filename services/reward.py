@@ -21,7 +21,7 @@ from reward.workers.pool import ScorePool
 from services.bus.receiver import Delivery, Receiver
 from services.bus.sender import Declined, Sender
 from services.observability.busy import BusyMeter
-from services.observability.score_failures import FAILED
+from services.run_record.progress import FAILED
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.user_modules import add_user_modules

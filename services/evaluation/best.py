@@ -26,7 +26,7 @@ from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
 from protocol.messages import WeightManifest
 from protocol.weights.lora import adapter_targets
-from services.observability.evaluations import BEST, Evaluation, counted_evaluations, last_lines
+from services.run_record.evaluations import BEST, Evaluation, counted_evaluations, last_lines
 from services.settings.evaluation import BestScore
 from services.settings.sections import Settings
 from trainer.lora import merged, save_adapter

@@ -24,7 +24,7 @@ from rollout.render import Renderer
 from rollout.strays import Strays
 from rollout.weights.key_directory import fetch_with_keys
 from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
-from services.observability.evaluations import Evaluation
+from services.run_record.evaluations import Evaluation
 from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import eval_engine, ks_of
 from services.settings.hub import fetch_model

@@ -29,7 +29,7 @@ from services.evaluation.snapshots import (
     remove_snapshot,
 )
 from services.observability.busy import BusyMeter
-from services.observability.evaluations import (
+from services.run_record.evaluations import (
     append_evaluation,
     describe_evaluation,
     due_versions,

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.messages import WeightManifest
-from services.observability.evaluations import LEFT_OUT, SNAPSHOTS
+from services.run_record.evaluations import LEFT_OUT, SNAPSHOTS
 from trainer.weights.version_directories import VERSION_NAME
 
 MANIFEST = "manifest.json"

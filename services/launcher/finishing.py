@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.launcher.child import SupervisedProcess
-from services.observability.evaluations import (
+from services.run_record.evaluations import (
     LEFT_OUT,
     SNAPSHOTS,
     due_versions,

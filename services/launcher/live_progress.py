@@ -19,9 +19,9 @@ from protocol.errors import TetherError
 from services.launcher.live_view import RATE_STEPS, RunView, render_view
 from services.ledger.interface import Ledger
 from services.observability.printable import printable
-from services.observability.progress import Progress, expected_processes
 from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
 from services.observability.status import collect_status
+from services.run_record.progress import Progress, expected_processes
 
 REDRAW_S = 0.25
 ASK_S = 1.0

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from services.observability.printable import printable
-from services.observability.progress import number, seconds_text, token_rate
 from services.observability.service_rows import MISSING, STARTS, WAITS, WORKS, ServiceRow
+from services.run_record.progress import number, seconds_text, token_rate
 
 SHOWN_STEPS = 6
 """Steps in the table, the newest ones."""

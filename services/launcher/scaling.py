@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
 from protocol.errors import SettingsError, TetherError
 from protocol.host.file_lock import locked
 from protocol.ranges import check_range
 from protocol.topics import Role
 from services.launcher.fleet import SCALABLE, Fleet
-from services.run_files.run_end import LOCK, is_up
+from services.run_record.end import LOCK, is_up
 from services.settings.placement import ServicesConfig
 
 log = logging.getLogger("tether.up")
@@ -113,10 +115,10 @@ async def scale_loop(run_dir: Path, fleet: Fleet) -> None:
     while True:
         await asyncio.sleep(POLL_S)
         try:
-            counts = parse_counts(json.loads(request.read_text()))
+            counts = parse_counts(msgspec.json.decode(request.read_bytes(), type=list[str]))
         except FileNotFoundError:
             continue
-        except (ValueError, AttributeError, TypeError) as error:  # not written by `request_scale`
+        except ValueError as error:  # not written by `request_scale`
             log.error("scale.unreadable error=%s", error)
             counts = {}
         for role, count in counts.items():

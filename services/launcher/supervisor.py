@@ -27,14 +27,13 @@ from services.ledger.event_log.archiver import Archiver
 from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
-from services.observability.progress import Progress, plot_run
-from services.observability.score_failures import report_failures_loop
 from services.preflight.memory import describe_memory
 from services.preflight.model import read_model
 from services.prepare import prepare
-from services.run_files.event_tail import EventTail
-from services.run_files.halts import explain_halt
-from services.run_files.run_end import recording_end
+from services.run_record.end import recording_end
+from services.run_record.halts import explain_halt
+from services.run_record.progress import Progress, plot_run, report_failures_loop
+from services.run_record.tail import EventTail
 from services.runtime.errors import innermost
 from services.runtime.resume import start_or_resume
 from services.runtime.run_copies import settings_of_fetched
@@ -254,9 +253,7 @@ async def _wait_until_over(
 
 def _explain(run_dir: Path, reason: str) -> str:
     """Return why the run halted, with what its event log says about the drops."""
-    tail = EventTail(run_dir)
-    while tail.read_more():
-        pass
+    tail = EventTail(run_dir).read_all()
     return explain_halt(reason, tail.state()["drop_details"])
 
 

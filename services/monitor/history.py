@@ -13,16 +13,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from services.ledger.event_log.hash_chain import LINK
-from services.monitor.series import MAX_LAGS, MAX_SERIES, combine, is_sum, numbers_of, rounded
-from services.observability.line_follower import FollowedLine, LineFollower
+from services.run_record.lines import FollowedLine, LineFollower
+from services.run_record.steps import (
+    MAX_LAGS,
+    MAX_SERIES,
+    combine,
+    is_sum,
+    numbers_of,
+    parse_line,
+    rounded,
+)
 
 MAX_POINTS = 2000
 MAX_WARNINGS = 50
-MAX_STEP = 1 << 53
-"""Steps beyond this are no numbers for a browser."""
 
 
 class Point:
@@ -92,7 +95,6 @@ class History:
         self._starts = 0
         self._max_points = max_points
         self._lock = threading.Lock()
-        self._decoder = msgspec.json.Decoder()
         self._reset()
 
     def read_more(self) -> bool:
@@ -160,7 +162,7 @@ class History:
         self.is_complete = False
 
     def _add(self, followed: FollowedLine) -> None:
-        line = self._decode(followed.data)
+        line = parse_line(followed.data)
         if line is None:
             return
         self._revision += 1
@@ -219,24 +221,12 @@ class History:
                 file.seek(offset)
                 while offset < end and (data := file.readline()):
                     offset += len(data)
-                    line = self._decode(data)
+                    line = parse_line(data)
                     if line is not None and line["step"] in steps:
                         found[line["step"]] = line
         except OSError:
             return []
         return [found[step] for step in sorted(found)]
-
-    def _decode(self, data: bytes) -> dict[str, Any] | None:
-        """Return a line if it is a step's (see `services.observability.steps.read_lines`)."""
-        try:
-            line = self._decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            return None
-        if not isinstance(line, dict) or not isinstance(line.get("epoch"), str):
-            return None
-        line.pop(LINK, None)
-        step = line.get("step")
-        return line if type(step) is int and 0 <= step < MAX_STEP else None
 
 
 def _warnings_of(line: dict[str, Any]) -> Iterator[dict[str, Any]]:

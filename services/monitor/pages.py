@@ -24,11 +24,11 @@ import xxhash
 from aiohttp import hdrs, web
 
 from services.bus.config import is_loopback
-from services.monitor.evaluations import ScoredVersions
 from services.monitor.history import History
-from services.run_files.event_tail import EventTail
-from services.run_files.samples import SampleBrowser
-from services.run_files.sentences import TOPICS
+from services.run_record.evaluations import ScoredVersions
+from services.run_record.samples import SampleBrowser
+from services.run_record.sentences import TOPICS
+from services.run_record.tail import EventTail
 from services.settings.sections import Settings
 
 MAX_EVENTS = 100
@@ -48,7 +48,7 @@ class Pages:
         self.history = History(run_dir / "metrics.jsonl")
         self.tail = EventTail(run_dir)
         self._samples = SampleBrowser(run_dir, self.tail)
-        self._scores = ScoredVersions(settings)
+        self._scores = ScoredVersions(run_dir)
         self._state = state
         self._assets = _read_assets()
 

@@ -6,7 +6,7 @@ from typing import Any
 from services.ledger.interface import Ledger, Peer
 from services.monitor.activity import Activity
 from services.observability.status import collect_status
-from services.run_files.sentences import short_name
+from services.run_record.sentences import short_name
 from services.settings.sections import Settings
 
 ENGINE_FIELDS = ("groups", "pause_ms")

@@ -18,9 +18,9 @@ from protocol.topics import Role
 from services.monitor.access import guard, page_url
 from services.monitor.pages import Pages
 from services.monitor.run_state import LiveState
-from services.monitor.series import numbers_of
 from services.observability.http import HttpServer
-from services.run_files.page_key import access_key
+from services.run_record.page_key import access_key
+from services.run_record.steps import numbers_of
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import wait_for_run

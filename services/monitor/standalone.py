@@ -15,8 +15,8 @@ from services.monitor.pages import Pages
 from services.monitor.run_state import LiveState
 from services.monitor.service import REFRESH_S, RunGauges
 from services.observability.http import HttpServer
-from services.run_files.page_key import access_key
-from services.run_files.recorded_state import recorded_state
+from services.run_record.end import recorded_state
+from services.run_record.page_key import access_key
 from services.runtime.run_ledger import open_ledger
 from services.settings.sections import Settings
 

@@ -1,29 +1,31 @@
 """Collects the state of a run as plain data, for `tether status`, the monitor's page and scripts."""
 
-import asyncio
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from protocol.lifecycle import NO_SIGNAL
 from services.ledger.interface import Ledger, LedgerStatus, Peer
-from services.observability.skipped_steps import count_skipped, warnings_of
-from services.observability.steps import read_steps
 
 OCCUPANCY = ("running", "kv_use")
 """How full an engine is, as its worker says: requests, and share of the KV cache; null: not known."""
 PREFIX_HITS = "prefix_hits"
 """Share of the tokens of all prompts whose KV was in the engine's prefix cache; null before the first one."""
 
-STALENESS = ("version", "lag_mean", "lag_max", "masked_share")
-"""Fields of the last step's line that `collect_status` returns."""
+
+@dataclass(frozen=True, slots=True)
+class SkippedSteps:
+    """Steps of a run that the optimizer skipped."""
+
+    steps: int
+    groups: int
+    """Groups of these steps: committed as trained, but no weight has learned from them."""
+
+    def __str__(self) -> str:
+        return f"{self.steps} skipped step{'s' if self.steps != 1 else ''} of {self.groups} groups"
 
 
-async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[str, Any]:
+async def collect_status(ledger: Ledger) -> dict[str, Any]:
     """Return counters, groups by state, processes and engines of a run, as JSON types.
-
-    With a run directory also what its metrics.jsonl knows: the skipped steps and their groups, and how stale
-    the tokens of the last step were.
 
     Raises:
         Refused: NO_RUN, the ledger has no such run.
@@ -31,8 +33,6 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
     status = await ledger.status()
     peers = await ledger.peers()
     alive = {peer.incarnation: peer.info for peer in peers}
-    lines = await asyncio.to_thread(read_steps, run_dir / "metrics.jsonl") if run_dir else []
-    skipped = count_skipped(lines)
     return {
         "run_state": run_state(status),
         "version": status.version,
@@ -45,9 +45,6 @@ async def collect_status(ledger: Ledger, run_dir: Path | None = None) -> dict[st
         "dropped": status.dropped,
         "active": status.active,
         "wasted_tokens": status.wasted_tokens,
-        "skipped_steps": skipped.steps,
-        "skipped_groups": skipped.groups,
-        "last_step": {name: lines[-1].get(name) for name in STALENESS} if lines else None,
         "groups": {str(state): count for state, count in status.states.items()},
         "dropped_by_reason": dict(status.dropped_by_reason),
         "wasted_by_reason": dict(status.wasted_by_reason),
@@ -83,15 +80,6 @@ def run_state(status: LedgerStatus) -> str:
     if status.halted:
         return f"halted: {status.halted}"
     return "done" if status.done else "draining" if status.draining else "running"
-
-
-def describe_halt(halted: str) -> str:
-    """Return why a run halted: a drop reason is one word, a cause that the trainer named is a sentence."""
-    if " " in halted:
-        return halted
-    if halted == NO_SIGNAL:
-        return "too many groups since the last step had equal rewards only"
-    return f"too many of the last groups were dropped for the reason {halted!r}"
 
 
 def _bound(bound: Any) -> dict[str, Any]:
@@ -131,8 +119,16 @@ def _staleness(step: Mapping[str, Any]) -> str:
     return f"step to version {step['version']}: lag mean {lag} max {most}, masked tokens {share}"
 
 
-def render_status(status: dict[str, Any]) -> str:
-    """Return the result of `collect_status` as text."""
+def warnings_of(status: Mapping[str, Any]) -> list[str]:
+    """Return lines for `tether status`: that skipped steps count as trained; none if there were none."""
+    if not status.get("skipped_steps"):
+        return []
+    skipped = SkippedSteps(status["skipped_steps"], status["skipped_groups"])
+    return [f"warning: {skipped}, counted as trained, changed no weights"]
+
+
+def render_status(status: Mapping[str, Any]) -> str:
+    """Return the results of `collect_status` and `step_facts` together, as text."""
     bound = status["bound"]
     lines = [
         f"{status['run_state']}: version {status['version']} of {status['steps']}, "
@@ -146,7 +142,7 @@ def render_status(status: dict[str, Any]) -> str:
             f"pending: E={pending['max_staleness']} B={pending['groups_per_step']} {pending['policy']}, "
             "as soon as rule F holds with it"
         )
-    if status["last_step"]:
+    if status.get("last_step"):
         lines.append(_staleness(status["last_step"]))
     lines += warnings_of(status)
     if status["dropped_by_reason"]:

@@ -1,71 +1,13 @@
-"""Describes a run that is over from its directory: how and when it ended, its last step and results."""
+"""Writes how a run that is over ended, for `tether status` and for commands that it refuses."""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.ledger.event_log.archiver import FILE
-from services.observability.skipped_steps import count_skipped, warnings_of
-from services.observability.status import drops
-from services.observability.steps import read_last, read_steps
-from services.run_files.event_tail import EventTail
-from services.run_files.halts import explain_halt
-from services.run_files.recorded_state import recorded_state
-from services.run_files.run_end import read_end
-from services.settings.sections import Settings
+from services.observability.status import drops, warnings_of
 
-Facts = dict[str, Any]
 STEP_FIELDS = ("reward_mean", "lag_mean", "lag_max", "trained_tokens", "loss")
-RESULTS = (FILE, "metrics.jsonl", "eval.jsonl", "progress.png", "checkpoints", "exports", "logs")
-"""Files and folders of a run directory that a user may look for."""
-
-
-def describe_ended_run(settings: Settings) -> Facts:
-    """Return what the files of a run say, with the fields of `collect_status` and some more.
-
-    Returns:
-        Besides: `why` (what ended the run, one line), `ended` (Unix seconds, or None), `last_step` (its
-        line in metrics.jsonl, or None), `results` (names in the run directory).
-    """
-    tail = EventTail(settings.run_dir)
-    while tail.read_more():
-        pass
-    logged, last = tail.state(), read_last(settings.run_dir / "metrics.jsonl")
-    facts = recorded_state(settings, last, tail)
-    end = read_end(settings.run_dir)
-    state, why = _how(facts, logged, end.error if end else "")
-    newest_ms = max(int(logged.get("time_ms", 0)), int(last.get("time", 0) * 1000))
-    halted_ms = int(logged.get("halted_ms", 0)) if logged["halted"] else 0
-    skipped = count_skipped(read_steps(settings.run_dir / "metrics.jsonl"))
-    return {
-        **facts,
-        "run_state": state,
-        "skipped_steps": skipped.steps,
-        "skipped_groups": skipped.groups,
-        "why": why,
-        "ended": end.time if end and not halted_ms else (halted_ms or newest_ms) / 1000 or None,
-        "last_step": dict(last) or None,
-        "results": [name for name in RESULTS if (settings.run_dir / name).exists()],
-        "run_dir": str(settings.run_dir),
-    }
-
-
-def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tuple[str, str]:
-    """Return the state of a run that is over, and why it ended."""
-    version, steps = facts["version"], facts["steps"]
-    if version >= steps:
-        return "done", f"all {steps} steps were made"
-    if logged["halted"]:
-        return f"halted: {logged['halted']}", explain_halt(logged["halted"], logged["drop_details"])
-    if logged["draining"]:
-        prompts = logged.get("prompts", -1)
-        if 0 <= prompts <= (logged.get("issued") or 0):
-            return "drained", f"its {prompts} prompts ran out"
-        return "drained", "it was drained"
-    if error:
-        return "failed", error
-    return "stopped", "it was interrupted; the same `tether up` continues from the last step"
 
 
 def render_ended_run(facts: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import paired_difference
 from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_scorer
-from services.observability.evaluations import Evaluation, describe_scores
+from services.run_record.evaluations import Evaluation, describe_scores
 from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings

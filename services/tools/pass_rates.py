@@ -1,6 +1,6 @@
 """Writes the pass rates that a run observed into a data file, for a curriculum: `tether pass-rates`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,7 @@ from protocol.host.atomic_file import write_atomically
 from rollout.prompts.base import Prompt, PromptConfig, PromptSource
 from rollout.prompts.registry import make_source
 from rollout.prompts.rows import encoded_prompt
-from services.ledger.event_log.archiver import FILE
-from services.ledger.event_log.events import AcceptEvent, CreateEvent, DropEvent, LedgerEvent
-from services.ledger.event_log.reader import read_events
+from services.run_record.events import observed_rates, prompt_fingerprint
 from services.runtime.prompt_stream import check_fingerprint
 from services.settings.sections import Settings
 
@@ -22,15 +20,6 @@ FIELD = "pass_rate"
 QUESTION_FIELDS = ("prompt", "question", "prompt_text", "rendered_prompt")
 """Names for the question, of which the first is taken that no prompt has in its metadata."""
 Facts = dict[str, Any]
-
-
-def observed_rates(events: Iterable[LedgerEvent]) -> dict[int, float]:
-    """Return group -> mean reward of its samples, as scored last; groups without signal are among them."""
-    return {
-        event.group: event.reward
-        for event in events
-        if isinstance(event, AcceptEvent | DropEvent) and event.reward is not None
-    }
 
 
 def write_pass_rates(settings: Settings, path: Path) -> Facts:
@@ -53,7 +42,7 @@ def write_pass_rates(settings: Settings, path: Path) -> Facts:
     """
     if path.exists():
         raise SettingsError(f"{path} exists; give another file, or delete it")
-    rates = observed_rates(read_events(settings.run_dir / FILE))
+    rates = observed_rates(settings.run_dir)
     if not rates:
         raise SettingsError(f"no group of {settings.run_dir} was scored yet, so no pass rate is known")
     source = _source_of_run(settings)
@@ -92,15 +81,9 @@ def _source_of_run(settings: Settings) -> PromptSource:
         SettingsError: the prompts are not those with which the run was created.
     """
     source = make_source(settings.prompts)
-    for event in read_events(settings.run_dir / FILE):
-        if isinstance(event, CreateEvent):  # the first one
-            check_fingerprint(
-                settings.prompts,
-                source.fingerprint,
-                event.fingerprint,
-                f"put back the prompts that the run in {settings.run_dir} was started with",
-            )
-            break
+    remedy = f"put back the prompts that the run in {settings.run_dir} was started with"
+    if recorded := prompt_fingerprint(settings.run_dir):
+        check_fingerprint(settings.prompts, source.fingerprint, recorded, remedy)
     return source
 
 

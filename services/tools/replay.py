@@ -21,7 +21,7 @@ from protocol.weights.buckets import manifest_digest
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
 from services.ledger.interface import Taken
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.runtime.errors import configure_logging
 from services.runtime.training import build_models, train_command
 from services.settings.load import run_settings

@@ -12,12 +12,13 @@ from protocol.staleness import Bound, Policy
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
 from services.observability.status import collect_status, render_status
-from services.run_files.page_key import add_key
-from services.run_files.run_end import is_up
+from services.run_record.end import describe_ended_run, is_up
+from services.run_record.page_key import add_key
+from services.run_record.steps import step_facts
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import run_settings
 from services.settings.sections import Settings
-from services.tools.ended_run import describe_ended_run, refusal, render_ended_run
+from services.tools.ended_run import refusal, render_ended_run
 
 T = TypeVar("T")
 Facts = dict[str, Any]
@@ -44,7 +45,7 @@ def read_status(run_dir: Path) -> Facts:
             facts["why"] += f"; {ELSEWHERE}"
         return facts
     try:
-        facts = _call(settings, lambda ledger: collect_status(ledger, run_dir))
+        facts = _call(settings, collect_status) | step_facts(run_dir)
     except Unavailable:
         facts = describe_ended_run(settings)
         if facts["run_state"] == "done" or facts["run_state"].startswith("halted"):

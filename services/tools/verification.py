@@ -27,12 +27,12 @@ def verify_run(run_dir: Path, *, files: bool = False) -> dict[str, Any]:
         raise SettingsError(f"no audit log {path}: give the directory of a run, such as runs/demo")
     facts = dataclasses.asdict(verify(path))
     if files:
-        from services.run_files.damage import check_files
+        from services.run_record.damage import check_files
 
         facts |= dataclasses.asdict(check_files(run_dir))
     if not (run_dir / "spool.sqlite").is_file() and not (run_dir / "archive").is_dir():
         return facts
-    from services.run_files.call_audit import audit_calls  # numpy; a log alone needs none
+    from services.run_record.call_audit import audit_calls  # numpy; a log alone needs none
 
     calls = audit_calls(run_dir)
     facts["violations"] += calls.violations

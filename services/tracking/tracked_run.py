@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from services.observability.line_follower import LineFollower
+from services.run_record.lines import LineFollower
 from services.settings.sections import Settings
 from services.tracking.base import TrackedPoint, Tracker, TrackerOptions
 from services.tracking.points import flat_settings, point_of

@@ -13,7 +13,7 @@ from protocol.topics import Role
 from services.bus.broadcast import Broadcaster
 from services.ledger.event_log.archiver import FILE, last_sequence
 from services.ledger.interface import Taken
-from services.observability.steps import StepLog
+from services.run_record.steps import StepLog
 from services.runtime.process import Process
 from services.runtime.training import train_command
 from trainer.backends.rank_commands import TrainCommand

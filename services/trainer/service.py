@@ -17,8 +17,8 @@ from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.ledger_recovery.fencing import why_fenced
-from services.observability.steps import StepLog
 from services.preflight.memory import check_host_memory
+from services.run_record.steps import StepLog
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.main import service_main
 from services.runtime.process import Process

@@ -12,7 +12,7 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from services.observability.evaluations import SNAPSHOTS, read_evaluations
+from services.run_record.evaluations import SNAPSHOTS, read_evaluations
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from trainer.config import WeightConfig

@@ -1,18 +1,18 @@
-"""Builds the report of each step, and records it in metrics and log."""
+"""Measures and reports each step, and names the cause for which skipped steps halt the run."""
 
 import dataclasses
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from protocol.lifecycle import NO_SIGNAL
 from protocol.messages import AnyMessage, StepReport, WeightApplied, WeightFailed
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
-from services.trainer.step_clock import StepTimes
 from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
 from trainer.data.batch_stats import BatchStats
@@ -20,6 +20,58 @@ from trainer.data.step_plan import StepPlan
 from trainer.peak_flops import model_flops_utilization
 
 log = logging.getLogger("tether.trainer")
+
+LIKELY: Mapping[str, str] = {
+    "bound": "bound.max_staleness, bound.staleness_policy, rollout.groups_in_flight, algorithm.truncated",
+    "gradient": "optimizer.lr, trainer.dtype, algorithm.advantage_eps, the weights of rewards",
+}
+"""Keyword in the cause -> settings to check."""
+Part = Literal["wait", "train", "publish", "checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds between two reports; names and meanings are those of `StepReport`. The others are `step_s`."""
+
+    step_s: float
+    wait_s: float
+    train_s: float
+    publish_s: float
+    checkpoint_s: float
+    other_s: float
+
+
+class StepClock:
+    """Measures what the step path does, one part after the other; what no part names is the rest."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        """Start now; `now` returns seconds."""
+        self._now = now
+        self._last = now()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """Count the block as a part; blocks must not overlap."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
+
+    def lap(self) -> StepTimes:
+        """Return the times since the last lap, or since the start, and begin the next one."""
+        now = self._now()
+        step_s, self._last = now - self._last, now
+        seconds, self._seconds = self._seconds, {}
+        return StepTimes(
+            step_s=step_s,
+            wait_s=seconds.get("wait", 0.0),
+            train_s=seconds.get("train", 0.0),
+            publish_s=seconds.get("publish", 0.0),
+            checkpoint_s=seconds.get("checkpoint", 0.0),
+            other_s=step_s - sum(seconds.values()),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +236,33 @@ def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, in
 def _shown(value: float | None, digits: int) -> str:
     """Return a number for the log, or a dash where nothing was measured."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def halt_cause(in_row: int, cause: str) -> str:
+    """Return why a run is halted after `in_row` skipped steps, the last one for `cause`; one sentence."""
+    settings = next((names for word, names in LIKELY.items() if word in cause), ", ".join(LIKELY.values()))
+    return (
+        f"{in_row} steps in a row were skipped and changed no weight (trainer.max_skipped_steps), the last "
+        f"one because {cause}: check {settings}"
+    )
+
+
+class SkipLimit:
+    """Counts skipped steps in a row; a step that is not skipped, and a halt, begin a new count."""
+
+    def __init__(self, limit: int) -> None:
+        """Count from 0; `limit` is `trainer.max_skipped_steps`."""
+        self._limit = limit
+        self._in_row = 0
+
+    def cause_after(self, skipped: str) -> str:
+        """Count a committed step, which was skipped for a cause or, if that is empty, was not.
+
+        Returns:
+            The cause to halt the run for; empty while there is none.
+        """
+        self._in_row = self._in_row + 1 if skipped else 0
+        if self._in_row < self._limit:
+            return ""
+        found, self._in_row = self._in_row, 0
+        return halt_cause(found, skipped)

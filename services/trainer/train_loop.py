@@ -24,14 +24,12 @@ from protocol.staleness import Policy
 from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger_recovery.journal_entries import commit_entry
-from services.observability.skipped_steps import SkipLimit
 from services.runtime.writing import until_written
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.snapshots import Snapshots
-from services.trainer.step_clock import StepClock
-from services.trainer.step_report import StepReporter, TrainedStep, excess_mismatch
+from services.trainer.step_report import SkipLimit, StepClock, StepReporter, TrainedStep, excess_mismatch
 from services.trainer.takeover import reclaim
 from trainer.storage.stored import MissingRecords
 

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from protocol.host.processors import processor_name
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.benchmarks.run import PACKAGES
 from tests.benchmarks.versions import ROOT, versions_of
 from tests.integration.command import audit, service_of, tether_up, until

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.benchmarks.table import Figure, Run, figure
 from tests.integration.command import tether_up
 

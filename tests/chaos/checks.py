@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from services.ledger.interface import LedgerStatus
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit
 
 LEFT_BY_A_CLEAN_RUN = re.compile(

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from protocol.host.parent_death import die_with_parent
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.chaos.checks import living_children, trained_twice
 from tests.chaos.faults import send
 from tests.chaos.scene import POLL_S, adopt_orphans

@@ -16,7 +16,7 @@ from services.ledger.embedded_server import read_endpoint
 from services.ledger.event_log.archiver import last_sequence
 from services.ledger.redis import json_codec
 from services.ledger.verify.verifier import verify
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.fuzz.target import Form, Target
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.journal import JournalEntry, decode_entry, encode_entry

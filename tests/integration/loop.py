@@ -23,8 +23,8 @@ from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import AuditResult, verify
 from services.ledger_recovery.reconcile import reconcile
-from services.observability.steps import read_steps
 from services.prepare import make_run, prepare
+from services.run_record.steps import read_steps
 from services.runtime.process import Process, open_process
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import load_settings

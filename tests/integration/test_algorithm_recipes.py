@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.tools.check import check_configuration
 from tests.integration.command import audit, tether
 from tests.integration.loop import ROOT

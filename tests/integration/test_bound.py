@@ -8,7 +8,7 @@ import pytest
 
 from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.settings.sections import Settings
 from tests.integration.loop import run_to_end, running, settings_for
 

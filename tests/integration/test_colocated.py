@@ -16,7 +16,7 @@ from protocol.lifecycle import GroupState
 from protocol.topics import Role
 from services.gpu_sharing.turn import HOLDS, TURN, Turn
 from services.ledger.redis.ledger import RedisLedger
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
 from tests.gpus import visible_gpus
 from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.ledger.event_log.archiver import FILE
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, processes_of, service_of, tether, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 

@@ -17,7 +17,7 @@ from protocol.codec import decode_payload
 from protocol.messages import ScoredRollout
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, ledger_of, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 from trainer.storage.spool import Spool

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.ledger.event_log.archiver import FILE
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 

@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 from services.ledger.event_log.archiver import FILE as AUDIT
-from services.observability.evaluations import BEST, SNAPSHOTS, Evaluation, read_evaluations
-from services.observability.steps import read_steps
+from services.run_record.evaluations import BEST, SNAPSHOTS, Evaluation, read_evaluations
+from services.run_record.steps import read_steps
 from tests.integration.command import ledger_of, processes_of, tether_up, until
 from tests.integration.loop import ROOT, running, settings_for
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from services.ledger.verify.verifier import verify
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
 from tests.integration.trainer_place import Place, place

@@ -12,7 +12,7 @@ import pytest
 
 from protocol.lifecycle import GroupState
 from services.ledger.redis.ledger import RedisLedger
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, ledger_of, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 

@@ -21,7 +21,7 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.settings.sections import Settings
 from tests.integration.command import processes_of, tether_here, tether_up, until
 from tests.integration.loop import ROOT, LiveRun, running, settings_for

@@ -16,7 +16,7 @@ from protocol.messages import ScoredRollout
 from protocol.rollout_view import decode_rollout
 from protocol.topics import Role
 from services.ledger.verify.verifier import verify
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.settings.sections import Settings
 from tests.integration.loop import Finished, run_to_end, running, settings_for
 from trainer.storage.spool import Spool

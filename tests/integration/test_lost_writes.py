@@ -18,7 +18,7 @@ import redis
 
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log import archiver as log
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, processes_of, tether_up, until
 from tests.integration.loop import ROOT, running, settings_for
 from trainer.storage.spool import Spool

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, processes_of, tether_up
 from tests.integration.loop import ROOT
 

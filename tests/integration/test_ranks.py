@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from services.gpu_sharing.device_lock import DeviceLock
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, processes_of, tether, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.runtime.run_copies import fetch_run
 from tests.integration.loop import run_to_end, settings_for
 from trainer.storage.remote import RemoteDirectory

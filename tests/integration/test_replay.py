@@ -13,7 +13,7 @@ from protocol.errors import SettingsError, TetherError
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import committed_steps, read_events
 from services.ledger.event_log.trace import render_trace, trace
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.settings.load import dump_settings, run_settings
 from services.settings.sections import Settings
 from services.tools.replay import render_replay, replay_step

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.gpus import visible_gpus
 from tests.integration.command import audit, pids, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end, running

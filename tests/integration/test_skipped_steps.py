@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, processes_of, tether, tether_here
 from tests.integration.loop import ROOT
 from trainer.config import ScratchConfig

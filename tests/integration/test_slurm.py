@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, environment, processes_of, until
 from tests.integration.loop import ROOT
 from tests.integration.test_hosts import FIRST, free_port

@@ -7,7 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import audit, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 

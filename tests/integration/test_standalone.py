@@ -16,7 +16,7 @@ from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
 

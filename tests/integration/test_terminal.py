@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from services.tracking.state import read_state
 from tests.contracts.tracker_suite import read_tensorboard
 from tests.integration.command import environment, processes_of, tether_here, until

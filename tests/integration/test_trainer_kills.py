@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.ledger.verify.verifier import verify
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.gate import Spot, When
 from tests.integration.trainer_place import Place, place
 

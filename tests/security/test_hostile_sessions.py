@@ -17,7 +17,7 @@ from rollout.sessions.session import SessionLimits
 from services.ledger.event_log.events import ExpireEvent
 from services.ledger.event_log.reader import read_events
 from services.ledger.verify.verifier import verify
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.integration.loop import running, settings_for
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import USER, served

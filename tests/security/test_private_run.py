@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.ledger.embedded_server import read_endpoint
-from services.run_files.page_key import KEY_FILE
+from services.run_record.page_key import KEY_FILE
 from tests.integration.command import tether_here, tether_up, until
 from tests.integration.loop import ROOT
 

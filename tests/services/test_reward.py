@@ -16,7 +16,7 @@ from services import reward
 from services.bus.receiver import Receiver
 from services.bus.sender import Sender
 from services.ledger.embedded_server import EmbeddedServer
-from services.observability.score_failures import FAILED
+from services.run_record.progress import FAILED
 from services.runtime.process import Process, open_process
 from services.settings.sections import Settings
 from tests.integration.loop import settings_for

@@ -15,6 +15,7 @@ from typing import Any
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.file_lock import locked
+from services.ledger.event_log.events import decode_line
 from services.ledger.event_log.hash_chain import append
 from services.ledger.interface import Ledger
 
@@ -125,10 +126,10 @@ def _last_sequence(path: Path) -> int:
             os.fsync(file.fileno())
         if not complete:
             return 0
-        try:
-            return int(json.loads(complete.splitlines()[-1])["seq"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise _damaged(path, f"has a last line that is not an event ({error})") from error
+        event = decode_line(complete.splitlines()[-1])
+        if event.seq < 1:
+            raise _damaged(path, f"has a last line that is not an event ({event.kind})")
+        return event.seq
 
 
 def _damaged(path: Path, problem: str) -> SettingsError:

@@ -364,14 +364,16 @@ def decode_line(line: bytes) -> LedgerEvent:
 
 def decode_fields(fields: Mapping[str, Any]) -> LedgerEvent:
     """Return the event with these JSON values, as `Ledger.events` lists it; see `decode_line`."""
-    kind, seq = fields.get("event"), fields.get("seq")
-    number = seq if type(seq) is int else 0
+    kind = fields.get("event")
+    seq, time_ms = (
+        value if type(value) is int else 0 for value in (fields.get("seq"), fields.get("time_ms"))
+    )
     if not isinstance(kind, str) or kind not in KINDS:
-        return UnknownEvent(seq=number, name=str(kind))
+        return UnknownEvent(seq=seq, time_ms=time_ms, name=str(kind))
     try:
         return msgspec.convert(fields, KnownEvent, str_keys=True)
     except (ValueError, RecursionError) as error:
-        return MalformedEvent(seq=number, name=kind, problem=f"malformed: {error}")
+        return MalformedEvent(seq=seq, time_ms=time_ms, name=kind, problem=f"malformed: {error}")
 
 
 def fields_of(event: LedgerEvent) -> dict[str, Any]:

@@ -8,11 +8,12 @@ Links are no signatures: who rewrites the whole log and its head is detected onl
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import locked
@@ -30,6 +31,13 @@ _TAIL = 1 << 16
 def head_of(log: Path) -> Path:
     """Return the path of a log's head: audit.head of audit.jsonl."""
     return log.with_suffix(".head")
+
+
+class _Head(msgspec.Struct):
+    """Content of a log's head."""
+
+    chain: str
+    """Link of the newest line."""
 
 
 class Chain:
@@ -103,8 +111,7 @@ def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None
             _write(handle, b"".join(lines), end)
             if durable:
                 os.fsync(handle)
-            head = json.dumps({LINK: link.decode()}, separators=(",", ":")).encode()
-            write_atomically(head_of(path), head, durable=durable)
+            write_atomically(head_of(path), msgspec.json.encode(_Head(link.decode())), durable=durable)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(handle, end)
@@ -140,6 +147,6 @@ def _newest(path: Path) -> bytes:
     except FileNotFoundError:
         return b""
     try:
-        return str(json.loads(content)[LINK]).encode()
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return msgspec.json.decode(content, type=_Head).chain.encode()
+    except (ValueError, RecursionError):  # a MsgspecError is a ValueError
         return b"unreadable"

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.benchmarks.gpu_loop.job import CONFIG, TINY, JobFiles, make_files
 from tests.benchmarks.gpu_loop.results import LAST, means_of, printed_steps, ratios_of, speed, steps_of
 from tests.benchmarks.gpu_loop.trl_loop import STEP

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 
 MEASURES = (
     "clip_fraction",

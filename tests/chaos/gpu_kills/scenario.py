@@ -22,7 +22,7 @@ from protocol.host.parent_death import die_with_parent
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
-from services.observability.line_follower import LineFollower
+from services.run_record.lines import LineFollower
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.chaos.checks import check_leftovers, check_run

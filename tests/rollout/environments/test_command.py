@@ -14,7 +14,7 @@ from protocol.messages import Call
 from protocol.rollout_view import decode_rollout
 from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
-from services.run_files.call_audit import check_group
+from services.run_record.call_audit import check_group
 from tests.rollout.environments.agents import ASKS, SERVES
 from tests.rollout.environments.groups import generated
 from tests.rollout.sessions.chats import renderer

@@ -15,7 +15,7 @@ from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
 from rollout.trajectory import assemble
-from services.run_files.call_audit import check_group
+from services.run_record.call_audit import check_group
 from tests.rollout.environments.test_environments import PROMPT, Player
 from tests.rollout.sessions.durable import Killed, Worker
 from tests.rollout.tokenizers import write_tokenizer

@@ -18,7 +18,7 @@ from rollout.sessions.record import CallJournal
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat
 from rollout.sessions.session import Begun, Session
-from services.run_files.call_audit import check_group
+from services.run_record.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, play, rollout_of
 from tests.rollout.sessions.hanging import Cancelling, HangingReader, Hung
 from trainer.storage.call_store import CallStore

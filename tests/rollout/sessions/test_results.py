@@ -20,7 +20,7 @@ from rollout.sessions import results as limits
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.results import Results
 from rollout.sessions.session import Session
-from services.run_files.call_audit import check_group
+from services.run_record.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, rollout_of
 from tests.rollout.sessions.hanging import Hung
 from tests.rollout.sessions.serving import served

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
 from services.evaluation.best import BestCheckpoint, best_of
-from services.observability.evaluations import BEST, SNAPSHOTS, Evaluation, append_evaluation
-from services.observability.steps import StepLog
+from services.run_record.evaluations import BEST, SNAPSHOTS, Evaluation, append_evaluation
+from services.run_record.steps import StepLog
 from services.settings.evaluation import BestScore
 from services.settings.sections import ModelConfig, RunConfig, Settings
-from tests.services.observability.test_steps import report
+from tests.services.run_record.test_steps import report
 from trainer.config import ScratchConfig, WeightConfig
 from trainer.random_model import build_scratch
 from trainer.weights.disk import DiskSender

@@ -7,7 +7,7 @@ import torch
 
 from protocol.messages import WeightManifest
 from services.evaluation.snapshots import is_scored, keys_of, next_snapshot, read_snapshots, remove_snapshot
-from services.observability.evaluations import SNAPSHOTS
+from services.run_record.evaluations import SNAPSHOTS
 from trainer.config import WeightConfig
 from trainer.weights.disk import DiskSender
 

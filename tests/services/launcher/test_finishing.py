@@ -12,7 +12,7 @@ from services.launcher.finishing import (
     finish_evaluation,
     waiting_versions,
 )
-from services.observability.evaluations import SNAPSHOTS, Evaluation, append_evaluation
+from services.run_record.evaluations import SNAPSHOTS, Evaluation, append_evaluation
 from services.settings.sections import EvalConfig, RunConfig, Settings
 
 

@@ -12,8 +12,8 @@ import pytest
 from protocol.messages import StepReport
 from services.launcher.live_progress import LiveProgress, is_interactive, open_progress
 from services.ledger.interface import Peer
-from services.observability.progress import Progress
-from services.observability.steps import StepLog
+from services.run_record.progress import Progress
+from services.run_record.steps import StepLog
 from tests.contracts.ledger_rig import Driver, MemoryRig
 
 

@@ -14,7 +14,7 @@ from protocol.host.file_lock import try_lock
 from protocol.topics import Role
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import FILE, is_up, parse_counts, request_scale, run_lock, scale_loop
-from services.run_files.run_end import LOCK
+from services.run_record.end import LOCK
 from tests.integration.loop import settings_for
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import aiohttp
 
 from services.monitor.access import page_url
-from services.run_files.page_key import KEY_FILE
+from services.run_record.page_key import KEY_FILE
 from tests.services.monitor.runs import monitored, offline_settings, recorded_run
 
 GUARDED = (

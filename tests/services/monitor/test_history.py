@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.monitor.history import MAX_WARNINGS, History
-from services.observability.steps import read_steps
+from services.run_record.steps import read_steps
 from tests.services.monitor.runs import step_line, write_lines
 
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.observability.evaluations import Evaluation, append_evaluation
-from services.observability.steps import read_steps
+from services.run_record.evaluations import Evaluation, append_evaluation
+from services.run_record.steps import read_steps
 from tests.services.monitor.chromium import Page, chromium
 from tests.services.monitor.runs import (
     monitored,

@@ -11,8 +11,8 @@ import pytest
 
 from services.bus.config import BusConfig
 from services.monitor.pages import Pages
-from services.observability.evaluations import Evaluation, append_evaluation
-from services.observability.steps import read_steps
+from services.run_record.evaluations import Evaluation, append_evaluation
+from services.run_record.steps import read_steps
 from services.settings.sections import Settings
 from tests.services.monitor.runs import monitored, offline_settings, recorded_run, step_line, write_lines
 

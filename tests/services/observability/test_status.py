@@ -12,9 +12,9 @@ from protocol.messages import StepReport
 from protocol.staleness import Policy
 from services.ledger.interface import Peer
 from services.ledger.memory.ledger import MemoryLedger
-from services.observability.progress import Progress, describe_step, describe_waits, seconds_text
 from services.observability.status import collect_status, render_status
-from services.observability.steps import StepLog
+from services.run_record.progress import Progress, describe_step, describe_waits, seconds_text
+from services.run_record.steps import StepLog, step_facts
 from tests.contracts.ledger_rig import Driver, MemoryRig
 
 
@@ -222,12 +222,12 @@ async def test_the_status_says_what_groups_without_signal_cost(driver: Driver) -
 
 
 async def test_the_status_says_how_stale_the_last_step_was(tmp_path: Path, driver: Driver) -> None:
-    assert "masked" not in render_status(await collect_status(driver.ledger, tmp_path))
+    assert "masked" not in render_status(await collect_status(driver.ledger) | step_facts(tmp_path))
     log = StepLog(tmp_path / "metrics.jsonl")
     staleness: dict[str, float] = {"lag_mean": 0.5, "lag_max": 1, "masked_share": 0.25}
     for version, fields in ((1, staleness), (2, {})):
         log.append(StepReport(step=version - 1, version=version, epoch="e", reward_mean=0.0, **fields))  # type: ignore[arg-type]
-        status = await collect_status(driver.ledger, tmp_path)
+        status = await collect_status(driver.ledger) | step_facts(tmp_path)
         expected = (
             "lag mean 0.50 max 1, masked tokens 25.0%" if fields else "lag mean - max -, masked tokens -"
         )

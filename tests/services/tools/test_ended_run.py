@@ -9,10 +9,10 @@ import pytest
 from protocol.errors import SettingsError
 from services.launcher.scaling import run_lock
 from services.ledger.event_log.archiver import FILE
-from services.observability.steps import read_last
-from services.run_files.run_end import recording_end
+from services.run_record.end import describe_ended_run, recording_end
+from services.run_record.steps import read_last
 from services.settings.load import run_settings
-from services.tools.ended_run import describe_ended_run, render_ended_run
+from services.tools.ended_run import render_ended_run
 from services.tools.run_commands import change_bound, drain_run, read_status, render_run_status
 from tests.services.monitor.runs import recorded_run
 

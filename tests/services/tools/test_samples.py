@@ -1,19 +1,24 @@
 """Tests that samples are found by step and by group, in archive and spool, with text that is harmless."""
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from protocol.codec import decode_payload, encode_payload
-from protocol.errors import SettingsError
+from protocol.errors import ProtocolError, SettingsError
 from protocol.messages import Remark, ScoredRollout
+from protocol.tensors import Array
 from services.ledger.event_log.reader import read_events
 from services.ledger.event_log.trace import trace
-from services.run_files.samples import MAX_GROUPS, describe_group
-from services.tools.samples import find_samples, render_samples, samples_of_trace
+from services.run_record.group_facts import describe_group
+from services.run_record.samples import MAX_GROUPS, SampleBrowser, find_samples, samples_of_group
+from services.run_record.tail import EventTail
+from services.tools.samples import render_group_samples, render_samples
 from tests.protocol.samples import SAMPLES
 from tests.services.monitor.runs import put_branched, recorded_run
 from trainer.storage.archive import Archive
@@ -49,8 +54,7 @@ def test_samples_of_a_group_need_no_step(run_dir: Path) -> None:
 
 def test_samples_of_a_trace_are_those_of_the_group(run_dir: Path) -> None:
     moments = trace(read_events(run_dir / "audit.jsonl"), 5)
-    facts = samples_of_trace(run_dir, 5, moments)
-    assert not isinstance(facts, str)
+    facts = samples_of_group(run_dir, 5, moments)
     assert facts["groups"] == find_samples(run_dir, None, 5, 100)["groups"]
 
 
@@ -58,7 +62,7 @@ def test_samples_of_a_trace_are_those_of_the_group(run_dir: Path) -> None:
     ("step", "group", "says"),
     [
         (99, None, "step 99 has no samples in .*; there are those of steps 0 to 6"),
-        (None, 9999, "group 9999 is not in the log of .*; groups 0 to 20 are"),
+        (None, 9999, "group 9999 is not in the log of .*; groups 0 to 20 are: it was never leased, .*"),
         (6, 2, "step 6 did not train group 2; its groups: 18, 19, 20"),
     ],
 )
@@ -91,6 +95,24 @@ def test_a_group_is_found_wherever_it_stands_in_a_large_step(run_dir: Path) -> N
     samples = len(message.rewards.numpy())
     assert sum(len(group["samples"]) for group in facts["groups"]) == 8
     assert facts["left_out"] == (MAX_GROUPS + 1) * samples - 8
+
+
+@pytest.mark.parametrize("field", ["rewards", "components"])
+def test_a_record_whose_arrays_contradict_each_other_is_named(run_dir: Path, field: str) -> None:
+    archive = Archive(run_dir / "archive", 100)
+    record = archive.records(2)[0]
+    message = decode_payload(record.payload)
+    assert isinstance(message, ScoredRollout)
+    one = Array.of(message.rewards.numpy()[:1], "float32")
+    changes: dict[str, Any] = {"rewards": one} if field == "rewards" else {"components": {"math": one}}
+    changed = encode_payload(msgspec.structs.replace(message, **changes))
+    (run_dir / "spool.sqlite").unlink()
+    archive.put(2, [StoredMessage.received(record.group, record.token, changed)])
+    problem = f"group {record.group}: .* has shape .1., not .8."
+    with pytest.raises(ProtocolError, match=problem):
+        find_samples(run_dir, 2, None, 8)
+    shown = SampleBrowser(run_dir, EventTail(run_dir)).open(2, None)
+    assert re.fullmatch(f"step 2: {problem}", shown["reason"])
 
 
 def test_turns_that_were_scored_are_shown_below_their_sample() -> None:
@@ -131,7 +153,7 @@ def test_samples_without_records_say_what_is_kept(run_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"group 5 was trained in step 1, whose records are not kept"):
         find_samples(run_dir, None, 5, 8)
     moments = trace(read_events(run_dir / "audit.jsonl"), 5)
-    assert "records are not kept" in str(samples_of_trace(run_dir, 5, moments))
+    assert "records are not kept" in render_group_samples(run_dir, 5, moments)
     shutil.rmtree(run_dir / "archive")
     with pytest.raises(SettingsError, match=r"no step of .* has samples"):
         find_samples(run_dir, None, None, 8)
@@ -204,7 +226,7 @@ def test_a_filtered_group_is_shown_with_its_reason(run_dir: Path) -> None:
     assert text == (
         "group 22 was filtered (no_signal): all its rewards were 1.000, 30 tokens; its text is not kept"
     )
-    assert samples_of_trace(run_dir, 22, trace(read_events(run_dir / "audit.jsonl"), 22)) == text
+    assert render_group_samples(run_dir, 22, trace(read_events(run_dir / "audit.jsonl"), 22)) == text
 
 
 def test_groups_that_were_filtered_before_a_step_are_shown_with_it(run_dir: Path) -> None:

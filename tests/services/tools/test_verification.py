@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from services.run_files.damage import check_files
+from services.run_record.damage import check_files
 from services.tools.verification import render_verification, verify_run
 from tests.services.monitor.runs import recorded_run
 

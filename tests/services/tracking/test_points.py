@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import StepReport
-from services.observability.steps import StepLog
+from services.run_record.steps import StepLog
 from services.tracking.points import MAX_NUMBERS, flat_settings, point_of
 
 

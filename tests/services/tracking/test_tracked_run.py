@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import StepReport
-from services.observability.steps import StepLog
+from services.run_record.steps import StepLog
 from services.settings.load import dump_settings, load_settings
 from services.settings.sections import Settings
 from services.tracking.base import TrackedPoint, TrackerOptions

@@ -20,7 +20,7 @@ from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.interface import RunSpec
 from services.ledger.memory.ledger import MemoryLedger
-from services.observability.steps import StepLog
+from services.run_record.steps import StepLog
 from services.runtime.process import Process
 from services.settings.load import load_settings
 from services.trainer.checkpointing import Checkpointer

@@ -11,7 +11,7 @@ import pytest
 from protocol.messages import WeightManifest
 from protocol.topics import Role
 from services.evaluation.snapshots import read_snapshots
-from services.observability.evaluations import SNAPSHOTS, Evaluation, append_evaluation
+from services.run_record.evaluations import SNAPSHOTS, Evaluation, append_evaluation
 from services.runtime.process import Process
 from services.settings.load import load_settings
 from services.trainer.model_runner import ModelRunner

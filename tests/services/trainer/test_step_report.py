@@ -1,7 +1,7 @@
-"""Tests the report of a step: what it counts since the last one, what is null, and when it warns."""
+"""Tests the report of a step: its times, counts, nulls and warnings; and when skipped steps halt."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -13,14 +13,22 @@ from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger.memory.ledger import MemoryLedger
 from services.runtime.process import Process
 from services.settings.sections import Settings
-from services.trainer.step_clock import StepTimes
-from services.trainer.step_report import StepReporter, TrainedStep, excess_mismatch
+from services.trainer.step_report import (
+    SkipLimit,
+    StepClock,
+    StepReporter,
+    StepTimes,
+    TrainedStep,
+    excess_mismatch,
+    halt_cause,
+)
 from tests.trainer.groups import GroupSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
 from trainer.data.step_plan import plan_step
 
+NAN = "the gradient's norm is nan"
 PLAN = plan_step(
     [(scored(GroupSpec(generate_s=2.0)), 1)],
     step=0, algorithm=make_algorithm(AlgorithmConfig()),
@@ -145,3 +153,46 @@ def test_report_counts_groups_without_signal_where_they_are_filtered() -> None:
     assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (3, 70, 1.0)
     found = report(filtering, status=now)
     assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (0, 0, 0.0)
+
+
+def test_parts_and_the_rest_are_the_time_between_two_laps() -> None:
+    times = iter([0.0, 1.0, 3.0, 3.5, 7.5, 8.0, 9.0, 10.0, 20.0, 21.0, 22.0])
+    clock = StepClock(lambda: next(times))
+    with clock.part("wait"):  # 1 to 3
+        pass
+    with pytest.raises(ValueError, match="x"), clock.part("train"):  # 3.5 to 7.5, also if it fails
+        raise ValueError("x")
+    with clock.part("wait"):  # 8 to 9
+        pass
+    first = clock.lap()
+    assert asdict(first) == {
+        "step_s": 10.0, "wait_s": 3.0, "train_s": 4.0, "publish_s": 0.0, "checkpoint_s": 0.0, "other_s": 3.0,
+    }  # fmt: skip
+    with clock.part("checkpoint"):  # 20 to 21
+        pass
+    second = clock.lap()
+    assert (second.step_s, second.wait_s, second.checkpoint_s, second.other_s) == (12.0, 0.0, 1.0, 11.0)
+
+
+def test_halt_cause_names_cause_and_likely_settings() -> None:
+    text = halt_cause(3, NAN)
+    assert text.startswith("3 steps in a row were skipped")
+    assert NAN in text
+    assert "trainer.max_skipped_steps" in text
+    assert "algorithm.advantage_eps" in text
+    assert "bound.max_staleness" in halt_cause(1, "no token of the batch is within the bound")
+
+
+def test_skip_limit_is_reached_by_skipped_steps_in_a_row() -> None:
+    limit = SkipLimit(2)
+    causes = [limit.cause_after(skipped) for skipped in (NAN, "", NAN, NAN)]
+    assert causes[:3] == ["", "", ""]
+    assert causes[3] == halt_cause(2, NAN)
+    assert limit.cause_after(NAN) == ""  # counted anew after the halt
+    assert limit.cause_after(NAN) != ""
+
+
+def test_skip_limit_of_one_allows_no_skipped_step() -> None:
+    limit = SkipLimit(1)
+    assert limit.cause_after("") == ""
+    assert limit.cause_after(NAN) != ""

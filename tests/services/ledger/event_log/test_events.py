@@ -198,7 +198,7 @@ def test_fields_of_a_newer_version_are_ignored() -> None:
     for line in (GOLDEN / "valkey.jsonl").read_bytes().splitlines():
         assert decode_line(line[:-1] + b',"new":{"a":[1]}}') == decode_line(line)
     assert decode_line(b'{"seq":7,"time_ms":1,"event":"bless","group":3}') == UnknownEvent(
-        seq=7, name="bless"
+        seq=7, time_ms=1, name="bless"
     )
 
 

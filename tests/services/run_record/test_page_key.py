@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from services.run_files.page_key import KEY_FILE, access_key, add_key
+from services.run_record.page_key import KEY_FILE, access_key, add_key
 
 PAGE = "http://10.0.0.1:8080/"
 

@@ -3,6 +3,7 @@
 Incomplete lines, crashes before a line was written, steps made again after a rewind.
 """
 
+import io
 import resource
 from pathlib import Path
 
@@ -10,8 +11,23 @@ import pytest
 
 from protocol.codec import encode_payload
 from protocol.messages import StepReport, WeightApplied
-from services.observability.progress import plot_run
-from services.observability.steps import StepLog, epoch_starts, read_lines, read_steps
+from services.ledger.memory.ledger import MemoryLedger
+from services.monitor.history import History
+from services.observability.status import collect_status, render_status
+from services.run_record.progress import Progress, plot_run
+from services.run_record.steps import (
+    StepLog,
+    count_skipped,
+    epoch_starts,
+    parse_line,
+    read_lines,
+    read_steps,
+    step_facts,
+)
+from services.trainer.step_report import halt_cause
+from tests.contracts.ledger_rig import Driver, MemoryRig
+
+NAN = "the gradient's norm is nan"
 
 
 def report(step: int, epoch: str = "e1", reward: float = 0.5) -> StepReport:
@@ -110,3 +126,64 @@ def test_the_picture_of_a_run_is_a_png(path: Path) -> None:
     picture = plot_run(path.parent)
     assert picture == path.parent / "progress.png"
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def write_steps(path: Path) -> None:
+    log = StepLog(path)
+    for step, skipped in enumerate(("", NAN, "")):
+        log.append(
+            StepReport(step=step, version=step + 1, epoch="e1", reward_mean=0.0, groups=8, skipped=skipped)
+        )
+
+
+def test_count_skipped_counts_steps_and_their_groups() -> None:
+    lines = [
+        {"groups": 8, "skipped": ""},
+        {"groups": 8, "skipped": "nan"},
+        {"groups": 3, "skipped": "nan"},
+        {},
+    ]
+    assert str(count_skipped(lines)) == "2 skipped steps of 11 groups"
+    assert str(count_skipped(lines[:2])) == "1 skipped step of 8 groups"
+
+
+async def test_a_skipped_step_is_a_warning_on_the_terminal_and_no_trained_group(tmp_path: Path) -> None:
+    driver = await Driver(MemoryRig()).begin()
+    out = io.StringIO()
+    progress = Progress(tmp_path, 3, out)
+    write_steps(tmp_path / "metrics.jsonl")
+    progress.finish(await driver.ledger.status())
+    lines = out.getvalue().splitlines()
+    assert lines[1].endswith(f"SKIPPED, no weight changed: {NAN}")
+    assert "groups trained (but for 1 skipped step of 8 groups, which changed no weights)" in lines[-1]
+
+
+async def test_a_skipped_step_is_in_the_status_with_the_halt(tmp_path: Path) -> None:
+    driver = await Driver(MemoryRig()).begin()
+    assert isinstance(driver.ledger, MemoryLedger)
+    write_steps(tmp_path / "metrics.jsonl")
+    await driver.ledger.halt("e1", halt_cause(3, NAN))
+    status = await collect_status(driver.ledger) | step_facts(tmp_path)
+    assert (status["skipped_steps"], status["skipped_groups"]) == (1, 8)
+    text = render_status(status)
+    assert "warning: 1 skipped step of 8 groups, counted as trained, changed no weights" in text
+    assert "halted: 3 steps in a row were skipped" in text
+    assert "check optimizer.lr" in text
+
+
+def test_a_skipped_step_is_counted_for_the_page_also_in_a_wider_point(tmp_path: Path) -> None:
+    write_steps(tmp_path / "metrics.jsonl")
+    for points in (2, 2000):
+        history = History(tmp_path / "metrics.jsonl", max_points=points)
+        while history.read_more():
+            pass
+        assert history.since(0)["skipped"] == 1
+        assert [item["text"] for item in history.warnings()] == [
+            f"Step 1 was skipped and changed no weights: {NAN}."
+        ]
+
+
+@pytest.mark.parametrize("step", ["true", "-1", '"1"', "1.5", "9007199254740992"])
+def test_lines_whose_step_is_no_exact_number_are_skipped(step: str) -> None:
+    assert parse_line(b'{"step": 1, "epoch": "e1"}') == {"step": 1, "epoch": "e1"}
+    assert parse_line(f'{{"step": {step}, "epoch": "e1"}}'.encode()) is None

@@ -1,6 +1,6 @@
 """Makes, checks and reads the key of the page, which only a file of the run's user has.
 
-The registry has the page's URL without it: everybody who reads the ledger or its files would have the key.
+The registry has the page's URL without the key, because others may read the ledger and its files.
 """
 
 import os
@@ -43,13 +43,13 @@ def access_key(host: str, key_file: str, run_dir: Path) -> str:
 
 
 def add_key(page: str, host: str, key_file: str, run_dir: Path) -> str:
-    """Return the URL of a page with its key, as far as one is needed and this user can read it.
+    """Return the URL of a page with its key, if it needs one and this user can read it.
 
     Args:
         page: the URL as the registry has it, without a key.
-        host: as for `access_key`.
-        key_file: likewise.
-        run_dir: likewise.
+        host: address that the page is served on.
+        key_file: `monitor.key_file`; empty: `KEY_FILE` in the run directory.
+        run_dir: directory of the run.
     """
     if not is_loopback(host) or key_file:
         with suppress(OSError, UnicodeDecodeError, SettingsError):

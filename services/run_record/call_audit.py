@@ -35,14 +35,14 @@ MAX_VIOLATIONS = 1000
 
 @dataclass(frozen=True, slots=True)
 class CallAudit:
-    """What the calls of a run prove."""
+    """Result of comparing records with the journal of their calls."""
 
     calls: int
     """Journalled calls that were compared, without results."""
     tokens: int
     """Trained tokens that belong to one of them."""
     violations: tuple[str, ...] = ()
-    """What contradicts the journal; each names group, sample and call."""
+    """Contradictions to the journal; each names group, sample and call."""
     results: int = 0
     """Journalled results of tools."""
 
@@ -74,8 +74,8 @@ def audit_calls(run_dir: Path) -> CallAudit:
 def concerning(rollout: Rollout, journalled: Sequence[Call]) -> list[Call]:
     """Return the calls of its group that a record is compared with.
 
-    These are all of them, or, for a record that names none, those of its own lease: earlier leases may have
-    recorded what this one did not replay. See the module.
+    All of them, or, for a record that names none, the calls of its own lease: earlier leases may have
+    recorded calls that this one did not replay. See the module.
     """
     return [call for call in journalled if rollout.calls is not None or call.token == rollout.token]
 
@@ -84,7 +84,7 @@ def check_group(rollout: Rollout, journalled: Sequence[Call]) -> tuple[int, list
     """Compare a record with the calls of its group that concern it.
 
     Returns:
-        Its trained tokens that belong to a call, and what is wrong.
+        Its trained tokens that belong to a call, and the problems found.
     """
     group, journalled = f"group {rollout.group}", concerning(rollout, journalled)
     if rollout.calls is None:
@@ -116,7 +116,7 @@ class _GroupCheck:
         self._covered: list[NDArray[np.int32]] = [np.zeros(len(row.tokens), np.int32) for row in rows]
 
     def compare(self, sample: int, number: int, row: int, first: int, end: int) -> None:
-        """Compare one call with the tokens that are said to be its answer."""
+        """Compare one call with the tokens that the record gives as its answer."""
         name = f"{self._group}: call {number} of sample {sample}"
         if (sample, number) in self._named:
             self.problems.append(f"{name} is named twice")
@@ -205,7 +205,7 @@ def render_calls(calls: Sequence[Call]) -> str:
     """Return the journalled calls of a group, a line for each; empty if there are none."""
     return "".join(
         f"{_clock(call.began_ms)}  +{(call.ended_ms - call.began_ms) / 1e3:.3f} s  {_kind(call):<8} "
-        f"sample {call.sample}  number {call.number}  {_told(call)}  engine {printable(call.engine)}  "
+        f"sample {call.sample}  number {call.number}  {_details(call)}  engine {printable(call.engine)}  "
         f"token {printable(call.token)}\n"
         for call in calls
     )
@@ -215,8 +215,8 @@ def _kind(call: Call) -> str:
     return "result" if call.name else "call"
 
 
-def _told(call: Call) -> str:
-    """Return what a line of `render_calls` has of a call alone, or of a result."""
+def _details(call: Call) -> str:
+    """Return the part of a line of `render_calls` that only a call has, or only a result."""
     if call.name:
         return f"attempt {call.attempt}  bytes {len(call.result)}  name '{printable(call.name)}'"
     versions = ",".join(map(str, _versions(call)))
@@ -245,7 +245,7 @@ def _call(data: bytes, where: str, violations: list[str]) -> Call | None:
 
 
 def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable[bytes], Iterable[bytes]]]:
-    """Yield records and calls that lie together: those of the spool, then each archived step's."""
+    """Yield the records and calls of each archived step, then of the spool."""
     archive = Archive(run_dir / "archive")
     archived: set[int] = set()
     for step in archive.steps():

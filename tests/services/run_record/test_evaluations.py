@@ -4,11 +4,12 @@ from pathlib import Path
 
 import msgspec
 
-from services.observability.evaluations import (
+from services.run_record.evaluations import (
     BEST,
     FILE,
+    MAX_ROWS,
     Evaluation,
-    EvaluationFollower,
+    ScoredVersions,
     append_evaluation,
     counted_evaluations,
     describe_evaluation,
@@ -19,8 +20,8 @@ from services.observability.evaluations import (
     render_facts,
     unscored_versions,
 )
-from services.observability.steps import StepLog
-from tests.services.observability.test_steps import report
+from services.run_record.steps import StepLog
+from tests.services.run_record.test_steps import report
 
 FULL = Evaluation(
     version=4, step=3, digest="0" * 16, set="math", n=10, samples=2, greedy=0.5, greedy_stderr=0.125,
@@ -93,13 +94,29 @@ def test_evaluation_is_described_in_one_line() -> None:
     assert "0 prompts, 3 not scored (prompt 0: too long)" in describe_evaluation(nothing)
 
 
-def test_follower_describes_new_lines_once(tmp_path: Path) -> None:
+def test_the_page_gets_each_score_once(tmp_path: Path) -> None:
+    scores = ScoredVersions(tmp_path)
+    assert scores.since(0) == {"rows": [], "last": 0, "reset": False}
     append_evaluation(tmp_path, FULL)
-    follower = EvaluationFollower(tmp_path)
-    assert follower.new_lines() == []
-    append_evaluation(tmp_path, FULL)
-    assert follower.new_lines() == [describe_evaluation(FULL)]
-    assert follower.new_lines() == []
+    row = {"step": 3, "set": "math", "greedy": 0.5, "sampled": 0.25}
+    assert scores.since(0) == {"rows": [row], "last": 1, "reset": False}
+    assert scores.since(1)["rows"] == []
+    append_evaluation(tmp_path, Evaluation(version=0, set="code", greedy=1e200))
+    assert scores.since(1) == {"rows": [{"step": 0, "set": "code"}], "last": 2, "reset": False}
+
+
+def test_the_page_forgets_the_scores_of_a_replaced_file(tmp_path: Path) -> None:
+    for version in range(MAX_ROWS + 2):
+        append_evaluation(tmp_path, Evaluation(version=version, set="math"))
+    scores = ScoredVersions(tmp_path)
+    found = scores.since(0)
+    assert (len(found["rows"]), found["last"], found["rows"][0]["step"]) == (MAX_ROWS, MAX_ROWS + 2, 1)
+    other = tmp_path / "other"
+    other.mkdir()
+    append_evaluation(other, FULL)
+    (other / FILE).replace(tmp_path / FILE)
+    replaced = scores.since(found["last"])
+    assert (replaced["reset"], replaced["last"], len(replaced["rows"])) == (True, 1, 1)
 
 
 def test_facts_are_the_sets_of_the_latest_version_and_the_best(tmp_path: Path) -> None:

@@ -7,18 +7,15 @@ import pytest
 
 from protocol.codec import decode_payload
 from protocol.messages import ScoredRollout
-from services.run_files.event_tail import EventTail
-from services.run_files.samples import SampleBrowser
+from services.run_record.samples import SampleBrowser
+from services.run_record.tail import EventTail
 from services.settings.load import run_settings
 from services.tools.replay import RecordedRun
 from tests.services.monitor.runs import recorded_run
 
 
 def browser(run_dir: Path) -> SampleBrowser:
-    tail = EventTail(run_dir)
-    while tail.read_more():
-        pass
-    return SampleBrowser(run_dir, tail)
+    return SampleBrowser(run_dir, EventTail(run_dir).read_all())
 
 
 @pytest.mark.parametrize("step", range(7))

@@ -1,18 +1,17 @@
-"""Prints the progress of `tether up`, and draws it: each step, and what is waited for when none is made."""
+"""Prints the progress of `tether up`, and draws it: steps, evaluations, failed scores, long waits."""
 
 import asyncio
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from protocol.errors import TetherError
 from protocol.host.full_disk import describe_full, is_full
 from protocol.topics import Role
-from services.ledger.interface import Ledger, LedgerStatus
-from services.observability.evaluations import EvaluationFollower
-from services.observability.line_follower import LineFollower
+from services.ledger.interface import Ledger, LedgerStatus, Peer
 from services.observability.printable import printable
 from services.observability.service_rows import (
     MISSING,
@@ -22,15 +21,24 @@ from services.observability.service_rows import (
     Supervised,
     service_rows,
 )
-from services.observability.skipped_steps import count_skipped
 from services.observability.start_parts import describe_start
-from services.observability.steps import parse_line, read_steps
+from services.run_record.evaluations import FILE as EVALUATIONS
+from services.run_record.evaluations import describe_evaluation, parse_evaluation
+from services.run_record.lines import LineFollower
+from services.run_record.steps import FILE, count_skipped, parse_line, read_steps
 
 POLL_S = 0.5
 MAX_ROWS = 8
 """Processes that one line names."""
 QUIET_S = 15.0
 """Seconds without a step after which the waits are printed."""
+FAILED = "failed"
+"""Entry of a reward worker in the registry: its last failure, such as "function: /x/my_reward.py:12: ..."."""
+FAILURES_S = 1.0
+"""Seconds between two reads of the reward workers' failures."""
+MOST = 20
+"""Different failures that are reported."""
+NUMBER = re.compile(r"\d+")
 
 
 class Progress:
@@ -39,12 +47,13 @@ class Progress:
     def __init__(self, run_dir: Path, steps: int, out: TextIO = sys.stdout) -> None:
         self._run_dir, self._steps, self._out = run_dir, steps, out
         self._last = time.monotonic()
-        self._follower = LineFollower(run_dir / "metrics.jsonl")
-        self._new_steps()  # those of an earlier start
+        self._follower = LineFollower(run_dir / FILE)
+        self._new_steps()  # of an earlier start
         self._stepped = False
         """Whether this start has made a step."""
         self._began = time.monotonic()
-        self._evaluations = EvaluationFollower(run_dir)
+        self._evaluations = LineFollower(run_dir / EVALUATIONS)
+        self._evaluations.read_rest()
         self._is_full = False
         """Whether the disk of the run directory was full when it was read last."""
 
@@ -57,15 +66,16 @@ class Progress:
         """Print the URL of the monitor's page, new steps and long waits, until cancelled."""
         page, is_reported, prepared_s = "", False, time.monotonic() - self._began
         while True:
+            peers = await answering_peers(ledger)
             if not page:
-                page = await page_of(ledger)
+                page = page_of(peers)
                 self.note(f"page {page}" if page else "")
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
             self._print_evaluations()
-            await self._print_disk(ledger)
-            if self._stepped and not is_reported:
+            await self._print_disk(peers)
+            if self._stepped and peers and not is_reported:
                 is_reported = True
-                self.note(await start_of(ledger, prepared_s, time.monotonic() - self._began))
+                self.note(describe_start(peers, prepared_s, time.monotonic() - self._began))
             if time.monotonic() - self._last > QUIET_S:
                 self._last = time.monotonic()
                 self.note(await self._describe_quiet(ledger, children))
@@ -75,7 +85,7 @@ class Progress:
         """Print the last steps and how the run ended."""
         self._print_steps(0)
         self._print_evaluations()
-        skipped = count_skipped(read_steps(self._run_dir / "metrics.jsonl"))
+        skipped = count_skipped(read_steps(self._run_dir / FILE))
         without = f" (but for {skipped}, which changed no weights)" if skipped.steps else ""
         self.note(
             f"{'done' if status.done else 'stopped'} at version {status.version} of {status.steps} "
@@ -84,11 +94,12 @@ class Progress:
         )
 
     def _print_evaluations(self) -> None:
-        for line in self._evaluations.new_lines():
-            self.note(line)
+        for line in self._evaluations.read_rest():
+            if (evaluation := parse_evaluation(line.data)) is not None:
+                self.note(describe_evaluation(evaluation))
 
     def say_stopping(self, at_once: bool) -> None:
-        """Say that a signal ends the run: after what is in flight, or at once."""
+        """Print that a signal ends the run, now or after the groups in flight."""
         if at_once:
             self.note(
                 "stopping now: all processes are killed; the run can continue from its last committed step"
@@ -96,9 +107,9 @@ class Progress:
         else:
             self.note("draining: finishing what is in flight; Ctrl-C again to stop now")
 
-    async def _print_disk(self, ledger: Ledger) -> None:
+    async def _print_disk(self, peers: Sequence[Peer]) -> None:
         """Print when the disk of the run directory is full, or a process waits for it, and when that ends."""
-        full = await asyncio.to_thread(is_full, self._run_dir) or await waits_for_room(ledger)
+        full = await asyncio.to_thread(is_full, self._run_dir) or waits_for_room(peers)
         if full and not self._is_full:
             self.note(f"{describe_full(self._run_dir)}: the run waits until there is room")
         elif self._is_full and not full:
@@ -116,43 +127,46 @@ class Progress:
 
     def _new_steps(self) -> list[dict[str, Any]]:
         """Return the steps that metrics.jsonl has gained; after a rewind steps appear again."""
-        found: list[dict[str, Any]] = []
-        more = True
-        while more:
-            lines, more = self._follower.read()
-            found += [line for item in lines if (line := parse_line(item.data)) is not None]
+        rest = self._follower.read_rest()
+        found = [line for item in rest if (line := parse_line(item.data)) is not None]
         if found:
             self._last = time.monotonic()
             self._stepped = True
         return found
 
 
-async def page_of(ledger: Ledger) -> str:
+async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) -> None:
+    """Report each kind of failed score once, until cancelled; texts that differ in numbers are one kind."""
+    reported: set[str] = set()
+    while True:
+        for peer in await answering_peers(ledger, Role.REWARD):
+            text = str(peer.info.get(FAILED, ""))
+            kind = NUMBER.sub("N", text)
+            if text and kind not in reported and len(reported) < MOST:
+                reported.add(kind)
+                report(
+                    f"{peer.info.get('name', peer.role)} could not score a group: {text} (it is tried again, "
+                    "and dropped after bound.max_attempts)"
+                )
+        await asyncio.sleep(FAILURES_S)
+
+
+async def answering_peers(ledger: Ledger, role: Role | None = None) -> Sequence[Peer]:
+    """Return the processes in the registry; none while the ledger does not answer."""
+    try:
+        return await ledger.peers(role)
+    except TetherError:
+        return ()
+
+
+def page_of(peers: Iterable[Peer]) -> str:
     """Return the URL of the monitor's page, or an empty string while there is none."""
-    try:
-        return next(
-            (str(peer.info["page"]) for peer in await ledger.peers(Role.MONITOR) if "page" in peer.info), ""
-        )
-    except TetherError:
-        return ""
+    return next((str(peer.info["page"]) for peer in peers if "page" in peer.info), "")
 
 
-async def waits_for_room(ledger: Ledger) -> bool:
-    """Return whether a process waits for the disk of the run directory, as far as the ledger knows."""
-    try:
-        return any(
-            what.startswith(ROOM) for peer in await ledger.peers() for what in peer.info.get("waits", {})
-        )
-    except TetherError:
-        return False
-
-
-async def start_of(ledger: Ledger, prepared_s: float, first_step_s: float) -> str:
-    """Return what the start took, or an empty string if the ledger does not answer."""
-    try:
-        return describe_start(await ledger.peers(), prepared_s, first_step_s)
-    except TetherError:
-        return ""
+def waits_for_room(peers: Iterable[Peer]) -> bool:
+    """Return whether a process waits for the disk of the run directory."""
+    return any(what.startswith(ROOM) for peer in peers for what in peer.info.get("waits", {}))
 
 
 async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervised]] | None = None) -> str:
@@ -160,7 +174,7 @@ async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervi
 
     Args:
         ledger: of the run.
-        children: the processes that should be there; those that are not in the registry are named.
+        children: the processes that should be there; any that is not in the registry is named.
     """
     try:
         peers = await ledger.peers()
@@ -180,7 +194,7 @@ def expected_processes(children: Mapping[Any, Sequence[Supervised]]) -> dict[str
 
 
 def _is_shown(row: ServiceRow) -> bool:
-    """Tell whether a row explains why there is no step: work and waits that last, and what is not there."""
+    """Tell whether a row explains why there is no step: lasting work or waits, or a missing process."""
     return row.state in (STARTS, MISSING) or (row.seconds or 0) >= 1
 
 
@@ -193,7 +207,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
-    """Return the line that is printed of a step; what was not measured is a dash."""
+    """Return the line that is printed of a step; a number that was not measured is a dash."""
     rate = token_rate(line)
     return (
         f"step {line['version']:>4}/{steps}  reward {number(line, 'reward_mean', '6.3f')}  "
@@ -230,7 +244,7 @@ def plot_run(run_dir: Path) -> Path | None:
     Returns:
         The path of the picture, or None if no step is committed yet.
     """
-    steps = read_steps(run_dir / "metrics.jsonl")
+    steps = read_steps(run_dir / FILE)
     if not steps:
         return None
     import matplotlib

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.run_files.halts import _CAUSES, explain_halt
+from services.run_record.halts import _CAUSES, explain_halt
 
 
 @pytest.mark.parametrize("reason", [*_CAUSES, "novelty"])

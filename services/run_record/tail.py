@@ -1,4 +1,4 @@
-"""Keeps what the page shows of the event log: sentences, who served which version when, drops, the bound.
+"""Follows the end of the event log: sentences, the versions of engines over time, drops, the bound.
 
 Only the end of the log is read (`TAIL_BYTES`), and every collection is bounded: the log of a year-long run
 has more events than fit into memory.
@@ -6,16 +6,34 @@ has more events than fit into memory.
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from protocol.lifecycle import NO_SIGNAL
+from protocol.staleness import Bound
 from services.ledger.event_log.archiver import FILE
-from services.observability.line_follower import LineFollower
-from services.run_files.sentences import TOPICS, Sentence, sentence_of
+from services.ledger.event_log.events import (
+    AppliedEvent,
+    BoundEvent,
+    ClaimEvent,
+    CommitEvent,
+    CreateEvent,
+    DrainEvent,
+    DropEvent,
+    HaltEvent,
+    LeaseEvent,
+    LedgerEvent,
+    RebuildEvent,
+    ResumeEvent,
+    StepsEvent,
+    UnhaltEvent,
+    bound_of,
+    decode_line,
+)
+from services.run_record.events import filtered_group
+from services.run_record.lines import LineFollower
+from services.run_record.sentences import TOPICS, Sentence, sentence_of
 
 TAIL_BYTES = 32 << 20
 KEPT_SENTENCES = 300
@@ -24,26 +42,33 @@ KEPT_VERSIONS = 48
 """Versions kept of each engine, and commits."""
 KEPT_ENGINES = 64
 KEPT_GROUPS = 50_000
-"""Leases and trained groups of which the lease token is known."""
+"""Leases and trained groups whose lease tokens are kept."""
 KEPT_FILTERED = 10_000
 """Groups without signal that are kept, the newest ones."""
 KEPT_CHANGES = 256
 KEPT_DETAILS = 100
 """Different errors that led to drops; more of them are counted under the verifier's name."""
 MAX_DETAIL = 300
+TOTALS = ("version", "issued", "trained", "dropped")
+"""Fields of a commit and of a rebuild that `EventTail.state` returns."""
 _HEAD_BYTES = 1 << 14
 
 
 class EventTail:
-    """The end of a run's event log. Methods block for a moment and may be called from any thread."""
+    """End of a run's event log. Methods block for a moment and may be called from any thread."""
 
     def __init__(self, run_dir: Path, tail_bytes: int = TAIL_BYTES) -> None:
         """Read nothing yet; the log need not exist."""
         self._follower = LineFollower(run_dir / FILE, tail_bytes)
         self._starts = 0
         self._lock = threading.Lock()
-        self._decoder = msgspec.json.Decoder()
         self._reset()
+
+    def read_all(self) -> "EventTail":
+        """Read the log to its end; returns the tail itself."""
+        while self.read_more():
+            pass
+        return self
 
     def read_more(self) -> bool:
         """Read the next piece of the log; returns whether there is more to read at once."""
@@ -94,7 +119,7 @@ class EventTail:
             return list(self._bounds)
 
     def state(self) -> dict[str, Any]:
-        """Return what the log alone says of the run: the fields of `collect_status` that it knows."""
+        """Return the fields of `collect_status` that the log has."""
         with self._lock:
             bound = self._bounds[-1] if self._bounds else None
             return {
@@ -156,115 +181,92 @@ class EventTail:
         self._first_sequence = 0
 
     def _add(self, data: bytes) -> None:
-        try:
-            event = self._decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        event = decode_line(data)
+        if not event.seq:  # not an event at all; `tether verify` names the line
             return
-        sentence = sentence_of(event) if isinstance(event, dict) else None
-        if sentence is None:
-            return
-        self.last_sequence = sentence.seq
-        self._first_sequence = self._first_sequence or sentence.seq
+        sentence = sentence_of(event)
+        self.last_sequence = event.seq
+        self._first_sequence = self._first_sequence or event.seq
         self._sentences[sentence.topic].append(sentence)
-        self._counters["time_ms"] = sentence.time_ms
-        try:
-            self._note(event)
-        except (KeyError, TypeError, ValueError, AttributeError):  # a damaged line; `tether verify` names it
-            return
+        self._counters["time_ms"] = event.time_ms
+        self._note(event)
 
-    def _note(self, event: Mapping[str, Any]) -> None:
-        kind, counters = event["event"], self._counters
-        if kind == "lease":
-            self._note_bound(event["version"], event["bound"], event["groups_per_step"], event["policy"])
-            self._tokens[event["group"]] = event["token"]
-            while len(self._tokens) > KEPT_GROUPS:
-                self._tokens.popitem(last=False)
-        elif kind == "applied":
-            self._note_served(event)
-        elif kind == "commit":
-            self._note_commit(event)
-        elif kind in ("create", "bound"):
-            self._note_bound(
-                counters["version"], event["max_staleness"], event["groups_per_step"], event["policy"]
-            )
-        elif kind == "drop":
-            reason = str(event["reason"])[:80]
-            self._drops[reason] += 1
-            self._wasted[reason] += int(event.get("wasted_tokens", 0))
-            if reason == NO_SIGNAL and (self._commits or self._follower.is_complete):
-                self._filtered.append(filtered_group(event["group"], event, counters["version"]))
-            if event.get("detail"):
-                self._count_detail(str(event["detail"])[:MAX_DETAIL])
-            self._tokens.pop(event["group"], None)
-        elif kind == "claim":
-            counters["epoch"] = event["epoch"]
-        elif kind == "rebuild":  # may tell of commits and accepts that the log has not
-            names = ("epoch", "version", "issued", "trained", "dropped")
-            counters |= {name: event[name] for name in names}
-            counters["active"] = event["issued"] - event["trained"] - event["dropped"]
-        elif kind == "resume" and not event["continued"]:
-            counters["version"] = event["version"]
-            for step in [step for step in self._steps if step >= event["version"]]:
-                self._held_groups -= len(self._steps.pop(step))
-        elif kind in ("halt", "unhalt"):
-            counters["halted"] = event["reason"] if kind == "halt" else ""
-            counters["halted_ms"] = event["time_ms"] if kind == "halt" else 0
-        elif kind == "drain":
-            counters["draining"] = bool(event["on"])
-        if kind in ("create", "steps"):
-            counters["steps"] = event["steps"]
-        if kind == "create":
-            counters["prompts"] = event["prompts"]
+    def _note(self, event: LedgerEvent) -> None:
+        counters = self._counters
+        match event:
+            case LeaseEvent():
+                self._note_bound(event.version, Bound(event.bound, event.groups_per_step, event.policy))
+                self._tokens[event.group] = event.token
+                while len(self._tokens) > KEPT_GROUPS:
+                    self._tokens.popitem(last=False)
+            case AppliedEvent():
+                self._note_served(event)
+            case CommitEvent():
+                self._note_commit(event)
+            case CreateEvent():
+                self._note_bound(counters["version"], bound_of(event))
+                counters |= {"steps": event.steps, "prompts": event.prompts}
+            case BoundEvent():
+                self._note_bound(counters["version"], bound_of(event))
+            case DropEvent():
+                self._note_drop(event)
+            case ClaimEvent():
+                counters["epoch"] = event.epoch
+            case RebuildEvent():  # has commits and accepts that are not in the log
+                counters |= {name: getattr(event, name) for name in ("epoch", *TOTALS)}
+                counters["active"] = event.issued - event.trained - event.dropped
+            case ResumeEvent(continued=False):
+                counters["version"] = event.version
+                for step in [step for step in self._steps if step >= event.version]:
+                    self._held_groups -= len(self._steps.pop(step))
+            case HaltEvent():
+                counters |= {"halted": event.reason, "halted_ms": event.time_ms}
+            case UnhaltEvent():
+                counters |= {"halted": "", "halted_ms": 0}
+            case DrainEvent():
+                counters["draining"] = event.on
+            case StepsEvent():
+                counters["steps"] = event.steps
+
+    def _note_drop(self, event: DropEvent) -> None:
+        reason = event.reason[:80]
+        self._drops[reason] += 1
+        self._wasted[reason] += event.wasted_tokens
+        if reason == NO_SIGNAL and (self._commits or self._follower.is_complete):
+            reward, tokens = event.reward, event.wasted_tokens
+            self._filtered.append(filtered_group(event.group, reward, tokens, self._counters["version"]))
+        if event.detail:
+            self._count_detail(event.detail[:MAX_DETAIL])
+        self._tokens.pop(event.group, None)
 
     def _count_detail(self, detail: str) -> None:
         if detail not in self._details and len(self._details) >= KEPT_DETAILS:
             detail = ":".join(detail.split(":")[:2])  # such as reward:math
         self._details[detail] += 1
 
-    def _note_bound(self, version: int, max_staleness: int, groups_per_step: int, policy: str) -> None:
-        if not self._bounds or self._bounds[-1][1:] != (max_staleness, groups_per_step, policy):
-            self._bounds.append((version, max_staleness, groups_per_step, policy))
+    def _note_bound(self, version: int, bound: Bound) -> None:
+        row = (bound.max_staleness, bound.groups_per_step, str(bound.policy))
+        if not self._bounds or self._bounds[-1][1:] != row:
+            self._bounds.append((version, *row))
 
-    def _note_served(self, event: Mapping[str, Any]) -> None:
-        engine = event["engine"]
-        if engine not in self._served:
-            self._served[engine] = deque(maxlen=KEPT_VERSIONS)
-        self._served.move_to_end(engine)
-        self._served[engine].append((event["version"], event["time_ms"]))
+    def _note_served(self, event: AppliedEvent) -> None:
+        served = self._served.setdefault(event.engine, deque(maxlen=KEPT_VERSIONS))
+        self._served.move_to_end(event.engine)
+        served.append((event.version, event.time_ms))
         while len(self._served) > KEPT_ENGINES:
             self._served.popitem(last=False)
-        self._versions_changed = event["seq"]
+        self._versions_changed = event.seq
 
-    def _note_commit(self, event: Mapping[str, Any]) -> None:
-        step, version = event["step"], event["version"]
-        self._counters |= {
-            name: event[name]
-            for name in ("version", "issued", "trained", "dropped", "active")
-            if name in event
-        }
-        while self._commits and self._commits[-1][0] >= version:  # the branch that a rewind abandoned
+    def _note_commit(self, event: CommitEvent) -> None:
+        self._counters |= {name: getattr(event, name) for name in (*TOTALS, "active")}
+        while self._commits and self._commits[-1][0] >= event.version:  # the branch that a rewind abandoned
             self._commits.pop()
-        self._commits.append((version, event["time_ms"]))
-        self._versions_changed = event["seq"]
-        groups = sorted(int(group) for group in event["groups"])
-        keys = tuple((group, self._tokens.pop(group)) for group in groups if group in self._tokens)
-        self._held_groups += len(keys) - len(self._steps.pop(step, ()))
-        self._steps[step] = keys
+        self._commits.append((event.version, event.time_ms))
+        self._versions_changed = event.seq
+        keys = tuple(
+            (group, self._tokens.pop(group)) for group in sorted(event.groups) if group in self._tokens
+        )
+        self._held_groups += len(keys) - len(self._steps.pop(event.step, ()))
+        self._steps[event.step] = keys
         while self._held_groups > KEPT_GROUPS:
             self._held_groups -= len(self._steps.popitem(last=False)[1])
-
-
-def filtered_group(group: int, facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """Return what is shown of a group that was dropped without signal.
-
-    Args:
-        group: its number.
-        facts: its `reward` and `wasted_tokens`, of the event or of a trace.
-        step: the step before whose commit it was dropped; None: not known.
-    """
-    return {
-        "group": int(group),
-        "step": step,
-        "reward": float(facts["reward"]),
-        "tokens": int(facts["wasted_tokens"]),
-    }

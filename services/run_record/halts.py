@@ -1,4 +1,4 @@
-"""Explains why a run halted: what was wrong, which service can say more, and what to do about it."""
+"""Explains why a run halted: the cause, the logs with details, and the remedy."""
 
 from collections.abc import Mapping
 
@@ -57,7 +57,16 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
         "check the disk of the run directory",
     ),
 }
-"""Drop reason, or what led to it -> cause, where to look, remedy."""
+"""Drop reason, or the error that led to it -> cause, place of more details, remedy."""
+
+
+def describe_halt(halted: str) -> str:
+    """Return why a run halted: a drop reason is one word, a cause that the trainer named is a sentence."""
+    if " " in halted:
+        return halted
+    if halted == NO_SIGNAL:
+        return "too many groups since the last step had equal rewards only"
+    return f"too many of the last groups were dropped for the reason {halted!r}"
 
 
 def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.observability.line_follower import LineFollower
+from services.run_record.lines import LineFollower
 
 
 def read_all(follower: LineFollower) -> list[bytes]:

@@ -1,12 +1,26 @@
-"""Follows a file that others append lines to, in bounded pieces."""
+"""Reads the lines of a file: all at once, or in bounded pieces as the file grows."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 4 << 20
 """Bytes that one read returns at most; a longer line is skipped."""
+
+
+def read_parsed(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
+    """Yield the lines of a file that `parse` can read, oldest first; nothing if there is no file."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            if (parsed := parse(line)) is not None:
+                yield parsed
 
 
 class FollowedLine(NamedTuple):
@@ -67,6 +81,15 @@ class LineFollower:
             lines = list(self._split(chunk[:end]))
         self.offset += end
         return lines, is_full
+
+    def read_rest(self) -> list[FollowedLine]:
+        """Return all complete lines that the file has gained; the file must be small."""
+        found: list[FollowedLine] = []
+        more = True
+        while more:
+            lines, more = self.read()
+            found += lines
+        return found
 
     def _locate(self, file_id: tuple[int, int], size: int) -> None:
         if file_id == self._file_id and size >= self.offset:

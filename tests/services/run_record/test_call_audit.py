@@ -12,7 +12,7 @@ import pytest
 from protocol.codec import decode_payload, encode_payload
 from protocol.messages import Call, ScoredRollout
 from protocol.tensors import Array
-from services.run_files.call_audit import (
+from services.run_record.call_audit import (
     CallAudit,
     audit_calls,
     call_facts,

@@ -1,5 +1,7 @@
 """Writes and reads eval.jsonl, which has one line for each version and held-out set that was scored."""
 
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,9 @@ from typing import Any
 import msgspec
 
 from services.ledger.event_log.hash_chain import append
-from services.observability.steps import epoch_starts
+from services.run_record.lines import LineFollower, read_parsed
+from services.run_record.steps import FILE as STEPS
+from services.run_record.steps import epoch_starts
 
 FILE = "eval.jsonl"
 """In the run directory."""
@@ -16,17 +20,21 @@ BEST = "exports/best.json"
 SNAPSHOTS = "evaluation"
 """Folder of the run directory with the versions that are to be scored; a version leaves it when it is."""
 LEFT_OUT = "left_out"
-"""File in a version's folder there: it could not be staged, and will not be before the next start."""
+"""File in a version's folder there: the version could not be staged, and is tried at the next start."""
+MAX_ROWS = 4000
+"""Newest lines of eval.jsonl that the page shows."""
+MAX_SCORE = 1e100
+"""Scores that are not below this are not drawn."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The scores of one version on one held-out set. What was not measured is None."""
+    """Scores of one version on one held-out set. A number that was not measured is None."""
 
     version: int
     step: int | None = None
     """The step that made the version; None for version 0."""
     epoch: str = ""
-    """That of the trainer which published it."""
+    """Epoch of the trainer that published the version."""
     digest: str = ""
     """Digest of the version's weight manifest, 16 hex digits: the weights that were scored."""
     set: str
@@ -35,7 +43,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     failed: int = 0
     """Prompts that could not be generated or scored, greedy or sampled; they are in no mean."""
     error: str = ""
-    """Why the first of those failed."""
+    """Why the first failed prompt failed."""
     samples: int = 0
     """Sampled answers to each prompt."""
     greedy: float | None = None
@@ -62,7 +70,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[int, str, str]:
-        """What is scored once: version, its weights, set."""
+        """Identity of the scores: version, digest of its weights, set."""
         return (self.version, self.digest, self.set)
 
     def score(self, metric: str) -> tuple[float | None, float | None]:
@@ -73,6 +81,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         return getattr(self, metric), getattr(self, f"{metric}_stderr")
 
 
+_DECODER = msgspec.json.Decoder(Evaluation)
+
+
 def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
     """Write one line, linked to the one before it, and sync it to the disk. Raises OSError."""
     append(run_dir / FILE, [msgspec.json.encode(evaluation)])
@@ -80,16 +91,15 @@ def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
 
 def read_evaluations(run_dir: Path) -> Iterator[Evaluation]:
     """Yield every line of eval.jsonl, oldest first; incomplete lines are skipped."""
-    decoder = msgspec.json.Decoder(Evaluation)
+    return read_parsed(run_dir / FILE, parse_evaluation)
+
+
+def parse_evaluation(line: bytes) -> Evaluation | None:
+    """Return a line of eval.jsonl; None if it is incomplete or anything else."""
     try:
-        with (run_dir / FILE).open("rb") as lines:
-            for line in lines:
-                try:
-                    yield decoder.decode(line)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    continue
-    except FileNotFoundError:
-        return
+        return _DECODER.decode(line)
+    except (ValueError, RecursionError):  # a MsgspecError is a ValueError
+        return None
 
 
 def last_lines(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
@@ -115,7 +125,7 @@ def counted_evaluations(run_dir: Path, *new: Evaluation) -> list[Evaluation]:
     newest_kept: dict[str, int] = {}
     if len({row.epoch for row in rows}) > 1:
         begun: list[int] = []
-        for epoch, step in reversed(epoch_starts(run_dir / "metrics.jsonl").items()):
+        for epoch, step in reversed(epoch_starts(run_dir / STEPS).items()):
             if begun:
                 newest_kept[epoch] = min(begun)
             begun.append(step)
@@ -134,7 +144,7 @@ def due_versions(every: int, first: int, last: int) -> list[int]:
 
 
 def unscored_versions(evaluations: Iterable[Evaluation], due: Sequence[int]) -> list[int]:
-    """Return the due versions of which a set is not scored; the sets are those that any version has."""
+    """Return the due versions that lack the scores of a set that another version has."""
     rows = list(evaluations)
     sets = {row.set for row in rows}
     scored = {(row.version, row.set) for row in rows}
@@ -163,7 +173,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def evaluation_facts(run_dir: Path) -> dict[str, Any] | None:
-    """Return what was scored last and the best version, as JSON types; None if nothing was scored."""
+    """Return the newest scores and the best version, as JSON types; None if nothing was scored."""
     latest = latest_evaluations(run_dir)
     if not latest:
         return None
@@ -188,15 +198,49 @@ def render_facts(facts: dict[str, Any] | None) -> str:
     return "".join(f"\n{line}" for line in lines)
 
 
-class EvaluationFollower:
-    """Describes the lines that eval.jsonl gains from now on."""
+class ScoredVersions:
+    """The newest lines of eval.jsonl as points of the page, each at the step that made the version.
+
+    Methods block for a moment and may be called from any thread.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._shown = len(list(read_evaluations(run_dir)))
+        """Read nothing yet; the file need not exist."""
+        self._follower = LineFollower(run_dir / FILE)
+        self._lock = threading.Lock()
+        self._starts = 0
+        self._rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
+        self._count = 0
+        """Evaluations read so far, also the ones that `_rows` no longer holds."""
 
-    def new_lines(self) -> list[str]:
-        """Return a line for each evaluation since the last call."""
-        found = list(read_evaluations(self._run_dir))
-        new, self._shown = found[self._shown :], len(found)
-        return [describe_evaluation(evaluation) for evaluation in new]
+    def since(self, after: int) -> dict[str, Any]:
+        """Return the lines after the first `after` ones, for `/evaluations.json`.
+
+        Returns:
+            `rows` (step, set and scores), `last` to ask with next, `reset` (whether the reader has to forget
+            what it has, because the file was replaced).
+        """
+        with self._lock:
+            self._read_more()
+            reset = after > self._count
+            forgotten = self._count - len(self._rows)
+            rows = list(self._rows)[0 if reset else max(0, after - forgotten) :]
+            return {"rows": rows, "last": self._count, "reset": reset}
+
+    def _read_more(self) -> None:
+        lines = self._follower.read_rest()
+        if self._follower.starts != self._starts or not self._follower.path.exists():
+            self._starts, self._count = self._follower.starts, 0
+            self._rows.clear()
+        rows = [_row(found) for line in lines if (found := parse_evaluation(line.data))]
+        self._rows.extend(rows)
+        self._count += len(rows)
+
+
+def _row(evaluation: Evaluation) -> dict[str, Any]:
+    scores = {"greedy": evaluation.greedy, "sampled": evaluation.sampled}
+    return {
+        "step": max(evaluation.version - 1, 0),
+        "set": evaluation.set,
+        **{name: v for name, v in scores.items() if v is not None and -MAX_SCORE < v < MAX_SCORE},
+    }

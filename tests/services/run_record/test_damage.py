@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.weights.lora import LoraConfig
-from services.run_files.damage import CHECKS, check_files
+from services.run_record.damage import CHECKS, check_files
 from services.runtime.frozen_models import record_digests
 from services.settings.load import FILE as SETTINGS
 from services.settings.load import dump_settings

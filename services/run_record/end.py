@@ -1,0 +1,150 @@
+"""Describes a run from its directory alone: whether it is on, its state, and how and when it ended."""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from protocol.errors import TetherError
+from protocol.host.atomic_file import write_atomically
+from protocol.host.file_lock import try_lock
+from services.ledger.event_log.archiver import FILE as EVENTS
+from services.run_record.evaluations import FILE as EVALUATIONS
+from services.run_record.halts import explain_halt
+from services.run_record.steps import FILE as STEPS
+from services.run_record.steps import read_last, step_facts
+from services.run_record.tail import EventTail
+from services.runtime.errors import innermost
+from services.settings.sections import Settings
+
+FILE = "ended.json"
+LOCK = "lock"
+"""File of the run directory that a running `tether up` holds a lock on."""
+RESULTS = (EVENTS, STEPS, EVALUATIONS, "progress.png", "checkpoints", "exports", "logs")
+"""Files and folders of a run directory that a user may look for."""
+
+
+class RunEnd(msgspec.Struct, frozen=True):
+    """End of the last `tether up` in a directory."""
+
+    time: float
+    """Unix time, seconds."""
+    error: str = ""
+    """The error that ended it; empty if it was done, drained or interrupted."""
+
+
+@contextlib.contextmanager
+def recording_end(run_dir: Path) -> Iterator[None]:
+    """Note when the block ends, and the error that ended it; while it runs there is no note."""
+    path = run_dir / FILE
+    path.unlink(missing_ok=True)
+    error = ""
+    try:
+        yield
+    except Exception as failure:
+        cause = innermost(failure)
+        error = str(cause) if isinstance(cause, TetherError) else f"{type(cause).__name__}: {cause}"
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
+            write_atomically(path, msgspec.json.encode(RunEnd(time.time(), error)))
+
+
+def read_end(run_dir: Path) -> RunEnd | None:
+    """Return how the last `tether up` ended; None if one is running, was killed, or none was started."""
+    try:
+        return msgspec.json.decode((run_dir / FILE).read_bytes(), type=RunEnd)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def is_up(run_dir: Path) -> bool:
+    """Return whether a `tether up` is running in the directory."""
+    try:
+        with (run_dir / LOCK).open() as file:
+            return not try_lock(file.fileno(), exclusive=False)
+    except FileNotFoundError:
+        return False
+
+
+def recorded_state(settings: Settings, last: Mapping[str, Any], tail: EventTail) -> dict[str, Any]:
+    """Return the state of a run according to its files, with the fields of `LiveState.collect`, no process.
+
+    `last` is the newest line of metrics.jsonl.
+    """
+    logged = tail.state()
+    version = max(int(last.get("version", 0)), logged["version"])
+    steps = logged.get("steps", settings.run.steps)
+    halted = logged["halted"]
+    bound = logged["bound"] or {
+        "max_staleness": settings.bound.max_staleness,
+        "groups_per_step": settings.bound.groups_per_step,
+        "policy": str(settings.bound.staleness_policy),
+    }
+    return {
+        "run": settings.run.name,
+        "source": "files",
+        "run_state": "done" if version >= steps else f"halted: {halted}" if halted else "not running",
+        "version": version,
+        "steps": steps,
+        "epoch": logged["epoch"] or last.get("epoch", ""),
+        "bound": bound,
+        "pending_bound": None,
+        "issued": logged.get("issued"),
+        "trained": logged.get("trained"),
+        "dropped": logged.get("dropped"),
+        "active": logged.get("active"),
+        "wasted_tokens": None,
+        "groups": {},
+        "dropped_by_reason": logged["dropped_by_reason"],
+        "wasted_by_reason": logged["wasted_by_reason"],
+        "drops_since_event": logged["drops_since_event"],
+        "processes": [],
+        "engines": [],
+    }
+
+
+def describe_ended_run(settings: Settings) -> dict[str, Any]:
+    """Return the end of a run according to its files, with the fields of `collect_status` and some more.
+
+    Returns:
+        Besides: `why` (what ended the run, one line), `ended` (Unix seconds, or None), `last_step` (its
+        line in metrics.jsonl, or None), `results` (names in the run directory).
+    """
+    tail = EventTail(settings.run_dir).read_all()
+    logged, last = tail.state(), read_last(settings.run_dir / STEPS)
+    facts = recorded_state(settings, last, tail)
+    end = read_end(settings.run_dir)
+    state, why = _how(facts, logged, end.error if end else "")
+    newest_ms = max(int(logged.get("time_ms", 0)), int(last.get("time", 0) * 1000))
+    halted_ms = int(logged.get("halted_ms", 0)) if logged["halted"] else 0
+    return {
+        **facts,
+        **step_facts(settings.run_dir),
+        "run_state": state,
+        "why": why,
+        "ended": end.time if end and not halted_ms else (halted_ms or newest_ms) / 1000 or None,
+        "last_step": dict(last) or None,
+        "results": [name for name in RESULTS if (settings.run_dir / name).exists()],
+        "run_dir": str(settings.run_dir),
+    }
+
+
+def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tuple[str, str]:
+    """Return the state of a run that is over, and why it ended."""
+    version, steps = facts["version"], facts["steps"]
+    if version >= steps:
+        return "done", f"all {steps} steps were made"
+    if logged["halted"]:
+        return f"halted: {logged['halted']}", explain_halt(logged["halted"], logged["drop_details"])
+    if logged["draining"]:
+        prompts = logged.get("prompts", -1)
+        if 0 <= prompts <= (logged.get("issued") or 0):
+            return "drained", f"its {prompts} prompts ran out"
+        return "drained", "it was drained"
+    if error:
+        return "failed", error
+    return "stopped", "it was interrupted; the same `tether up` continues from the last step"

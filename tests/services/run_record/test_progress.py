@@ -1,0 +1,79 @@
+"""Tests what is printed while a run is on: steps, warnings, evaluations, failed scores, a full disk."""
+
+import asyncio
+import io
+from pathlib import Path
+
+from protocol.messages import StepReport
+from protocol.topics import Role
+from services.ledger.interface import Peer
+from services.ledger.memory.ledger import MemoryLedger
+from services.run_record.evaluations import Evaluation, append_evaluation, describe_evaluation
+from services.run_record.progress import FAILED, MOST, Progress, describe_step, report_failures_loop
+from services.run_record.steps import StepLog, read_steps
+from tests.contracts.ledger_rig import Driver, MemoryRig
+
+
+async def test_warnings_of_a_step_are_printed_below_it(tmp_path: Path) -> None:
+    driver = await Driver(MemoryRig()).begin()
+    out = io.StringIO()
+    progress = Progress(tmp_path, 3, out)
+    step = StepReport(step=0, version=1, epoch="e1", reward_mean=0.5, warnings=("step 0: they disagree",))
+    StepLog(tmp_path / "metrics.jsonl").append(step)
+    progress.finish(await driver.ledger.status())
+    lines = out.getvalue().splitlines()
+    assert lines[0] == describe_step(read_steps(tmp_path / "metrics.jsonl")[0], 3, 0)
+    assert "lag - max -" in lines[0]
+    assert lines[1] == "warning: step 0: they disagree"
+
+
+async def test_a_full_disk_is_printed_once_and_again_when_it_has_room(tmp_path: Path) -> None:
+    ledger = (await Driver(MemoryRig()).begin()).ledger
+    out = io.StringIO()
+    progress = Progress(tmp_path, 3, out)
+
+    async def printed(waits: dict[str, float], line: str) -> None:
+        await ledger.register(
+            Peer("trainer", "trainer.1", {"name": "trainer", "waits": waits}), ttl_ms=60_000
+        )
+        while line not in out.getvalue():  # noqa: ASYNC110 (a buffer tells nobody)
+            await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(progress.watch_loop(ledger, {}))
+        await printed({f"room: the disk of {tmp_path} is full": 0.5}, f"the disk of {tmp_path} is full")
+        await printed({}, f"the disk of {tmp_path} has room again")
+        watching.cancel()
+    assert out.getvalue().count("is full") == 1
+
+
+async def test_each_kind_of_failure_is_reported_once() -> None:
+    ledger = MemoryLedger()
+    texts = [f"function: /x/my_reward.py:12: KeyError: {n}" for n in range(3)]
+    texts += [f"math: {'x' * n}" for n in range(MOST + 5)]
+    for number, text in enumerate(texts):
+        await ledger.register(
+            Peer(Role.REWARD, f"reward.{number}", {"name": f"reward.{number}", FAILED: text}), ttl_ms=60_000
+        )
+    reported: list[str] = []
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        loop = tasks.create_task(report_failures_loop(ledger, reported.append))
+        while len(reported) < MOST:  # noqa: ASYNC110 (the loop has no event)
+            await asyncio.sleep(0)
+        loop.cancel()
+    assert len(reported) == MOST
+    assert sum("/x/my_reward.py:12: KeyError" in line for line in reported) == 1
+
+
+async def test_evaluations_are_printed_once(tmp_path: Path) -> None:
+    status = await (await Driver(MemoryRig()).begin()).ledger.status()
+    first, second = (Evaluation(version=v, set="math", greedy=0.5) for v in (2, 4))
+    append_evaluation(tmp_path, first)
+    out = io.StringIO()
+    progress = Progress(tmp_path, 3, out)
+    append_evaluation(tmp_path, second)
+    for _ in range(2):
+        progress.finish(status)
+    assert [line for line in out.getvalue().splitlines() if line.startswith("evaluation")] == [
+        describe_evaluation(second)
+    ]
