@@ -5,21 +5,20 @@ from collections.abc import Callable
 from protocol.errors import WeightError
 from rollout.weights.base import WeightReceiver
 from rollout.weights.checked import CheckedPartReceiver, CheckedReceiver
-from rollout.weights.disk import DiskReceiver
+from rollout.weights.files import FileReceiver
 from rollout.weights.ipc import IpcReceiver
 from rollout.weights.nccl import NcclReceiver
 from rollout.weights.parts.handles import HandleSlices
 from rollout.weights.parts.pairs import PairSlices
 from rollout.weights.parts.receiver import PartReceiver, SliceChannel
 from rollout.weights.shared import SharedReceiver
-from rollout.weights.shm import ShmReceiver
 
 RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {
-    "disk": DiskReceiver,
+    "disk": FileReceiver,
     "ipc": IpcReceiver,
     "nccl": NcclReceiver,
     "shared": SharedReceiver,
-    "shm": ShmReceiver,
+    "shm": FileReceiver,
 }
 
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:  # whoever reads settings imports this module for the names
 log = logging.getLogger("tether.weights")
 
 TRANSPORTS = {
-    "disk": "trainer.weights.disk:DiskSender",
+    "disk": "trainer.weights.files:disk_sender",
     "ipc": "trainer.weights.ipc:IpcSender",
     "nccl": "trainer.weights.nccl:NcclSender",
     "shared": "trainer.weights.shared:SharedSender",
-    "shm": "trainer.weights.shm:ShmSender",
+    "shm": "trainer.weights.files:shm_sender",
 }
-"""Transport -> the class of its sender."""
+"""Transport -> its sender's class, or the function that makes it."""
 
 LISTENING = ("ipc", "nccl")
 """Transports whose sender listens for engines on `weights.host`."""

@@ -15,9 +15,10 @@ from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
 from rollout.weights.nccl import NcclReceiver, parse_location
 from rollout.weights.registry import RECEIVERS, make_receiver
-from tests.contracts.engine_models import write_disk, write_shm
+from tests.contracts.engine_models import write_shm
 from tests.rollout.weights.test_connected_receiver import many_descriptors
 from trainer.config import WeightConfig
+from trainer.weights.files import disk_sender
 from trainer.weights.nccl import NcclSender
 
 DEADLINE_S = 20.0
@@ -54,7 +55,7 @@ def publish(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Tensors
     if request.param == "shm":
         return lambda tensors: write_shm(tmp_path / "v1", tensors, 1, bucket_bytes=256)
     if request.param == "disk":
-        return lambda tensors: write_disk(tmp_path / "v1", tensors, 1)
+        return lambda tensors: disk_sender(WeightConfig(), tmp_path).publish("e1", 1, tensors.items())
     sender: NcclSender = request.getfixturevalue("sender")
     return lambda tensors: sender.publish("e1", 1, tensors.items())
 
@@ -141,21 +142,6 @@ def test_shm_refuses_an_offset_that_is_not_aligned(tmp_path: Path) -> None:
         file.write(b"x")
     with pytest.raises(WeightError, match="tensor a at offset 1"):
         received(moved)
-
-
-def test_disk_names_what_is_missing_or_of_another_shape(tmp_path: Path, tensors: Tensors) -> None:
-    manifest = write_disk(tmp_path / "v1", tensors, 1)
-    fewer = write_disk(tmp_path / "fewer", {k: v for k, v in tensors.items() if k != "large"}, 1)
-    with pytest.raises(WeightError, match="tensor large is not in"):
-        received(msgspec.structs.replace(manifest, location=fewer.location))
-    other = write_disk(tmp_path / "other", {**tensors, "large": tensors["large"].T}, 1)
-    with pytest.raises(WeightError, match="tensor large is float32"):
-        received(msgspec.structs.replace(manifest, location=other.location))
-    with pytest.raises(WeightError, match="nowhere"):
-        received(msgspec.structs.replace(manifest, location=str(tmp_path / "nowhere")))
-    (tmp_path / "v1" / "model.safetensors").write_bytes(b"not a file of tensors")
-    with pytest.raises(WeightError, match=r"model\.safetensors"):
-        received(manifest)
 
 
 def test_nccl_serves_several_receivers_and_versions(sender: NcclSender, tensors: Tensors) -> None:

@@ -29,7 +29,7 @@ from trainer.megatron.memory import host_optimizer
 from trainer.roles.models import RankModels
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named
-from trainer.weights.disk import DiskSender
+from trainer.weights.files import disk_sender
 from trainer.weights.nccl import NcclSender
 
 SMALL = 5000
@@ -160,7 +160,7 @@ async def test_flops_are_those_of_all_epochs_of_a_batch(model_dir: Path) -> None
 async def test_steps_in_a_row_publish_each_its_own_weights(model_dir: Path, tmp_path: Path) -> None:
     found: dict[bool, list[int]] = {}
     for ahead in (True, False):
-        sender = DiskSender(WeightConfig(directory=str(tmp_path / str(ahead))), tmp_path)
+        sender = disk_sender(WeightConfig(directory=str(tmp_path / str(ahead))), tmp_path)
         async with opened(model_dir, sender, cpu_offload=ahead) as runner:
             found[ahead] = []
             for number in range(3):
@@ -174,7 +174,7 @@ async def test_steps_in_a_row_publish_each_its_own_weights(model_dir: Path, tmp_
 async def test_a_skipped_step_begins_nothing_and_its_version_has_the_weights_before(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
+    sender = disk_sender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
     async with opened(model_dir, sender) as runner:
         with torch.no_grad():
             weight = next(iter(runner.rank.backend._parameters.values()))  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ async def test_a_step_that_fails_in_the_middle_publishes_nothing(model_dir: Path
         raise OSError("no more memory")
 
     directory = tmp_path / "weights"
-    sender = DiskSender(WeightConfig(directory=str(directory)), tmp_path)
+    sender = disk_sender(WeightConfig(directory=str(directory)), tmp_path)
     async with opened(model_dir, sender) as runner:
         before_chunk(runner, 2, fail)
         with pytest.raises(OSError, match="no more memory"):
@@ -204,7 +204,7 @@ async def test_a_step_that_fails_in_the_middle_publishes_nothing(model_dir: Path
 
 
 async def test_a_replayed_step_is_not_published(model_dir: Path, tmp_path: Path) -> None:
-    sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
+    sender = disk_sender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
     async with opened(model_dir, sender) as runner:
         await runner.train(command(0), epoch="e", announce=lambda draft: None)
         await runner.publish("e", 1)

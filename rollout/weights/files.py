@@ -1,4 +1,4 @@
-"""Receives a version from shared memory: `location` is a directory with one file per bucket."""
+"""Receives a version from files: `location` is a directory with one file for each bucket."""
 
 import mmap
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from rollout.weights.base import Destination, no_destination
 from rollout.weights.verification import Deadline, in_buckets, verify, view
 
 
-class ShmReceiver:
+class FileReceiver:
     """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped."""
 
     digest = 0
