@@ -8,7 +8,8 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.base import Destination, no_destination
+from protocol.weights.slices import Wanted
+from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
 from rollout.weights.verification import Deadline, in_buckets, verify, view
 
 
@@ -17,9 +18,13 @@ class FileReceiver:
 
     digest = 0
 
-    def tensors(
-        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
-    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def slices(
+        self,
+        manifest: WeightManifest,
+        wanted: Wanted,
+        deadline_s: float,
+        place: Destination = no_destination,
+    ) -> Iterator[list[ReceivedSlice]]:
         deadline = Deadline(manifest, deadline_s)
         for index, entries in in_buckets(manifest):
             if not entries:
@@ -31,7 +36,7 @@ class FileReceiver:
                 deadline.remaining(f"reading {entry.name}")
                 tensor = view(entry, bucket)
                 verify(entry, tensor)
-                yield entry, tensor
+                yield whole_tensor(entry, tensor)
         self.digest = manifest.digest
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from protocol.errors import SettingsError, WeightError
 from protocol.host.atomic_file import write_atomically
 from protocol.messages import WeightManifest
 from protocol.weights.lora import adapter_targets
+from protocol.weights.slices import all_of
 from rollout.weights.registry import make_receiver
 from services.observability.evaluations import BEST, Evaluation, counted_evaluations, last_lines
 from services.settings.evaluation import BestScore
@@ -134,8 +135,8 @@ class BestCheckpoint:
 
     def _write(self, target: Path, manifest: WeightManifest) -> None:
         lora, source = self._settings.lora, self._settings.model_dir
-        received = make_receiver(manifest.transport).tensors(manifest, READ_S)
-        snapshot = {entry.name: tensor.clone() for entry, tensor in received}
+        received = make_receiver(manifest.transport).slices(manifest, all_of(manifest), READ_S)
+        snapshot = {part.entry.name: part.tensor.clone() for parts in received for part in parts}
         if not lora.rank:
             write_hf(iter(snapshot.items()), target, source)
             return

@@ -25,7 +25,7 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import in_dtype
-from trainer.weights.registry import make_sender
+from trainer.weights.files import disk_sender
 
 CONSTANTS = 50
 """Most frequent held-out answers that are tried as a constant answer."""
@@ -71,11 +71,7 @@ async def _score_models(
     """Return the scores of each model on each set."""
     scored = []
     with tempfile.TemporaryDirectory(prefix="tether-eval-") as directory:
-        sender = make_sender(
-            WeightConfig(transport="disk", directory=directory),
-            run=settings.run.name,
-            run_dir=Path(directory),
-        )
+        sender = disk_sender(WeightConfig(directory=directory), Path(directory))
         try:
             for version, model in enumerate(models):
                 tensors = in_dtype(load_model(model).items(), settings.engine.dtype)

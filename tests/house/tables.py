@@ -94,7 +94,6 @@ SCENARIOS = {
     "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",
     "tests/trainer/weights/parts/test_death.py": "either end of a transfer of slices dies",
     "tests/trainer/weights/test_provisional.py": "versions that are sent during their export",
-    "tests/trainer/weights/test_senders.py": "every sender, read back by its receiver",
 }
 """Test files in mirrored folders that are named after a scenario, and the scenario."""
 

@@ -74,6 +74,8 @@ def _release(config: WeightConfig, directory: Path, owner: int) -> None:
 class FileSender:
     """Copies each tensor into a mapped file and digests it there, in one pass over the bytes."""
 
+    in_parts = False
+
     def __init__(
         self,
         transport: str,
@@ -100,6 +102,9 @@ class FileSender:
         self._bucket_bytes = config.bucket_mb << 20
         self._last_bytes = 0
         self._release = release
+
+    def provisional(self, epoch: str, version: int) -> None:
+        """Return None: engines wait for the manifest."""
 
     def publish(
         self,

@@ -13,6 +13,7 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.registry import make_receiver
+from tests.trainer.weights.senders import received
 from trainer.config import WeightConfig
 from trainer.weights.files import FileSender, disk_sender, shm_sender
 
@@ -128,7 +129,7 @@ def test_too_little_space_is_reported_with_numbers_and_leaves_nothing(
 def test_a_reader_keeps_the_bytes_of_a_version_that_was_retired(tmp_path: Path) -> None:
     sender = shm(tmp_path, keep=1)
     manifest = sender.publish("e1", 1, weights(1.0))
-    stream = make_receiver("shm").tensors(manifest, 30)
+    stream = received(make_receiver("shm"), manifest, 30)
     first = next(stream)[1]
     sender.publish("e1", 2, weights(2.0))
     sender.retire(frozenset())
@@ -165,7 +166,7 @@ def test_disk_versions_outlive_the_sender_and_are_retired_by_the_next(tmp_path: 
 
     following = disk_sender(WeightConfig(keep=1), tmp_path)
     assert names(tmp_path / "weights") == [version.name]
-    assert len(list(make_receiver("disk").tensors(manifest, 30))) == 2
+    assert len(list(received(make_receiver("disk"), manifest, 30))) == 2
     following.publish("e2", 1, weights())
     following.retire(frozenset())
     assert names(tmp_path / "weights") == ["v00000001-e2"]
