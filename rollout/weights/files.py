@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,6 +12,9 @@ from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.slices import Wanted
 from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
 from rollout.weights.verification import Deadline, in_buckets, verify, view
+
+MADV_POPULATE_READ = 22
+"""Advice of madvise(2) to read all pages at once, which the module mmap does not know yet."""
 
 
 class FileReceiver:
@@ -55,6 +59,8 @@ def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
                 return torch.empty(0, dtype=torch.uint8)
             # ACCESS_COPY: torch requires writable memory. Nothing here writes to it; writes would be private.
             memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
+            with suppress(OSError):  # before Linux 5.14 pages come one after the other
+                memory.madvise(MADV_POPULATE_READ)
     except OSError as error:
         raise WeightError(f"{path}: {error.strerror or error} (first tensor {first.name})") from error
     return torch.frombuffer(memory, dtype=torch.uint8)
