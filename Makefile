@@ -25,7 +25,7 @@ export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-gpu test test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-trainer bench-gpu chaos soak test-compose clean
+.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-trainer bench-gpu chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -72,8 +72,12 @@ demo-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m services.cli up deploy/configs/demo.toml --run-dir runs/demo-gpu
 	$(GPU_PYTHON) -m services.cli verify runs/demo-gpu
 
-test: setup check
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 -m "not slow and not gpu"
+# checks run while the tests are collected, which occupies one core
+test: setup
+	$(MAKE) --jobs 2 check pytest
+
+pytest: setup
+	$(BIN)/python -m pytest -p tests.forks --forks $(JOBS) --durations 30 -m "not slow and not gpu"
 
 test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m slow
@@ -93,9 +97,9 @@ check: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.house.check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(MAKE) docs
 
-# build/site/index.html
+# build/site/index.html; not --quiet, which hides dead links from --strict
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

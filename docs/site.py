@@ -1,7 +1,7 @@
 """Adds the pages beside docs/ to the site, and adapts links; mkdocs.yml names this file as a hook.
 
-README.md is the first page. A link to a file of the source tree becomes plain text, because the site has no
-sources; a link to nothing stays, and `mkdocs build --strict` refuses it.
+README.md is the first page, and results/ a folder. A link to any other file of the source tree becomes plain
+text, because the site has no sources; a link to nothing stays, and `mkdocs build --strict` refuses it.
 """
 
 import posixpath
@@ -18,15 +18,16 @@ BESIDE = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-}
-"""File of the root -> its page."""
-LINK = re.compile(r"\[([^\]\n]+)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
+    "SECURITY.md": "reporting.md",
+} | {f"results/{path.name}": f"results/{path.name}" for path in sorted((ROOT / "results").iterdir())}
+"""File outside docs/ -> its file on the site."""
+LINK = re.compile(r"\[([^\]\n]+(?:\n[^\]\n]+)?)\]\((?!\w+:|#)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of the root."""
+    """Add the files outside docs/."""
     for name, uri in BESIDE.items():
-        files.append(File.generated(config, uri, content=(ROOT / name).read_text()))
+        files.append(File.generated(config, uri, content=(ROOT / name).read_bytes()))
     return files
 
 
@@ -38,7 +39,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def adapt(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        if (ROOT / path).is_dir():
+        if (ROOT / path / "README.md").is_file():
             path = f"{path}/README.md"
         inside = BESIDE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
         if inside:

@@ -8,6 +8,7 @@ MessagePack reader can read it.
 """
 
 import threading
+from typing import Annotated
 
 import msgspec
 import xxhash
@@ -26,6 +27,8 @@ they decode to about 40 MiB at worst."""
 SCRATCH_BYTES = 8 << 20
 """Largest buffer that a thread keeps between two messages that it encodes."""
 
+Name = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._-]{0,128}\Z")]
+"""A random id, a run or a token: short and without control characters, so that every log line may have it."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -33,14 +36,14 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, rename={"checksum": "s
     """Routing data of a message, which the bus reads without decoding the payload."""
 
     schema: int = SCHEMA
-    run: str
-    epoch: str = ""
+    run: Name
+    epoch: Name = ""
     """Epoch known to the sender; empty before it knows one."""
-    id: str
-    """Message id: unique per message, the same when the message is resent."""
+    id: Name
+    """Message id: unique per message, the same when the message is resent. Empty: not needed."""
     group: int = -1
     """Group that the message is about, or -1."""
-    token: str = ""
+    token: Name = ""
     """Lease token, if the message belongs to a lease."""
     checksum: int
     payload: msgspec.Raw

@@ -5,8 +5,8 @@ Each row is one Lua script in `services/ledger/redis/lua/`.
     LEASED -accept-> SCORED -take-> TAKEN -commit-> TRAINED
 
 A group is created by its first lease, so no row precedes that. A WAITING group has no tokens and no deadline,
-and is leased before new groups. An expired lease stays LEASED and valid until another worker takes the group
-over.
+and is leased before new groups. A lease expires by its time, or because its holder is unregistered; it
+stays LEASED and valid until another worker takes the group over.
 """
 
 from enum import StrEnum

@@ -5,9 +5,10 @@ C_i tokens that it follows after the prompt. Without branches a row is a sample,
 row may be empty (T_i = 0).
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,9 @@ from protocol.tensors import Array
 
 MAX_GROUPS = 10**12
 """Group numbers are below this: they have twelve digits in the ledger."""
+MAX_LOGPROB = 1e-4
+"""Largest log-probability, nats: x - logsumexp(x) in float32 is above 0 by rounding alone, 3e-5 at a logit of
+512."""
 MAX_FOLLOWED = 2**28
 """Tokens that the rows of a message share with earlier ones; a reader has them in memory for each row."""
 
@@ -43,6 +47,8 @@ class RowView:
     """Why the sample ended; it, the response and the reward are those of the sample."""
     response: str
     environment_reward: float | None
+    own_prompt: int = 0
+    """Tokens at the start of `tokens` that are the rest of the sample's prompt; 0 in its later rows."""
     experts: NDArray[np.uint16] | None = None
     """[T_i, L, K], see `Rollout`."""
     context_experts: NDArray[np.uint16] | None = None
@@ -94,12 +100,11 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     _check_first_tokens(group, len(prompt), starts, branches, mask)
     require(bool((prompt >= 0).all()), group, "prompt_tokens", "has a negative token")
     require(bool((tokens >= 0).all()), group, "tokens", "has a negative token")
-    require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
+    check_logprobs(group, logprobs, lambda token: branches[bisect_right(starts, token) - 1][0])
     for field, values in (("finish_reasons", rollout.finish_reasons), ("responses", rollout.responses)):
         require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
-    rewards = _environment_rewards(rollout, n)
+    rewards, own_prompts = _environment_rewards(rollout, n), _own_prompts(rollout, branches, starts)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
-    sampled = mask.astype(bool)
     contexts = _contexts(group, starts, branches, tokens)
     of_contexts = [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
     rows = tuple(
@@ -108,11 +113,12 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
             context=contexts[i],
             tokens=tokens[start:end],
             logprobs=logprobs[start:end],
-            sampled=sampled[start:end],
+            sampled=mask[start:end].astype(bool),
             versions=versions[start:end],
             finish_reason=rollout.finish_reasons[sample],
             response=rollout.responses[sample],
             environment_reward=rewards[sample],
+            own_prompt=own_prompts[i],
             experts=None if experts is None else experts[start:end],
             context_experts=of_contexts[i],
         )
@@ -122,18 +128,19 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
 
 
 def sample_lengths(rollout: Rollout) -> list[int]:
-    """Return the tokens of each sample in all of its rows, counted once, without the prompt.
+    """Return the tokens of each sample in all of its rows, counted once, without its prompt.
 
     Raises:
-        ProtocolError: lengths, branches and responses contradict each other; names group and field.
+        ProtocolError: lengths, branches, responses and prompts contradict each other; names group and field.
     """
     lengths = checked_array(rollout.group, "lengths", rollout.lengths, "int32", (None,)).tolist()
     branches = _branches(rollout, len(lengths))
     found = [0] * (branches[-1][0] + 1 if branches else 0)
     problem = f"has {len(rollout.responses)} entries for {len(found)} samples"
     require(len(found) == len(rollout.responses), rollout.group, "responses", problem)
-    for (sample, _, _), length in zip(branches, lengths, strict=True):
-        found[sample] += length
+    own_prompts = _own_prompts(rollout, branches, [0, *accumulate(lengths)])
+    for (sample, _, _), length, own in zip(branches, lengths, own_prompts, strict=True):
+        found[sample] += length - own
     return found
 
 
@@ -173,6 +180,25 @@ def checked_array(
         return array.numpy()
     except ProtocolError as error:
         raise ProtocolError(f"group {group}: {field}: {error}") from error
+
+
+def check_logprobs(group: int, logprobs: NDArray[Any], sample_at: Callable[[int], int]) -> None:
+    """Refuse log-probabilities that are not finite, or above 0 by more than rounding.
+
+    Args:
+        group: number of the group, for the error.
+        logprobs: float32 [T], nats.
+        sample_at: returns the sample of a token, for the error.
+
+    Raises:
+        ProtocolError: names group, sample, token and value.
+    """
+    require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
+    above = logprobs > MAX_LOGPROB
+    if above.any():
+        at = int(above.argmax())
+        problem = f"of sample {sample_at(at)} has {logprobs[at]:.6g} for token {at}, above 0"
+        require(False, group, "logprobs", problem)
 
 
 def require(condition: bool, group: int, field: str, problem: str) -> None:
@@ -230,6 +256,24 @@ def _environment_rewards(rollout: Rollout, samples: int) -> list[float | None]:
         rollout.group, "environment_rewards", rollout.environment_rewards, "float32", (samples,)
     ).tolist()
     return rewards
+
+
+def _own_prompts(
+    rollout: Rollout, branches: Sequence[tuple[int, int, int]], starts: Sequence[int]
+) -> list[int]:
+    """Return how many of each row's first tokens are the rest of its sample's prompt, [R]."""
+    if rollout.own_prompts is None:
+        return [0] * len(branches)
+    group, n = rollout.group, branches[-1][0] + 1 if branches else 0
+    given = iter(checked_array(group, "own_prompts", rollout.own_prompts, "int32", (n,)).tolist())
+    found = [next(given) if parent < 0 else 0 for _, parent, _ in branches]
+    mask = checked_array(group, "loss_mask", rollout.loss_mask, "uint8", (starts[-1],))
+    for own, (sample, _, _), (start, end) in zip(found, branches, pairwise(starts), strict=True):
+        fits = 0 <= own <= end - start and not mask[start : start + own].any()
+        require(
+            fits, group, "own_prompts", f"has {own} of the first row of sample {sample}, not all inserted"
+        )
+    return found
 
 
 def _check_first_tokens(

@@ -78,7 +78,7 @@ class ModelCalls:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
         self.record = record
         self._engine, self._sampling, self._config = engine, sampling, config
-        self._max_model_len, self.name, self._ended = max_model_len, name, ended
+        self.max_model_len, self.name, self._ended = max_model_len, name, ended
         self._asked = 0
         self._over = False
         self._running: set[asyncio.Timeout] = set()
@@ -157,10 +157,10 @@ class ModelCalls:
         if self._asked:
             if 0 < self._config.max_turns <= self._asked:
                 raise EpisodeOver(f"environment.max_turns {self._config.max_turns} are used up")
-            if self._max_model_len:
-                room = self._max_model_len - context
+            if self.max_model_len:
+                room = self.max_model_len - context
                 if room < 1:
-                    raise EpisodeOver(f"{context} tokens fill engine.max_model_len {self._max_model_len}")
+                    raise EpisodeOver(f"{context} tokens fill engine.max_model_len {self.max_model_len}")
                 most = min(most, room)
         return most if max_tokens is None else min(max_tokens, most)
 

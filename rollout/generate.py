@@ -1,9 +1,10 @@
 """Generates one prompt group: n samples of one prompt, concurrently on one engine."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import NOTHING_READ, Environment, EnvironmentConfig, PromptTokens, Sample
 from rollout.episodes import EpisodeReport, Episodes
+from rollout.off_loop import TOKEN, off_loop, size_of
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sessions.record import Recording
@@ -79,18 +81,19 @@ async def generate_group(
     Raises:
         SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
     """
-    began, prompt_tokens, read = time.perf_counter(), renderer.prompt_tokens(prompt), _ReadTokens(report)
+    began, read, size = time.perf_counter(), _ReadTokens(report), size_of((prompt.text, prompt.messages))
+    prompt_tokens = await off_loop(size, functools.partial(renderer.prompt_tokens, prompt))
     episodes = Episodes(
         environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, read.add,
         ended, recording, Strays() if strays is None else strays,
     )  # fmt: skip
     samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
-    rollout = assemble(
-        prompt, prompt_tokens, samples, [_response(sample, renderer) for sample in samples],
-        group=group, token=token, engine=engine_name, generate_s=time.perf_counter() - began,
+    make = functools.partial(
+        _rollout, prompt, prompt_tokens, samples, renderer, with_turn_texts, group=group, token=token,
+        engine=engine_name, generate_s=time.perf_counter() - began,
     )  # fmt: skip
-    rollout = turn_texts(rollout, renderer.text) if with_turn_texts else rollout
-    return _for_readers(rollout, read.tokens, samples, renderer)
+    rollout = await off_loop(TOKEN * sum(map(_length, samples)), make)
+    return msgspec.structs.replace(rollout, read_tokens=read.tokens.total, cached_tokens=read.tokens.cached)
 
 
 def failure_reason(error: Exception) -> str:
@@ -113,17 +116,28 @@ class _ReadTokens:
         self.report(attempt)
 
 
-def _for_readers(
-    rollout: Rollout, read: PromptTokens, samples: Sequence[Sample], renderer: Renderer
+def _rollout(
+    prompt: Prompt,
+    prompt_tokens: tuple[int, ...],
+    samples: Sequence[Sample],
+    renderer: Renderer,
+    with_turn_texts: bool,
+    **fields: Any,
 ) -> Rollout:
-    """Return a message with what its group read, and with texts if a response is not that of its sample."""
-    texts: tuple[str, ...] = ()
-    if any(sample.response is not None for sample in samples):
-        rows = np.split(rollout.tokens.numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
-        texts = tuple(renderer.marked(tuple(row.tolist())) for row in rows)
-    return msgspec.structs.replace(
-        rollout, read_tokens=read.total, cached_tokens=read.cached, row_texts=texts
-    )
+    """Return the message of some samples, with texts of rows if a response is not the text of its sample."""
+    responses = [_response(sample, renderer) for sample in samples]
+    rollout = assemble(prompt, prompt_tokens, samples, responses, **fields)
+    rollout = turn_texts(rollout, renderer.text) if with_turn_texts else rollout
+    if all(sample.response is None for sample in samples):
+        return rollout
+    rows = np.split(rollout.tokens.numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
+    texts = tuple(renderer.marked(tuple(row.tolist())) for row in rows)
+    return msgspec.structs.replace(rollout, row_texts=texts)
+
+
+def _length(sample: Sample) -> int:
+    """Return the tokens of all rows of a sample."""
+    return len(sample.tokens) + sum(len(branch.tokens) for branch in sample.branches)
 
 
 def _response(sample: Sample, renderer: Renderer) -> str:

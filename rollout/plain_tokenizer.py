@@ -30,8 +30,15 @@ class PlainTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of the tokens of a text."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # one text as a batch: other threads run meanwhile
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id."""
+        found: dict[str, int] = self._tokenizer.get_vocab()
+        return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **unused: bool) -> str:
         """Return the text of tokens. `clean_up_tokenization_spaces` is not supported, and never true here."""

@@ -51,7 +51,10 @@ class RenderConfig:
 
 
 class PromptTooLong(SettingsError):
-    """A prompt exceeds `render.max_prompt_tokens`; its group is dropped for that, and the run continues."""
+    """A text has more tokens than it may have.
+
+    The group of a prompt over `render.max_prompt_tokens` is dropped for that, and the run continues.
+    """
 
 
 class Renderer:
@@ -76,6 +79,8 @@ class Renderer:
             )
         self._chat = has_template and config.chat_template is not ChatTemplate.OFF
         self._parts = self._chat and _takes_parts(self._tokenizer)
+        self.longest_piece = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """Characters of the vocabulary's longest token; of bytes, if it is of bytes."""
         self.stop_token_ids = self._stop_ids(Path(model_dir))
         """Ids of the tokens that end a sample, in ascending order."""
 
@@ -87,29 +92,35 @@ class Renderer:
             SettingsError: it has no tokens, or the chat template refuses its messages.
         """
         if self._chat:
-            tokens = self._encode(self._templated(self._messages(prompt), prompt.index))
+            text = self._templated(self._messages(prompt), prompt.index)
         else:
-            tokens = self._encode("\n".join(content for _, content in self._messages(prompt)), special=True)
-        if 0 < self._config.max_prompt_tokens < len(tokens):
+            text = "\n".join(content for _, content in self._messages(prompt))
+        most = self._config.max_prompt_tokens
+        try:
+            tokens = checked_length(self.encode(text, special=not self._chat, most=most), most)
+        except PromptTooLong as error:
             raise PromptTooLong(
-                f"prompt {prompt.index} has {len(tokens)} tokens, "
-                f"over render.max_prompt_tokens {self._config.max_prompt_tokens}"
-            )
+                f"prompt {prompt.index} has {error}, over render.max_prompt_tokens {most}"
+            ) from None
         if not tokens:
             raise SettingsError(f"prompt {prompt.index} has no tokens: {prompt.text[:80]!r}")
         return tokens
 
-    def turn_tokens(self, text: str, *, after: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def turn_tokens(self, text: str, *, after: tuple[int, ...] = (), most: int = 0) -> tuple[int, ...]:
         """Return the tokens of another user turn, up to where the model continues.
 
         Args:
             text: message of the environment.
             after: the sampled tokens before it; if they end with the end of turn, that is not repeated.
+            most: as for `encode`.
+
+        Raises:
+            PromptTooLong: as for `encode`.
         """
         if not self._chat:
-            return self._encode(text)
+            return self.encode(text, most=most)
         messages = [("user", "x"), ("assistant", _MARK), ("user", text)]
-        tail = self._encode(self._templated(messages, -1).rpartition(_MARK)[2])
+        tail = self.encode(self._templated(messages, -1).rpartition(_MARK)[2], most=most)
         return tail[1:] if after and tail and after[-1] == tail[0] else tail
 
     def completion_tokens(self, text: str, *, append_eos: bool) -> tuple[int, ...]:
@@ -163,8 +174,21 @@ class Renderer:
         except Exception as error:  # templates raise any exception of jinja or their own
             raise SettingsError(f"the chat template refuses the messages: {error}") from error
 
-    def encode(self, text: str, *, special: bool = False) -> tuple[int, ...]:
-        """Tokenize, with the tokens that the tokenizer puts around a text if `special`."""
+    def encode(self, text: str, *, special: bool = False, most: int = 0) -> tuple[int, ...]:
+        """Tokenize a text.
+
+        Args:
+            text: any.
+            special: whether the tokens that the tokenizer puts around a text are added.
+            most: tokens that it may have; 0: any number.
+
+        Raises:
+            PromptTooLong: so many characters are more tokens, even if each is the longest one. A text with
+                fewer characters is tokenized, however many tokens it has.
+        """
+        least = -(-len(text) // self.longest_piece)
+        if 0 < most < least:
+            raise PromptTooLong(f"at least {least} tokens")
         return self._encode(text, special)
 
     def piece(self, token: int) -> str:
@@ -223,6 +247,17 @@ class Renderer:
                 )
             ids.add(tokens[0])
         return tuple(sorted(ids))
+
+
+def checked_length(tokens: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Return tokens, if there are at most `most`, or that is 0.
+
+    Raises:
+        PromptTooLong: there are more.
+    """
+    if 0 < most < len(tokens):
+        raise PromptTooLong(f"{len(tokens)} tokens")
+    return tokens
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

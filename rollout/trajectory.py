@@ -43,7 +43,6 @@ def assemble(
     if not samples or len(samples) != len(responses):
         raise ValueError(f"group {group}: {len(samples)} samples and {len(responses)} responses")
     _check(group, samples, len(prompt_tokens))
-    rewards = _rewards(group, samples)
     prompt_experts, experts = _experts(group, len(prompt_tokens), samples)
     shared = common_prompt(prompt_tokens, samples)
     rows, branches = _rows(prompt_tokens, len(shared), samples)
@@ -64,12 +63,13 @@ def assemble(
         prompt_text=prompt.text,
         metadata=pack_metadata(prompt),
         generate_s=generate_s,
-        environment_rewards=Array.of(rewards, "float32") if rewards else None,
+        environment_rewards=_rewards(group, samples),
         prompt_experts=prompt_experts,
         experts=experts,
         branches=Array.of(branches, "int32") if len(rows) > len(samples) else None,
         calls=_calls(samples, rows),
         turns=_turns(samples, rows),
+        own_prompts=_own_prompts(prompt_tokens, len(shared), samples),
     )
 
 
@@ -170,8 +170,14 @@ def _after(own: tuple[int, ...], sample: Sample) -> Sample:
     )
 
 
-def _rewards(group: int, samples: Sequence[Sample]) -> list[float]:
-    """Return the environment's rewards [n], empty if it gives none.
+def _own_prompts(prompt_tokens: Sequence[int], common: int, samples: Sequence[Sample]) -> Array | None:
+    """Return how many tokens of each sample's prompt are behind the `common` ones, None if none is."""
+    own = [len(prompt_tokens if s.prompt is None else s.prompt) - common for s in samples]
+    return Array.of(own, "int32") if any(own) else None
+
+
+def _rewards(group: int, samples: Sequence[Sample]) -> Array | None:
+    """Return the environment's rewards [n], None if it gives none.
 
     Raises:
         SettingsError: only some samples have one.
@@ -181,7 +187,7 @@ def _rewards(group: int, samples: Sequence[Sample]) -> list[float]:
         raise SettingsError(
             f"group {group}: the environment rewarded {len(rewards)} of {len(samples)} samples; all or none"
         )
-    return rewards
+    return Array.of(rewards, "float32") if rewards else None
 
 
 def _experts(group: int, prompt: int, samples: Sequence[Sample]) -> tuple[Array, Array] | tuple[None, None]:

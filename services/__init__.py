@@ -1,5 +1,9 @@
 """Runs the processes of tether; the only package that reads settings and connects to the ledger."""
 
-from services.runtime.import_path import protect_imports
+from services.runtime.import_path import is_service, protect_imports
 
 protect_imports()
+if is_service():
+    from protocol.host.privacy import keep_private  # ours for certain only now
+
+    keep_private()  # before the imports of the service, which take seconds: its variables have passwords

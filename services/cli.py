@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from protocol.errors import EngineError, SettingsError, TetherError
+from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
 if TYPE_CHECKING:
@@ -159,13 +160,20 @@ def monitor(
 
 
 @app.command()
-def verify(run_dir: RunDir, as_json: AsJson = False) -> None:
+def verify(
+    run_dir: RunDir,
+    files: Annotated[
+        bool,
+        typer.Option("--files", help="also compare every file with its checksums; name what is damaged"),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Check a run's log and calls against lifecycle and bound; exit code 1 if anything is wrong."""
     from services.tools.verification import render_verification, verify_run
 
-    facts = verify_run(run_dir)
+    facts = verify_run(run_dir, files=files)
     _show(facts, as_json, render_verification)
-    if facts["violations"]:
+    if facts["violations"] or facts.get("damaged"):
         raise typer.Exit(1)
 
 
@@ -377,6 +385,7 @@ def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
 
 def main() -> None:
     """Run `tether`; exit with 1 for a failure, 2 where the user has to change something."""
+    keep_private()
     try:
         app()
     except (TetherError, ExceptionGroup) as error:

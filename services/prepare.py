@@ -25,6 +25,7 @@ from services.settings.load import load_settings, run_settings
 from services.settings.resume import changes_since_last_start
 from services.settings.sections import Settings
 from trainer.random_model import build_scratch
+from trainer.storage.checksums import check_model_files
 
 
 def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
@@ -50,10 +51,11 @@ def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
     """Make the random model if one is configured, and return what the ledger has to know of the run.
 
     Raises:
-        SettingsError: the model or the prompts cannot be made.
+        SettingsError: the model or the prompts cannot be made, or a file of the model is damaged.
     """
     if settings.model.scratch is not None:
         build_scratch(settings.model.scratch, settings.model_dir)
+    check_model_files(settings.model_dir)
     source = source or make_source(settings.prompts)
     bound = settings.bound
     return RunSpec(

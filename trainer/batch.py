@@ -73,12 +73,14 @@ class Batch:
     rows: torch.Tensor | None = None
     """int64 [n]: index of each sample within the step, the same for all of its branches; None where nobody
     needs it."""
+    shares: torch.Tensor | None = None
+    """float32 [n]: what part of its sample's tokens each branch has, where a mean over samples counts it by
+    that; None: each is a sample."""
     experts: torch.Tensor | None = None
     """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
     where unknown. The trainer's model uses them in place of its own choice. None: nothing was recorded."""
-    second_moment_limit: float | None = None
-    """Largest square of log(pi / pi_behaviour) at the start of the step with which a token has a policy
-    gradient; None: any."""
+    log_ratio_limit: float | None = None
+    """Largest |log(pi / pi_behaviour)| that M2PO does not clip in an update; None: any."""
     entropy_coef: float | None = None
     """Bonus for entropy in this step; None: that of the settings."""
     mini_batch: torch.Tensor | None = None
@@ -148,7 +150,7 @@ TOKEN_FIELDS = (
     "turn_rewards",
 )
 """Arrays with an entry for each token."""
-SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch", "rows")
+SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch", "rows", "shares")
 """Arrays with an entry for each sample."""
 
 
@@ -177,7 +179,7 @@ class TrainedTokens:
     """As in `Batch`."""
     proximal_logprobs: torch.Tensor | None = None
     """Under the proximal policy, which `micro_batch_loss` sets where the objective is decoupled."""
-    second_moment_limit: float | None = None
+    log_ratio_limit: float | None = None
     entropy_coef: float | None = None
     """Both as in `Batch`."""
     join: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -185,6 +187,8 @@ class TrainedTokens:
     there are none."""
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
+    shares: torch.Tensor | None = None
+    """All as in `Batch`, the last of each token's sample."""
 
     def over_samples(self, values: torch.Tensor) -> torch.Tensor:
         """Return, for each token, the sum of `values` [k] over the trained tokens of its sample, [k]."""
@@ -208,10 +212,11 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
         start_logprobs=_picked(batch.start_logprobs, place),
         reference_logprobs=_picked(batch.reference_logprobs, place),
         decoupled=batch.decoupled,
-        second_moment_limit=batch.second_moment_limit,
+        log_ratio_limit=batch.log_ratio_limit,
         entropy_coef=batch.entropy_coef,
         values=_picked(batch.values, place),
         returns=_picked(batch.returns, place),
+        shares=_picked(batch.shares, sample),
     )
 
 

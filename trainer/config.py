@@ -230,9 +230,9 @@ class AlgorithmConfig:
     rejection_high: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
     """Largest ratio that is trained, with `rejection_level`."""
     second_moment_threshold: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Second-moment trust region: tokens with the largest squares of log(pi / pi_behaviour) at the start of
-    the step have no policy gradient, until the mean of the others over the batch is at most this. It costs a
-    forward pass. 0 is off; m2po needs it."""
+    """m2po: second-moment trust region. Of the tokens whose gradient moves the policy further from the
+    engine's, the mean of log(pi / pi_behaviour)^2 over an update's batch is capped to this: where it is more,
+    the clip is what the cap says, at least `clip_low` and `clip_high`. It costs a forward pass."""
     proximal_policy: str = "start"
     """With `trainer.recompute_logprobs`: start (the policy at the start of the step) or interpolated (a mean
     of the logarithms of the engine's policy and the present one, by the token's lag: no forward pass, however
@@ -256,7 +256,7 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = False
     """Whether that divergence, by k1, is subtracted from the reward instead of added to the loss, as in PPO
     and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards; with
-    ppo that of each token."""
+    ppo that of each token, with reinforce_plus_plus that of each token and those after it."""
     opd_kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     """on_policy_distillation: factor of the reverse KL of each token, log pi - log pi_teacher, in its
     advantage."""

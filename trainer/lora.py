@@ -12,6 +12,7 @@ import xxhash
 
 from protocol.host.atomic_file import directory_written_aside
 from protocol.weights.lora import AdapterTarget, LoraConfig
+from trainer.storage.checksums import write_checksums
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -79,6 +80,7 @@ def save_adapter(tensors: Named, directory: Path, config: LoraConfig, base: Path
         copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
         safetensors.torch.save_file(copies, aside / "adapter_model.safetensors", metadata={"format": "pt"})
         (aside / "adapter_config.json").write_text(json.dumps(peft_config(config, base), indent=2))
+        write_checksums(aside)
 
 
 def peft_config(config: LoraConfig, base: Path) -> dict[str, object]:

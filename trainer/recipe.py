@@ -44,8 +44,17 @@ def _problems_of_algorithm(
         ),
         (
             algorithm.name == "m2po" and not algorithm.second_moment_threshold,
-            "algorithm.second_moment_threshold: 'm2po' clips nothing, and without a threshold nothing bounds "
-            "a step; set it above 0, such as 0.04",
+            "algorithm.second_moment_threshold: 'm2po' makes its clip from it; set it above 0, such as 0.04",
+        ),
+        (
+            algorithm.name != "m2po" and algorithm.second_moment_threshold > 0,
+            "algorithm.second_moment_threshold: it is the trust region of 'm2po', and "
+            f"{algorithm.name!r} has a clip of its own; leave it out, or choose m2po",
+        ),
+        (
+            algorithm.name == "m2po" and trainer.recompute_logprobs,
+            "trainer.recompute_logprobs: the trust region of 'm2po' is around the engine's policy; turn it "
+            "off",
         ),
         (
             algorithm.proximal_policy != "start" and not trainer.recompute_logprobs,

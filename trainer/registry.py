@@ -27,6 +27,13 @@ CRITICS = {
 """Backend -> the class of its critic."""
 
 
+def import_backend(name: str, *, with_critic: bool = False) -> None:
+    """Import a backend, and its critic, before it is needed; a name that is not known imports nothing."""
+    for table in (BACKENDS, CRITICS) if with_critic else (BACKENDS,):
+        if name in table:
+            pkgutil.resolve_name(table[name])
+
+
 def make_backend(
     model_dir: Path,
     *,

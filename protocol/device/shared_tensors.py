@@ -20,6 +20,7 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.host.atomic_file import write_atomically
+from protocol.host.privacy import open_to_own_user
 from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES
 
 Sections = Mapping[str, Mapping[str, torch.Tensor]]
@@ -129,6 +130,8 @@ class SharedTensors:
             WeightError: the file cannot be written, or GPU memory cannot be shared.
         """
         try:
+            if any(not tensor.is_cuda for tensor in self.tensors):
+                open_to_own_user()  # others map the file by /proc
             description = self._described(sections)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_dead(path.parent)

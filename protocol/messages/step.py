@@ -142,7 +142,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     other_s: float | None = None
     """The rest of `step_s`: commit and announcement of the step before, reading this one's records, halts."""
     tokens_per_s: float | None = None
-    """Tokens of the batch, prompts included, by `train_s`."""
+    """Tokens of the batch, prompts included, by `step_s`."""
     mfu: float | None = None
     """FLOPs that the model needs for the batch by those that the devices could have made in `train_s`, 0 to
     1; None on a CPU or an unknown GPU, and where the backend does not count."""
@@ -209,3 +209,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     prefix_hit_rate: float | None = None
     """Share of the tokens that engines were given to continue whose KV was in their prefix cache, over all
     calls for the batch's groups, 0 to 1; None where nobody counted."""
+    train_tokens_per_s: float | None = None
+    """Tokens of the batch, prompts included, by `train_s`."""
+    frac_reward_zero_std: float | None = None
+    """Share of the groups of several samples whose rewards are all equal, 0 to 1; None if there is none."""

@@ -80,6 +80,9 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     turn_contexts: tuple[str, ...] = ()
     """[K]: likewise, what the environment or the harness wrote between the turn before in that row and this
     one."""
+    own_prompts: Array | None = None
+    """int32 [n]: how many tokens at the start of each sample's first row are the rest of its prompt, the
+    context of its first call. They are not part of the response. None: all samples have the prompt P."""
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,13 @@
 """Defines the messages about weight versions: manifests of the trainer and answers of the engines."""
 
+from typing import Annotated
+
 import msgspec
 
 from protocol.messages.base import Message
+
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""A time that a peer has measured: no NaN or infinity, and no number that would spoil a mean."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -85,7 +90,7 @@ class WeightStaged(Message, tag="weight_staged", frozen=True, kw_only=True):
     version: int
     digest: int
     """Manifest digest of the staged copy."""
-    stage_ms: float = 0.0
+    stage_ms: Milliseconds = 0.0
     """Time from the request for the version to its verified copy."""
 
 
@@ -95,7 +100,7 @@ class WeightApplied(Message, tag="weight_applied", frozen=True, kw_only=True):
     engine: str
     epoch: str
     version: int
-    pause_ms: float = 0.0
+    pause_ms: Milliseconds = 0.0
     """Time for which running requests got no token because of the update."""
 
 

@@ -26,6 +26,7 @@ import msgspec
 
 from protocol.errors import RewardError, SettingsError
 from protocol.host.parent_death import die_with_parent
+from protocol.host.privacy import keep_private
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from reward.group import ResponseGroup
 from reward.verifiers.awaited import AwaitedVerifier
@@ -74,6 +75,7 @@ def begin() -> tuple[BinaryIO, BinaryIO, int, float, list[Any]]:
         Where frames come from and go to, `memory_mb`, `timeout_s`, and the verifiers with their options.
     """
     die_with_parent(signal.SIGKILL)
+    keep_private()  # its variables may have a judge's key
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
     memory_mb, timeout_s, modules, configured = read_frame(source)

@@ -193,6 +193,14 @@ class Engine(ABC):
 
     capabilities: Capabilities
 
+    @classmethod  # noqa: B027 (most engines import nothing later than their module)
+    def preload(cls, config: EngineConfig) -> None:
+        """Import what an engine with these settings will import at its start; opens no device.
+
+        Raises:
+            ImportError: the engine's library is broken.
+        """
+
     @property
     @abstractmethod
     def served(self) -> Served:

@@ -36,6 +36,16 @@ CAN_SHARE = {"hf": "reference", "megatron": "megatron", "vllm": "reference"}
 """Engine -> the trainer's backend that can compute with its live weights."""
 
 
+def import_engine(config: EngineConfig) -> None:
+    """Import an engine's class, and what that says itself that it will need, before it is made.
+
+    Raises:
+        ImportError: its library is not installed, or is broken.
+    """
+    module_name, class_name = ENGINES[checked_name(config.name, ENGINES, "engine")].rsplit(".", 1)
+    getattr(importlib.import_module(module_name), class_name).preload(config)
+
+
 def make_engine(
     config: EngineConfig,
     model_dir: Path,

@@ -12,17 +12,20 @@ With the option `processes` a program stays: `rollout/programs/standing_programs
 import asyncio
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
 from protocol.errors import SettingsError
 from rollout.programs.folder import clear_left_folders
 from rollout.programs.outcome import reward_of
+from rollout.programs.owner import find_owner
 from rollout.programs.program import MAX_LINE, Launch, Program
 from rollout.programs.standing_programs import StandingPrograms
 from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
+
+OUTCOME = "outcome.json"
+"""File in a program's directory that the program may write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,9 @@ class Options(SessionOptions):
     processes: Annotated[int, Meta(ge=0, le=10**4)] = 0
     """Processes of the program in one rollout worker that stay, and serve one sample after another. 0: each
     sample has a process, which ends with it."""
+    user: str = ""
+    """User of this machine that the program runs as; the rollout worker has to be root. Empty: that of the
+    worker, whose files the program can read."""
 
 
 class Command(SessionEnvironment):
@@ -51,7 +57,9 @@ class Command(SessionEnvironment):
             raise SettingsError(
                 'setting environment.options.command is empty: write it as ["python", "-m", "my_agent"]'
             )
-        self._launch = Launch(options.command, options.directory, options.variables)
+        self._launch = Launch(
+            options.command, options.directory, options.variables, owner=find_owner(options.user)
+        )
         self._standing = StandingPrograms(self._launch, options.processes) if options.processes else None
         self._cleared = False
 
@@ -75,8 +83,7 @@ class Command(SessionEnvironment):
 
 async def _served(program: Program, task: Task) -> float | None:
     """Run a program for one sample, and return the reward that it wrote, None if it wrote none."""
-    given, outcome = program.folder / "task.json", program.folder / "outcome.json"
-    given.write_text(json.dumps(task.as_json()))
+    given = program.write("task.json", json.dumps(task.as_json()))
     await program.start(
         {
             "OPENAI_BASE_URL": task.url,
@@ -84,20 +91,16 @@ async def _served(program: Program, task: Task) -> float | None:
             "ANTHROPIC_BASE_URL": task.url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": task.key,
             "TETHER_TASK": str(given),
-            "TETHER_OUTCOME": str(outcome),
+            "TETHER_OUTCOME": str(program.folder / OUTCOME),
         }
     )
     await program.ended()
-    return reward_of(_written(outcome)) if outcome.exists() else None
-
-
-def _written(outcome: Path) -> Any:
-    """Return what a program wrote. Raises ValueError if that is no JSON."""
     try:
-        with outcome.open("rb") as file:
-            return json.loads(file.read(MAX_LINE))
+        written = program.read(OUTCOME, MAX_LINE)
+        found = None if written is None else json.loads(written)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
+    return None if written is None else reward_of(found)
 
 
 make = Command

@@ -15,8 +15,9 @@ from typing import Any
 from protocol.user_code import returned_number
 from rollout.engines.base import Completion
 from rollout.environments.base import Environment, EpisodeOver, Generate, Sample, SampleBuilder
+from rollout.off_loop import TOKEN, off_loop
 from rollout.prompts.base import Prompt
-from rollout.render import Renderer
+from rollout.render import PromptTooLong, Renderer
 from rollout.sessions.record import SampleRecord, key_of
 from rollout.sessions.results import Results
 
@@ -67,14 +68,14 @@ class Episode:
             )
         self._running = True
         try:
-            inserted = self._inserted_tokens()
+            inserted = await self._inserted_tokens()
             completion = await self._answered(inserted, max_tokens)
         finally:
             self._running = False
         self._inserted.clear()
         self._last = completion
         self.turns += 1
-        return self._renderer.text(completion.tokens)
+        return await off_loop(TOKEN * len(completion.tokens), lambda: self._renderer.text(completion.tokens))
 
     def insert(self, text: str) -> None:
         """Insert a message before the model's next turn; several texts become one message.
@@ -146,10 +147,16 @@ class Episode:
         self._sample.sampled(completion, trained=trained)
         return completion
 
-    def _inserted_tokens(self) -> tuple[int, ...]:
+    async def _inserted_tokens(self) -> tuple[int, ...]:
+        """Return the tokens of what was inserted; raises EpisodeOver if it cannot fit."""
         if not self._inserted or self._last is None:
             return ()
-        return self._renderer.turn_tokens("\n".join(self._inserted), after=self._last.tokens)
+        text, after = "\n".join(self._inserted), self._last.tokens
+        most: int = getattr(self._generate, "max_model_len", 0)
+        try:
+            return await off_loop(len(text), lambda: self._renderer.turn_tokens(text, after=after, most=most))
+        except PromptTooLong as error:
+            raise EpisodeOver(f"{error} fill engine.max_model_len {most}") from None
 
 
 Play = Callable[[Episode], Awaitable[float | None]]

@@ -6,6 +6,7 @@ are answered by frames (request id, kind, MessagePack). Of kind "delta" are the 
 ends the episode. A cancelled sample sends "cancel".
 """
 
+import functools
 import uuid
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import check_shape
+from rollout.off_loop import off_loop
 from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
 
 MAX_FRAME = 1 << 28
@@ -200,16 +202,23 @@ class EnvironmentServer(SessionEnvironment):
                 answered, kind, data = frames
                 if answered != run:
                     continue
-                check_shape(data)
-                if kind == b"delta":
-                    reading.apply(msgspec.msgpack.decode(data, type=TraceDelta))
+                said = await off_loop(len(data), functools.partial(_decoded, kind, data))
+                if isinstance(said, TraceDelta):
+                    reading.apply(said)
                     continue
-                reply = msgspec.msgpack.decode(data, type=Reply)
             except (ValueError, ProtocolError, RecursionError) as error:
                 raise RuntimeError(
                     f"the environment server {address} speaks another protocol: {error}"
                 ) from None
-            return reading.reward(reply)
+            return reading.reward(said)
+
+
+def _decoded(kind: bytes, data: bytes) -> TraceDelta | Reply:
+    """Return what a frame says. Raises ValueError, ProtocolError or RecursionError if it is garbage."""
+    check_shape(data)
+    if kind == b"delta":
+        return msgspec.msgpack.decode(data, type=TraceDelta)
+    return msgspec.msgpack.decode(data, type=Reply)
 
 
 def run_request(task: Task) -> dict[str, Any]:

@@ -7,7 +7,7 @@ take care is their environment: each program has a variable `MARK` there whose v
 import asyncio
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,10 @@ MARK = "TETHER_PROGRAM"
 """Variable in a program's environment; its value is the name of the program's directory."""
 ROUNDS = 20
 """How often to search for processes that were started meanwhile."""
+DEEPEST = 64
+"""Directories above that of a process that are compared."""
+Identity = tuple[int, int]
+"""Device and inode of a directory."""
 
 
 class Sweeper:
@@ -38,9 +42,13 @@ def kill_left(folders: Iterable[Path]) -> int:
 
     Those of other users, and those that have no mark, another directory and another process group, are not
     found.
+
+    Args:
+        folders: directories in one that only this user can change.
     """
+    folders = list(folders)
     marks = {f"{MARK}={folder.name}".encode() for folder in folders}
-    places = tuple(os.fsencode(folder.resolve()) for folder in folders)
+    places = {_identity(folder) for folder in folders if folder.is_dir()}
     killed: set[int] = set()
     for _ in range(ROUNDS):
         found = _kill_once(marks, places, killed)
@@ -50,7 +58,7 @@ def kill_left(folders: Iterable[Path]) -> int:
     return len(killed)
 
 
-def _kill_once(marks: set[bytes], places: tuple[bytes, ...], known: set[int]) -> set[int]:
+def _kill_once(marks: set[bytes], places: set[Identity], known: set[int]) -> set[int]:
     """Kill what is found by one search, but for processes that were killed before; return their ids."""
     found = set()
     for name in os.listdir("/proc"):
@@ -69,11 +77,26 @@ def _kill_once(marks: set[bytes], places: tuple[bytes, ...], known: set[int]) ->
     return found
 
 
-def _is_left(name: str, marks: set[bytes], places: tuple[bytes, ...]) -> bool:
-    """Return whether a process has one of the marks, or works in one of the directories."""
-    at = os.readlink(os.fsencode(f"/proc/{name}/cwd"))
-    if any(at == place or at.startswith((place + b"/", place + b" (deleted)")) for place in places):
+def _is_left(name: str, marks: set[bytes], places: set[Identity]) -> bool:
+    """Return whether a process has one of the marks, or works in or below one of the directories."""
+    if places and not places.isdisjoint(_surrounding(f"/proc/{name}/cwd")):
         return True
     with open(f"/proc/{name}/environ", "rb", buffering=0) as file:
         environ = file.read()
     return MARK.encode() in environ and not marks.isdisjoint(environ.split(b"\0"))
+
+
+def _surrounding(directory: str) -> Iterator[Identity]:
+    """Yield a directory and those above it, as the kernel finds them: names may be exchanged meanwhile."""
+    last = None
+    for _ in range(DEEPEST):
+        found = _identity(directory)
+        if found == last:  # the root
+            return
+        yield found
+        last, directory = found, f"{directory}/.."
+
+
+def _identity(directory: str | Path) -> Identity:
+    found = os.stat(directory)
+    return found.st_dev, found.st_ino

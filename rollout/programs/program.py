@@ -8,9 +8,10 @@ nothing itself, the kernel kills the program, and the next worker what that star
 import asyncio
 import os
 import signal
+import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from protocol.errors import SettingsError
 from protocol.host.parent_death import tied_to_this_process
 from rollout.programs.folder import ProgramFolder
 from rollout.programs.left_processes import MARK, Sweeper
+from rollout.programs.owner import Owner
 
 PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the rollout worker that a program gets as they are; PATH begins with the worker's Python."""
@@ -44,6 +46,8 @@ class Launch:
     """More environment variables."""
     sweeper: Sweeper = field(default_factory=Sweeper, compare=False)
     """Kills what the programs leave."""
+    owner: Owner | None = None
+    """User that they run as. None: that of the rollout worker."""
 
     def environ(self, more: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a program, with `more` last."""
@@ -52,9 +56,21 @@ class Launch:
             **{name: os.environ[name] for name in PASSED if name in os.environ},
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(modules)),
+            **(self.owner.variables if self.owner is not None else {}),
             **self.variables,
             **more,
         }
+
+    def before_exec(self) -> Callable[[], None]:
+        """Return the `preexec_fn` of a program: it gets its user, and ends with this process."""
+        tie, owner = tied_to_this_process(signal.SIGKILL), self.owner
+
+        def before() -> None:
+            if owner is not None:
+                owner.become()
+            tie()  # after that: a change of the user would undo it
+
+        return before
 
 
 class Program:
@@ -62,7 +78,7 @@ class Program:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._folder = ProgramFolder()
+        self._folder = ProgramFolder(launch.owner)
         self._output = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -70,6 +86,29 @@ class Program:
     def folder(self) -> Path:
         """The working directory."""
         return self._folder.path
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a file into the working directory before the start, for the program; return its path."""
+        return self._folder.write(name, text)
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return what the program wrote to a file of its working directory; None if there is none.
+
+        Raises:
+            OSError: it is not a regular file.
+            ValueError: it has more than `most` bytes.
+        """
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a link may lead to a file of the worker's user
+        try:
+            handle = os.open(self.folder / name, flags)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(f"{name} is no regular file")
+            if len(data := file.read(most + 1)) > most:
+                raise ValueError(f"{name} has more than {most} bytes")
+            return data
 
     @property
     def process(self) -> asyncio.subprocess.Process:
@@ -99,7 +138,7 @@ class Program:
                 cwd=self.folder,
                 env=self._launch.environ({**variables, MARK: self.folder.name}),
                 start_new_session=True,
-                preexec_fn=tied_to_this_process(signal.SIGKILL),
+                preexec_fn=self._launch.before_exec(),
                 limit=MAX_LINE,
             )
         except OSError as error:

@@ -62,7 +62,10 @@ def context_tokens(parent: ModelCall | None, inserted: tuple[int, ...]) -> tuple
 
 @dataclass(slots=True)
 class CallTree:
-    """The calls of a session in the order of their answers."""
+    """The calls of a session in the order of their answers.
+
+    A thread may look for the call that a request continues while the event loop adds others.
+    """
 
     calls: list[ModelCall] = field(default_factory=list)
     _by_end: dict[int | TextEnd, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
@@ -106,7 +109,7 @@ class CallTree:
         """Find the completion that a text prompt continues, and return it with the rest of the prompt."""
         best, rest = None, prompt
         hashed, at = xxhash.xxh3_128(), 0
-        for length in sorted({end[0] for end in self._by_end if isinstance(end, tuple)}):
+        for length in sorted({end[0] for end in list(self._by_end) if isinstance(end, tuple)}):
             if length > len(prompt):
                 break
             hashed.update(_bytes(prompt[at:length]))
@@ -126,9 +129,11 @@ class CallTree:
         while reached:
             parent, start = reached.pop()
             for call in reversed(self._next.get(id(parent), ())):
-                own = (*call.inserted, *call.completion.tokens)
-                end = start + len(own)
-                if tokens[start:end] == own:
+                middle = start + len(call.inserted)
+                end = middle + len(call.completion.tokens)
+                if end > len(tokens):
+                    continue
+                if (tokens[start:middle], tokens[middle:end]) == (call.inserted, call.completion.tokens):
                     reached.append((call, end))
                     best = (call, end) if end > best[1] else best
         return best

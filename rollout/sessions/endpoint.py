@@ -17,22 +17,21 @@ import asyncio
 import functools
 import hashlib
 import json
-import logging
 import secrets
 from collections import OrderedDict
-from typing import Any
 
 from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Handler
 
 from protocol.errors import EpisodeError, SettingsError
-from rollout.sessions.listener import LimitedListener
-from rollout.sessions.messages import parsed_json
+from protocol.host.http_listener import LimitedListener, request_logger
+from rollout.off_loop import LARGE, off_loop
 from rollout.sessions.refusal import RequestRefused, ended, invalid
+from rollout.sessions.requests import read_body
 from rollout.sessions.served_call import APIS, Api, ServedCall
 from rollout.sessions.session import Session
 
-_log = logging.getLogger("tether.sessions")
+_log = request_logger("tether.sessions")
 
 MAX_ENDED = 10_000
 """Ended sessions whose clients are answered why, the last ones; others are unknown."""
@@ -71,7 +70,10 @@ class SessionEndpoint:
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
-        self._listener = LimitedListener(max_connections=max_connections, header_s=header_s)
+        full = RequestRefused(503, "too_many_connections", f"{max_connections} connections are open")
+        self._listener = LimitedListener(
+            max_connections=max_connections, header_s=header_s, full=json.dumps(full.body).encode()
+        )
         app = web.Application(client_max_size=self._max_bytes, middlewares=[self._listener.note, _as_errors])
         app.router.add_get("/s/{key}/v1/models", self._serve_models)
         for api in APIS:
@@ -80,7 +82,9 @@ class SessionEndpoint:
         app.router.add_delete("/s/{key}/v1/responses/{name}", self._serve_stored)
         app.router.add_get("/s/{key}/v1/results/{name}", self._serve_result)
         app.router.add_put("/s/{key}/v1/results/{name}", self._serve_result)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, logger=_log, handler_cancellation=True, shutdown_timeout=1.0
+        )
         self._address = ""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -149,14 +153,17 @@ class SessionEndpoint:
         if request.method == "DELETE":
             del stored[name]
             return web.json_response({"id": name, "object": "response", "deleted": True})
-        return web.json_response(stored[name].body)
+        body = stored[name].body
+        return web.json_response(text=await off_loop(LARGE + 1, lambda: json.dumps(body)))
 
     async def _serve_result(self, request: web.Request) -> web.Response:
         """Return what a tool answered, or record it: it is on disk when the client has an answer."""
         results, name = self._session(request).results, request.match_info["name"]
         try:
             if request.method == "PUT":
-                found: bytes | None = await results.keep(name, await self._body(request))
+                body = await self._body(request)
+                value = await off_loop(len(body), functools.partial(read_body, body))
+                found: bytes | None = await results.keep(name, value)
             else:
                 found = await results.find(name)
         except EpisodeError as error:
@@ -169,17 +176,18 @@ class SessionEndpoint:
         try:
             session = self._session(request)
             known = {"stored": session.stored} if api.keep is not None else {}
-            asked = api.read(await self._body(request), override=self._override, **known)
-            begun = session.begin(asked)
-            call = ServedCall(api, request, session, begun, api.prefix + secrets.token_hex(8))
-            return await (call.stream() if asked.stream else call.whole())
+            read = functools.partial(api.read, override=self._override, **known)
+            body = await self._body(request)
+            begun = await session.read(body, read)
+            call = ServedCall(api, request, session, begun, api.prefix + secrets.token_hex(8), len(body))
+            return await (call.stream() if begun.asked.stream else call.whole())
         except RequestRefused as refusal:
             return api.refused(refusal)
 
-    async def _body(self, request: web.Request) -> Any:
+    async def _body(self, request: web.Request) -> bytes:
         try:
             async with asyncio.timeout(self._body_s):
-                return await _json(request, self._max_bytes)
+                return await _read(request, self._max_bytes)
         except TimeoutError:
             raise RequestRefused(
                 408, "body_too_slow", f"the body did not come within {self._body_s:g} s"
@@ -209,22 +217,17 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
         return web.json_response(body, status=failed.status, headers={"x-should-retry": "false"})
 
 
-async def _json(request: web.Request, limit: int) -> Any:
+async def _read(request: web.Request, limit: int) -> bytes:
     """Return the body of a request.
 
     Raises:
-        RequestRefused: it is too large, broken, or not JSON.
+        RequestRefused: it is too large, or broken.
     """
     try:
         if (request.content_length or 0) > limit:
             raise web.HTTPRequestEntityTooLarge(limit, request.content_length or 0)
-        body = await request.read()
-        return parsed_json(body.decode(json.detect_encoding(body)))
+        return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise RequestRefused(413, "body_too_large", f"the body is over {limit} bytes") from None
     except web.RequestPayloadError as error:
         raise invalid(f"the body cannot be read: {str(error)[:200]}", code="invalid_body") from None
-    except UnicodeError:
-        raise invalid("the body has a code point that is not text") from None
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None

@@ -16,6 +16,7 @@ from rollout.engines.base import EngineConfig
 from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Generate, Sample
 from rollout.episodes import ModelCalls
 from rollout.generate import SamplingConfig
+from rollout.off_loop import TOKEN, off_loop
 from rollout.programs.program import ProgramKilled
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
@@ -164,7 +165,8 @@ class SessionEnvironment(Environment):
         if record is not None:
             await record.begin(replayable=self._limits.replayable)
         on_replayed = calls.count_replayed if calls else None
-        session = Session(generate, renderer, self._limits, self._reader, record, on_replayed)
+        most = calls.max_model_len if calls else 0
+        session = Session(generate, renderer, self._limits, self._reader, record, on_replayed, most)
         key = endpoint.open(session)
         task = Task(endpoint.url(key), key, prompt, session.results)
         try:
@@ -187,7 +189,9 @@ class SessionEnvironment(Environment):
             record.warn_of_left()
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
-        return sample_of(session, reward)
+        answered = session.tree.calls
+        tokens = sum(len(call.inserted) + len(call.completion.tokens) for call in answered)
+        return await off_loop(TOKEN * tokens * len(answered), lambda: sample_of(session, reward))
 
     async def _acted(self, task: Task, end: Callable[[], None]) -> float | None:
         """Let the harness work; once that is cancelled, `end` its session, and wait `END_S` for it to end."""

@@ -1,13 +1,13 @@
 """Reads the messages of a chat request, and hashes them, so that requests are compared message by message."""
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
+from rollout.bounded_json import parsed_json
 from rollout.sessions.refusal import RequestRefused, invalid
 
 Message = dict[str, Any]
@@ -120,25 +120,6 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     called = {"name": function["name"], "arguments": parsed_arguments(function.get("arguments"))}
     found: dict[str, Any] = {"type": "function", "function": called}
     return {**found, "id": call["id"]} if isinstance(call.get("id"), str) else found
-
-
-def parsed_json(text: str) -> Any:
-    """Parse JSON that can be written again.
-
-    Raises:
-        ValueError: it is none, a number in it is not finite, or a string has half of a surrogate pair, which
-            is no text.
-    """
-    found = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    if "\\ud" in text.lower():
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
-
-
-def _finite(number: str) -> float:
-    if not math.isfinite(float(number)):
-        raise ValueError(f"{number[:40]} is no number of JSON")
-    return float(number)
 
 
 def parsed_arguments(arguments: Any) -> Any:

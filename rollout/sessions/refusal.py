@@ -1,5 +1,9 @@
 """Defines the refusal of a request, with what its client is answered."""
 
+MAX_MESSAGE = 1000
+"""Characters of a message: it may quote the request."""
+MAX_PARAM = 200
+
 
 class RequestRefused(Exception):
     """A request that was refused; nothing changed.
@@ -8,11 +12,11 @@ class RequestRefused(Exception):
     """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message[:MAX_MESSAGE])
         self.status = status
         self.code = code
-        self.message = message
-        self.param = param
+        self.message = message[:MAX_MESSAGE]
+        self.param = param and param[:MAX_PARAM]
         """Name of the request's field at fault."""
 
     @property

@@ -1,8 +1,10 @@
 """Reads the bodies of requests to the OpenAI API, and refuses what would not be done as asked."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.bounded_json import TooManyValues, parsed_json
 from rollout.sessions.messages import Dialogue, read_dialogue
 from rollout.sessions.refusal import RequestRefused, invalid
 
@@ -28,6 +30,8 @@ DEFAULTS: dict[str, Any] = {
     "suffix": "",
 }
 """Field -> its only value that is supported."""
+MAX_NAME = 256
+"""Characters of a name that an answer repeats."""
 COMMON = ("max_tokens", "stream", "stream_options", "logprobs")
 CHAT = ("messages", "tools", "tool_choice", "max_completion_tokens")
 TEXT = ("prompt",)
@@ -65,6 +69,22 @@ class Asked:
     """Whether the answer to a generate request has its text."""
     with_prompt: bool = False
     """Whether it has the tokens of the request."""
+
+
+def read_body(body: bytes, tokens: int = 0) -> Any:
+    """Parse the body of a request; one with over `MOST_VALUES` values may have the ids of `tokens` tokens.
+
+    Raises:
+        RequestRefused: it is not JSON, or has too many values.
+    """
+    try:
+        return parsed_json(body.decode(json.detect_encoding(body)), tokens)
+    except TooManyValues as error:
+        raise RequestRefused(413, "too_many_values", f"the body has {error}") from None
+    except UnicodeError:
+        raise invalid("the body has a code point that is not text") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
 
 
 def read_chat(body: Any, *, override: bool) -> Asked:
@@ -105,6 +125,14 @@ def is_token(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
 
+def repeated_name(body: dict[str, Any], field: str) -> str:
+    """Return a name that the answer repeats; empty if it is no text."""
+    name = body.get(field)
+    if isinstance(name, str) and len(name) > MAX_NAME:
+        raise invalid(f"{field} has {len(name)} characters, over {MAX_NAME}", field)
+    return name if isinstance(name, str) else ""
+
+
 def _common(body: Any, fields: tuple[str, ...], override: bool) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
@@ -132,9 +160,8 @@ def _common(body: Any, fields: tuple[str, ...], override: bool) -> dict[str, Any
     logprobs = body.get("logprobs")
     if logprobs not in known:
         raise _unsupported("logprobs", logprobs, meaning)
-    model = body.get("model")
     return {
-        "model": model if isinstance(model, str) else "",
+        "model": repeated_name(body, "model"),
         "max_tokens": _count(body, "max_tokens"),
         "stream": bool(body.get("stream")),
         "include_usage": bool(options.get("include_usage")),

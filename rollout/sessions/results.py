@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from protocol.messages import Call
+from rollout.off_loop import off_loop, size_of
 from rollout.sessions.record import SampleRecord, now_ms
 from rollout.sessions.refusal import RequestRefused, ended, invalid
 
@@ -50,8 +51,9 @@ class Results:
             found = await self.find(name)
             if found is None:
                 began_ms = now_ms()
-                found = await self._kept(name, as_json(name, await work()), began_ms)
-            return json.loads(found)
+                found = await self._kept(name, await _off_loop_json(name, await work()), began_ms)
+            known = found
+            return await off_loop(len(known), lambda: json.loads(known))
 
     async def find(self, name: str) -> bytes | None:
         """Return the result of a name as JSON, once it is on disk; None: there is none.
@@ -70,7 +72,7 @@ class Results:
             RequestRefused: as for `once`, or another result has this name.
             EpisodeError: as for `once`.
         """
-        made = as_json(checked_name(name), value)
+        made = await _off_loop_json(checked_name(name), value)
         found = await self.find(name)
         if found is None:
             return await self._kept(name, made, now_ms())
@@ -134,6 +136,11 @@ def checked_name(name: str) -> str:
             f"the name of a result has 1 to {MAX_NAME} printable characters, not {name[:80]!r}", "name"
         )
     return name
+
+
+async def _off_loop_json(name: str, value: Any) -> bytes:
+    """Return a result as JSON; a large one is written beside the event loop."""
+    return await off_loop(size_of(value), lambda: as_json(name, value))
 
 
 def as_json(name: str, value: Any) -> bytes:

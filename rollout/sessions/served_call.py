@@ -5,10 +5,11 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import hdrs, web
 
+from rollout.off_loop import TOKEN, off_loop
 from rollout.sessions import bodies
 from rollout.sessions.apis import anthropic, generate, response_bodies, responses
 from rollout.sessions.refusal import RequestRefused
@@ -18,6 +19,7 @@ from rollout.sessions.session import Begun, CallAnswer, Session
 _log = logging.getLogger("tether.sessions")
 
 Body = dict[str, Any]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class Api:
     last: bytes = b""
     """What ends a stream."""
     error: Callable[[RequestRefused], Body] = lambda refusal: refusal.body
-    keep: Callable[[Session, Asked, CallAnswer, str], None] | None = None
-    """Stores an answer in its session, for requests that name it."""
+    keep: Callable[[Session, Asked, CallAnswer, str], Any] | None = None
+    """Returns what is stored of an answer in its session, for requests that name it; None: nothing."""
 
     def refused(self, refusal: RequestRefused) -> web.Response:
         """Return the answer to a request that is refused, which says whether to try again."""
@@ -62,7 +64,7 @@ APIS = (
     Api(
         "/v1/responses", "resp_", responses.read_responses, response_bodies.response_body,
         response_bodies.response_events, start=response_bodies.response_start,
-        keep=response_bodies.keep_response,
+        keep=response_bodies.kept_response,
     ),
     Api(
         "/inference/v1/generate", "generate-tokens-", generate.read_generate, generate.generate_body,
@@ -75,17 +77,23 @@ APIS = (
 class ServedCall:
     """One call of a client; what could not be written to it leaves nothing in the session."""
 
-    def __init__(self, api: Api, request: web.Request, session: Session, begun: Begun, name: str) -> None:
+    def __init__(
+        self, api: Api, request: web.Request, session: Session, begun: Begun, name: str, size: int
+    ) -> None:
+        """Serve a call that has begun; its answer is called `name`, its request has `size` bytes."""
         self._api, self._request, self._session = api, request, session
-        self._begun, self._name = begun, name
+        self._begun, self._name, self._size = begun, name, size
 
     async def whole(self) -> web.StreamResponse:
         """Answer in one piece."""
         answer = await self._session.answer(self._begun)
-        made = self._api.whole(self._begun.asked, answer, self._session.renderer, self._name)
-        response = web.json_response(made, headers=_overridden(self._begun.asked))
+        response = web.Response(content_type="application/json", headers=_overridden(self._begun.asked))
 
         async def send() -> None:
+            asked, renderer = self._begun.asked, self._session.renderer
+            response.text = await self._written(
+                answer, lambda: json.dumps(self._api.whole(asked, answer, renderer, self._name))
+            )
             await response.prepare(self._request)
             await response.write_eof()
 
@@ -98,8 +106,9 @@ class ServedCall:
         response.content_type = "text/event-stream"
         response.headers[hdrs.CACHE_CONTROL] = "no-cache"
         await response.prepare(self._request)
-        if self._api.start is not None:
-            await response.write(_event(self._api.start(self._begun.asked, self._name)))
+        if (start := self._api.start) is not None:
+            event = await off_loop(self._size, lambda: _event(start(self._begun.asked, self._name)))
+            await response.write(event)
         try:
             answer = await self._session.answer(self._begun)
         except Exception as failed:  # its head is sent, so no other answer can follow
@@ -111,8 +120,12 @@ class ServedCall:
             return response
 
         async def send() -> None:
-            for event in self._api.events(self._begun.asked, answer, self._session.renderer, self._name):
-                await response.write(_event(event))
+            asked, renderer = self._begun.asked, self._session.renderer
+            events = await self._written(
+                answer, lambda: [*map(_event, self._api.events(asked, answer, renderer, self._name))]
+            )
+            for event in events:
+                await response.write(event)
             await response.write(self._api.last)
             await response.write_eof()
 
@@ -121,15 +134,22 @@ class ServedCall:
 
     async def _deliver(self, answer: CallAnswer, send: Callable[[], Awaitable[None]]) -> None:
         """Write an answer, or withdraw it if the client has hung up: nobody has seen it."""
-        if self._api.keep is not None:
-            self._api.keep(self._session, self._begun.asked, answer, self._name)
         try:
+            if (keep := self._api.keep) is not None:
+                asked, session = self._begun.asked, self._session
+                kept = await self._written(answer, lambda: keep(session, asked, answer, self._name))
+                if kept is not None:
+                    session.stored[self._name] = kept
             await send()
         except (ConnectionError, asyncio.CancelledError) as hung_up:
             self._session.withdraw(self._begun, answer.call)
             self._session.stored.pop(self._name, None)
             if isinstance(hung_up, asyncio.CancelledError):
                 raise
+
+    async def _written(self, answer: CallAnswer, make: Callable[[], Made]) -> Made:
+        """Return what `make` writes of an answer and its request, a large one beside the event loop."""
+        return await off_loop(self._size + TOKEN * len(answer.call.completion.tokens), make)
 
 
 def _event(body: Body) -> bytes:

@@ -13,15 +13,19 @@ from msgspec import Meta
 from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
 from rollout.engines.base import Completion
 from rollout.environments.base import EpisodeOver, Generate
-from rollout.render import Renderer
+from rollout.off_loop import LARGE, TOKEN, off_loop
+from rollout.render import PromptTooLong, Renderer, checked_length
 from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
 from rollout.sessions.calls import CallTree, ModelCall, TextEnd, context_tokens, text_end
 from rollout.sessions.messages import read_message
 from rollout.sessions.record import SampleRecord, key_of
 from rollout.sessions.refusal import RequestRefused, ended, invalid
-from rollout.sessions.requests import Asked
+from rollout.sessions.requests import Asked, read_body
 from rollout.sessions.results import Results
 from rollout.sessions.template import added, whole
+
+OTHER_BYTES = 1 << 16
+"""Bytes of a body besides its texts, in which a character has at most 12: two escapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,25 @@ class Begun:
     """As in `ModelCall`."""
     context: tuple[int, ...]
     """The tokens that the answer continues."""
-
-    def key(self) -> tuple[str, str]:
-        """Return what the call is found by in a record."""
-        asked = self.asked
-        request = asked.prompt if asked.dialogue is None else asked.dialogue.keys[-1]
-        return key_of(f"{request!r} {asked.max_tokens} {asked.tools}", self.context)
+    key: tuple[str, str]
+    """What the call is found by in a record."""
+    restarts: bool = False
+    """Whether it begins anew because the template cannot write its messages after an answer."""
 
 
-Answered = tuple[int, Completion, ReadAnswer]
-"""The number of an answer in the record, -1 without one; the answer; and what was read from it."""
+@dataclass(frozen=True, slots=True)
+class SaidAnswer:
+    """What an answer says, and how requests that continue it begin."""
+
+    text: str
+    message: dict[str, Any]
+    end: int | TextEnd
+    also: int | None = None
+    """As in `ModelCall`."""
+
+
+Answered = tuple[int, Completion, SaidAnswer]
+"""The number of an answer in the record, -1 without one; the answer; and what it says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +97,23 @@ class Session:
         reader: AnswerReader | None = None,
         record: SampleRecord | None = None,
         on_replayed: Callable[[Completion], None] | None = None,
+        max_model_len: int = 0,
     ) -> None:
-        """Start without a call; `on_replayed` is called with each answer from the record."""
+        """Start without a call.
+
+        Args:
+            generate, renderer, limits, reader, record: as the fields and arguments of the same name.
+            on_replayed: is called with each answer from the record.
+            max_model_len: tokens of a context with its answer; 0: no limit is known.
+        """
         self._generate, self._renderer, self._limits = generate, renderer, limits
         self._on_replayed = on_replayed
         self._reader = reader or AnswerReader()
+        self._max_model_len = max_model_len
         self._running: set[asyncio.Task[Answered]] = set()
+        self._reading = 0
+        """Large requests that wait or are read; one at a time is."""
+        self._one_read = asyncio.Lock()
         self.record = record
         """Has every call before it is answered; None: nothing is recorded."""
         self.results = Results(record)
@@ -111,6 +135,35 @@ class Session:
         """What renders the requests."""
         return self._renderer
 
+    async def read(self, body: bytes, asked: Callable[[Any], Asked]) -> Begun:
+        """Read a request and begin it, a large one beside the event loop; a refusal changes nothing.
+
+        Args:
+            body: of the request.
+            asked: returns what the parsed body asks for.
+
+        Raises:
+            RequestRefused: as for `begin`, or it is malformed.
+        """
+        self._check_free()
+        least = (len(body) - OTHER_BYTES) // (12 * self._renderer.longest_piece)
+        if 0 < self._max_model_len < least:
+            raise self._too_long(f"at least {least} tokens")
+
+        def begun() -> Begun:
+            return self._fitting(asked(read_body(body, self._max_model_len)))
+
+        if len(body) <= LARGE:
+            return begun()
+        self._reading += 1
+        try:
+            async with self._one_read:
+                found = await off_loop(len(body), begun)
+        finally:
+            self._reading -= 1
+        self._check_free()
+        return found
+
     def begin(self, asked: Asked) -> Begun:
         """Find what a request continues, and check it; a refusal changes nothing.
 
@@ -118,28 +171,47 @@ class Session:
             RequestRefused: the session has ended or reached a limit, the request is too long, or the chat
                 template refuses it.
         """
+        self._check_free()
+        return self._fitting(asked)
+
+    def _fitting(self, asked: Asked) -> Begun:
+        """Return what a request continues, if it fits; may run in a thread."""
+        param = "messages" if asked.dialogue else "prompt"
+        most = self._max_model_len if self.tree.calls else self._renderer.max_prompt_tokens
+        try:
+            begun = self._placed(asked, most)
+            if not self.tree.calls:
+                checked_length(begun.context, most)
+        except PromptTooLong as error:
+            raise self._too_long(str(error), param) from None
+        if not begun.context:
+            raise invalid("the request has no tokens", param)
+        return begun
+
+    def _check_free(self) -> None:
+        """Raise RequestRefused if the session answers no further call now."""
         if self.ended:
             raise ended(self.ended)
         if len(self.tree.calls) + len(self._running) >= self._limits.max_calls:
             raise RequestRefused(
                 403, "too_many_calls", f"the session has made its {self._limits.max_calls} calls (max_calls)"
             )
-        if len(self._running) >= self._limits.max_running:
+        if len(self._running) + self._reading >= self._limits.max_running:
             raise RequestRefused(
-                429, "too_many_running", f"{len(self._running)} calls of the session run (max_running)"
+                429, "too_many_running", f"{self._limits.max_running} calls of the session run (max_running)"
             )
-        begun = self._placed(asked)
-        length, most = len(begun.context), self._renderer.max_prompt_tokens
-        if 0 < most < length and not self.tree.calls:
-            raise invalid(
-                f"the request has {length} tokens, over the context length of {most} "
-                "(render.max_prompt_tokens)",
-                "messages" if asked.dialogue else "prompt",
+
+    def _too_long(self, tokens: str, param: str | None = None) -> RequestRefused:
+        """Return the refusal of a request that does not fit; the sample of a later call is truncated."""
+        if not self.tree.calls:
+            most = self._renderer.max_prompt_tokens or self._max_model_len
+            return invalid(
+                f"the request has {tokens}, over the context length of {most} (render.max_prompt_tokens)",
+                param,
                 "context_length_exceeded",
             )
-        if not length:
-            raise invalid("the request has no tokens", "messages" if asked.dialogue else "prompt")
-        return begun
+        self.truncated = True
+        return invalid(f"{tokens} fill engine.max_model_len {self._max_model_len}", code="episode_over")
 
     async def answer(self, begun: Begun) -> CallAnswer:
         """Generate the answer of a call and record it.
@@ -148,28 +220,16 @@ class Session:
             RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
                 room left.
         """
-        number, completion, read = await self._completed(begun)
-        text = self._renderer.text(completion.tokens)
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        number, completion, said = await self._completed(begun)
         reason = completion.finish_reason
-        asked = begun.asked
-        also: int | None = None
-        if asked.dialogue is None:
-            end: int | TextEnd = _ending(begun, text, self._renderer)
-        else:
-            message = _message(read, begun.context, completion)
-            reason = "tool_calls" if read.calls and reason == "stop" else reason
-            answered = read_message(message, "answer")
-            end = asked.dialogue.answered(answered)
-            if read.thoughts:
-                del answered["reasoning_content"]
-                also = asked.dialogue.answered(answered)
+        reason = "tool_calls" if said.message.get("tool_calls") and reason == "stop" else reason
         trained = self.record is None or self.record.is_trained(completion)
-        call = ModelCall(begun.parent, begun.inserted, completion, end, also, number, trained)
+        call = ModelCall(begun.parent, begun.inserted, completion, said.end, said.also, number, trained)
         self.tree.add(call)
         self.truncated = False
-        self.overridden += bool(asked.overridden)
-        return CallAnswer(call, len(begun.context), text, message, reason)
+        self.overridden += bool(begun.asked.overridden)
+        self.restarts += begun.restarts
+        return CallAnswer(call, len(begun.context), said.text, said.message, reason)
 
     def withdraw(self, begun: Begun, call: ModelCall) -> None:
         """Forget an answer that could not be written; a recorded one is given to who asks the same again."""
@@ -214,16 +274,18 @@ class Session:
 
     async def _answered_once(self, begun: Begun) -> Answered:
         number, completion = await self._recorded(begun)
-        asked = begun.asked
-        if asked.dialogue is None:
-            return number, completion, ReadAnswer("")
-        tools = asked.dialogue.tools if asked.tools else ()
+        dialogue = begun.asked.dialogue
+        tools = dialogue.tools if dialogue is not None and begun.asked.tools else ()
         try:
-            read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
+            read = None
+            if dialogue is not None:
+                read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
+            size = TOKEN * (len(begun.context) + len(completion.tokens))
+            said = await off_loop(size, lambda: _said(begun, completion, read, self._renderer))
         except BaseException:
             self._put_back(begun, number, completion)
             raise
-        return number, completion, read
+        return number, completion, said
 
     def _put_back(self, begun: Begun, number: int, completion: Completion) -> None:
         """Keep a recorded answer that was not given, for who asks the same again.
@@ -231,14 +293,14 @@ class Session:
         Not once the session has ended: the record may be of the next attempt by then.
         """
         if self.record is not None and not self.ended:
-            self.record.put_back(number, begun.key(), completion)
+            self.record.put_back(number, begun.key, completion)
 
     async def _recorded(self, begun: Begun) -> tuple[int, Completion]:
         """Answer from the record, or generate and record."""
         if self.record is None:
             return -1, await self._generate_once(begun)
         return await self.record.answer(
-            begun.key(),
+            begun.key,
             -1 if begun.parent is None else begun.parent.number,
             begun.inserted,
             lambda: self._generate_once(begun),
@@ -253,32 +315,56 @@ class Session:
             raise EngineError("the engine answered without a token")
         return completion
 
-    def _placed(self, asked: Asked) -> Begun:
-        """Return what a request continues, and the tokens of the rest."""
+    def _placed(self, asked: Asked, most: int) -> Begun:
+        """Return what a request continues, and the tokens of the rest; raises PromptTooLong."""
         if asked.dialogue is None:
-            return self._placed_text(asked)
+            return self._placed_text(asked, most)
         parent, count = self.tree.continued(asked.dialogue.keys)
         if parent is not None:
             try:
-                tokens = added(self._renderer, asked.dialogue, count, parent.completion.tokens)
+                tokens = added(self._renderer, asked.dialogue, count, parent.completion.tokens, most)
                 return _begun(asked, parent, tokens)
+            except PromptTooLong:
+                raise
             except SettingsError:
-                self.restarts += 1
+                pass  # so it begins anew
         try:
-            return _begun(asked, None, whole(self._renderer, asked.dialogue))
+            tokens = whole(self._renderer, asked.dialogue, most)
+        except PromptTooLong:
+            raise
         except SettingsError as error:
             raise invalid(str(error), "messages") from None
+        return _begun(asked, None, tokens, restarts=parent is not None)
 
-    def _placed_text(self, asked: Asked) -> Begun:
+    def _placed_text(self, asked: Asked, most: int) -> Begun:
         if isinstance(asked.prompt, tuple):
             call, length = self.tree.continued_tokens(asked.prompt)
-            return Begun(asked, call, asked.prompt[length:], asked.prompt)
+            return _begun(asked, call, asked.prompt[length:])
         parent, rest = self.tree.continued_text(asked.prompt)
-        return _begun(asked, parent, self._renderer.encode(rest, special=parent is None))
+        return _begun(asked, parent, self._renderer.encode(rest, special=parent is None, most=most))
 
 
-def _begun(asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...]) -> Begun:
-    return Begun(asked, parent, inserted, context_tokens(parent, inserted))
+def _begun(
+    asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...], restarts: bool = False
+) -> Begun:
+    context = context_tokens(parent, inserted)
+    request = asked.prompt if asked.dialogue is None else asked.dialogue.keys[-1]
+    key = key_of(f"{request!r} {asked.max_tokens} {asked.tools}", context)
+    return Begun(asked, parent, inserted, context, key, restarts)
+
+
+def _said(begun: Begun, completion: Completion, read: ReadAnswer | None, renderer: Renderer) -> SaidAnswer:
+    """Return what an answer says; it is `read` if it is to a dialogue."""
+    text, dialogue = renderer.text(completion.tokens), begun.asked.dialogue
+    if read is None or dialogue is None:
+        return SaidAnswer(text, {"role": "assistant", "content": text}, _ending(begun, text, renderer))
+    message = _message(read, begun.context, completion)
+    answered = read_message(message, "answer")
+    end = dialogue.answered(answered)
+    if not read.thoughts:
+        return SaidAnswer(text, message, end)
+    del answered["reasoning_content"]
+    return SaidAnswer(text, message, end, dialogue.answered(answered))
 
 
 def _ending(begun: Begun, text: str, renderer: Renderer) -> TextEnd:

@@ -10,17 +10,20 @@ from rollout.render import Renderer
 from rollout.sessions.messages import Dialogue, Message
 
 
-def whole(renderer: Renderer, dialogue: Dialogue) -> tuple[int, ...]:
-    """Return the tokens of a dialogue, up to where the model continues.
+def whole(renderer: Renderer, dialogue: Dialogue, most: int = 0) -> tuple[int, ...]:
+    """Return the tokens of a dialogue, up to where the model continues; `most` as for `Renderer.encode`.
 
     Raises:
+        PromptTooLong: as for `Renderer.encode`.
         SettingsError: the chat template refuses it.
     """
     text = _written(renderer, dialogue.messages, dialogue.tools)
-    return renderer.encode(text, special=not renderer.has_template)
+    return renderer.encode(text, special=not renderer.has_template, most=most)
 
 
-def added(renderer: Renderer, dialogue: Dialogue, first: int, sampled: Sequence[int]) -> tuple[int, ...]:
+def added(
+    renderer: Renderer, dialogue: Dialogue, first: int, sampled: Sequence[int], most: int = 0
+) -> tuple[int, ...]:
     """Return the tokens of a dialogue's messages from `first` on, as they follow an answer.
 
     The answer before them is not rendered: the template writes the messages after another one, and what it
@@ -32,13 +35,15 @@ def added(renderer: Renderer, dialogue: Dialogue, first: int, sampled: Sequence[
         dialogue: the request.
         first: index of the first new message; the one before it is the answer.
         sampled: tokens of the answer.
+        most: as for `Renderer.encode`.
 
     Raises:
+        PromptTooLong: as for `Renderer.encode`.
         SettingsError: the template cannot write messages after an answer.
     """
     if not renderer.has_template:
-        return renderer.encode(renderer.dialogue_text(dialogue.messages[first:]))
-    tail = renderer.encode(_behind_answer(renderer, dialogue, first))
+        return renderer.encode(renderer.dialogue_text(dialogue.messages[first:]), most=most)
+    tail = renderer.encode(_behind_answer(renderer, dialogue, first), most=most)
     return tail[_closing(renderer, tail, sampled) :]
 
 

@@ -33,6 +33,7 @@ from services.observability.evaluations import BEST, Evaluation, counted_evaluat
 from services.settings.evaluation import BestScore
 from services.settings.sections import Settings
 from trainer.lora import merged, save_adapter
+from trainer.storage.checksums import sealed
 from trainer.storage.hf_export import write_hf
 
 log = logging.getLogger("tether.evaluation")
@@ -116,7 +117,7 @@ class BestCheckpoint:
             "digest": best.digest,
             "directory": name,
         }
-        data = msgspec.json.format(msgspec.json.encode(facts)) + b"\n"
+        data = sealed(msgspec.json.format(msgspec.json.encode(facts)))
         write_atomically(self._settings.run_dir / BEST, data)
         for old in (*self._directory.glob("best_step_*"), *self._directory.glob("adapter_best_step_*")):
             if old.name not in (name, f"adapter_{name}"):

@@ -171,6 +171,11 @@ def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, score
     every = [*scores.greedy, *scores.sampled]
     failed = {i % len(scores.greedy) for i, score in enumerate(every) if score.error}
     samples = settings.eval.samples
+    # a prompt that failed one way is in no mean: all are over the same prompts
+    greedy, sampled = (
+        [score for i, score in enumerate(scored) if i not in failed]
+        for scored in (scores.greedy, scores.sampled)
+    )
     return Evaluation(
         version=manifest.version,
         step=manifest.version - 1 if manifest.version else None,
@@ -181,8 +186,8 @@ def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, score
         failed=len(failed),
         error=next((score.error for score in every if score.error), "")[:300],
         samples=samples,
-        **greedy_fields(scores.greedy),
-        **(sampled_fields(scores.sampled, ks_of(samples), settings.eval.success) if samples else {}),
+        **greedy_fields(greedy),
+        **(sampled_fields(sampled, ks_of(samples), settings.eval.success) if samples else {}),
         engine=eval_engine(settings).name,
         seconds=round(scores.seconds, 3),
         time=time.time(),

@@ -1,27 +1,24 @@
 """Admits scored groups to the run: checks them, stores them in the spool, and has the ledger accept them."""
 
-import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from functools import partial
 
-from protocol.codec import encode_payload
-from protocol.errors import ProtocolError, Reason, Refused, TetherError
+from protocol.errors import ProtocolError, Reason, Refused
 from protocol.messages import ScoredRollout, ScoreFailure
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import TakenGroup
 from services.ledger_recovery.journal_entries import accept_entry
 from services.observability.busy import BusyMeter
 from services.runtime.process import Process
+from services.runtime.writing import until_written
 from trainer.data.samples import check_scored, has_signal, mean_reward
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.ingest")
-T = TypeVar("T")
 
 BATCH = 64
 """Messages stored by one fsync."""
-SPOOL_RETRY_S = 1.0
 MAX_REASON = 300
 """Characters of a failed score in the event log."""
 NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
@@ -60,10 +57,10 @@ class Admission:
         if not checked:
             return
         records = [
-            (message.rollout.group, message.rollout.token, encode_payload(message))
-            for _, message, _ in checked
+            (message.rollout.group, message.rollout.token, bytes(delivery.envelope.payload))
+            for delivery, message, _ in checked
         ]
-        await self._store(self._spool.put_many, records)
+        await until_written(process, partial(self._spool.put_many, records))
         accepted = [
             (delivery, group)
             for delivery, message, counts in checked
@@ -72,7 +69,7 @@ class Admission:
         if accepted:
             sequence = (await process.ledger.head()).sequence
             entry = accept_entry(head.epoch, [group for _, group in accepted], sequence)
-            await self._store(self._spool.append, [entry])
+            await until_written(process, partial(self._spool.append, [entry]))
         for delivery, _ in accepted:
             process.metrics.count("accepted")
             self._receiver.ack(delivery)
@@ -116,18 +113,6 @@ class Admission:
         process.metrics.count("groups.filtered")
         process.metrics.count("tokens.filtered", tokens)
         self._receiver.ack(delivery)
-
-    async def _store(self, write: Callable[[list[T]], object], rows: list[T]) -> None:
-        """Write to the spool, repeatedly while the disk is full: senders keep what is not acknowledged."""
-        while True:
-            try:
-                await asyncio.to_thread(write, rows)
-                return
-            except TetherError as error:
-                self._process.metrics.count("spool.failed")
-                log.error("spool.failed rows=%d error=%s", len(rows), error)
-                with self._process.waiting("spool"):
-                    await asyncio.sleep(SPOOL_RETRY_S)
 
     async def _accept(
         self, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]

@@ -7,30 +7,25 @@ holder, and refuses what another lease sends.
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 
 from protocol.codec import decode_payload, encode_payload
-from protocol.errors import LEASE_LOST, ProtocolError, Refused, TetherError
+from protocol.errors import LEASE_LOST, ProtocolError, Refused, SpoolError
 from protocol.messages import Call, Recall
-from protocol.rollout_view import MAX_GROUPS, checked_array, require
+from protocol.rollout_view import MAX_GROUPS, check_logprobs, checked_array, require
 from services.bus.receiver import Delivery, Receiver
+from services.ingest.call_sweep import KEPT_S, CallSweep
 from services.runtime.process import Process
+from services.runtime.writing import until_written
 from trainer.storage.calls import NOT_HELD, CallStore, recalled
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.calls")
-T = TypeVar("T")
 
 BATCH = 256
 """Messages stored by one fsync."""
-RETRY_S = 1.0
-KEPT_S = 86400.0
-"""Seconds after its last call, and twice `environment.episode_s`, that a group without a record keeps its
-calls: it may be playing still, or wait for a reward worker. The trainer forgets those of groups that it
-dropped or that are archived."""
 SWEEP_S = 60.0
 MAX_SAMPLES = 10**5
 MAX_NUMBER = 10**9
@@ -57,11 +52,18 @@ class CallAdmission:
                     await self._recall(delivery, delivery.message)
 
     async def sweep_loop(self) -> None:
-        """Forget calls of groups that were dropped before they were scored, until cancelled."""
+        """Forget calls of groups that ended before they were scored, until cancelled.
+
+        The trainer forgets those of groups that it dropped or that are archived.
+        """
         kept_s = KEPT_S + 2 * self._process.settings.environment.episode_s
+        sweep = CallSweep(self._process.ledger, self._store, kept_s)
         while True:
-            if count := await self._blocking(lambda: self._store.forget_older(kept_s)):
-                log.info("calls.forgotten calls=%d", count)
+            try:
+                if count := await sweep.sweep():
+                    log.info("calls.forgotten calls=%d", count)
+            except SpoolError as error:
+                log.error("calls.sweep_failed error=%s", error)
             await asyncio.sleep(SWEEP_S)
 
     async def _put(self, batch: Sequence[Delivery]) -> None:
@@ -70,8 +72,8 @@ class CallAdmission:
         for is_last in (False, True):
             if not calls:
                 return
-            rows = [(call, encode_payload(call)) for _, call in calls]
-            reasons = await self._blocking(functools.partial(self._store.put_many, rows))
+            rows = [(call, bytes(delivery.envelope.payload)) for delivery, call in calls]
+            reasons = await until_written(self._process, functools.partial(self._store.put_many, rows))
             unknown = []
             for (delivery, call), reason in zip(calls, reasons, strict=True):
                 if not reason:
@@ -87,7 +89,9 @@ class CallAdmission:
         if not 0 <= asked.group < MAX_GROUPS or not 0 <= asked.sample < MAX_SAMPLES:
             self._refuse(delivery, f"group {asked.group} or sample {asked.sample} is out of range")
         elif await self._hold(delivery, asked.group, asked.token):
-            payloads = await self._blocking(lambda: self._store.of_sample(asked.group, asked.sample))
+            payloads = await until_written(
+                self._process, lambda: self._store.recall(asked.group, asked.sample)
+            )
             calls = [call for data in payloads if isinstance(call := decode_payload(data), Call)]
             found = recalled(calls, asked.epoch)
             self._process.metrics.count("calls.recalled", len(found.calls))
@@ -98,7 +102,7 @@ class CallAdmission:
 
         The lease is extended by this, which is the only question about it that the ledger answers.
         """
-        if await self._blocking(lambda: self._store.is_held(group, token)):
+        if await until_written(self._process, lambda: self._store.is_held(group, token)):
             return True
         try:
             await self._process.ledger.extend(group, token, self._lease_ms)
@@ -107,7 +111,7 @@ class CallAdmission:
                 raise
             self._refuse(delivery, str(refusal))
             return False
-        await self._blocking(lambda: self._store.hold(group, token))
+        await until_written(self._process, lambda: self._store.hold(group, token))
         return True
 
     def _checked(self, delivery: Delivery) -> Call | None:
@@ -125,17 +129,6 @@ class CallAdmission:
         self._process.metrics.count("calls.refused")
         log.info("call.refused group=%d why=%s", delivery.envelope.group, why)
         self._receiver.refuse(delivery, why)
-
-    async def _blocking(self, work: Callable[[], T]) -> T:
-        """Use the spool, repeatedly while the disk is full: senders keep what is not acknowledged."""
-        while True:
-            try:
-                return await asyncio.to_thread(work)
-            except TetherError as error:
-                self._process.metrics.count("spool.failed")
-                log.error("spool.failed error=%s", error)
-                with self._process.waiting("spool"):
-                    await asyncio.sleep(RETRY_S)
 
 
 def check_call(call: Call) -> None:
@@ -160,7 +153,7 @@ def check_call(call: Call) -> None:
     spans = checked_array(group, "spans", call.spans, "int32", (None, 2))
     require(len(tokens) > 0 and bool((tokens >= 0).all()), group, "tokens", "are none, or negative")
     require(bool((inserted >= 0).all()), group, "inserted", "has a negative token")
-    require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
+    check_logprobs(group, logprobs, lambda _: call.sample)
     ends = np.diff(spans[:, 0], prepend=0)
     covers = len(spans) > 0 and bool((ends > 0).all()) and spans[-1, 0] == len(tokens)
     require(covers and bool((spans[:, 1] >= 0).all()), group, "spans", f"do not cover {len(tokens)} tokens")

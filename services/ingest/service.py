@@ -14,6 +14,7 @@ from protocol.topics import CALLS, SCORED, Role
 from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
 from services.ingest.calls import CallAdmission
+from services.ingest.clock_watch import ClockWatch
 from services.ledger_recovery.reconcile import LedgerReconciler
 from services.runtime.main import service_main
 from services.runtime.process import Process
@@ -47,6 +48,7 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
             process.metrics.watch("tether_bus_calls", "Bus counters, edge calls", called.stats.as_dict)
             process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", receiver.stats.as_dict)
             process.edges |= {SCORED.name: receiver.snapshot, CALLS.name: called.snapshot}
+            process.info["spool"] = spool.id
             process.info["endpoints"] = {SCORED.name: receiver.endpoint, CALLS.name: called.endpoint}
             await process.register()
             async with asyncio.TaskGroup() as tasks:
@@ -55,8 +57,9 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
                     tasks.create_task(Admission(process, receiver, spool).admit_loop(), name="ingest"),
                     tasks.create_task(journal.journal_loop(), name="ingest.calls"),
                     tasks.create_task(journal.sweep_loop(), name="ingest.sweep"),
+                    tasks.create_task(ClockWatch(process.ledger.wall_ms).watch_loop(), name="ingest.clock"),
                 ]
-                await _archive_loop(process, reconciler)
+                await _archive_loop(process, reconciler, spool)
                 for task in beside:
                     task.cancel()
         # not after an error, which it might hide: the next ingest continues where the archive ends
@@ -65,12 +68,16 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
         await asyncio.to_thread(spool.close)
 
 
-async def _archive_loop(process: Process, reconciler: LedgerReconciler) -> None:
+async def _archive_loop(process: Process, reconciler: LedgerReconciler, spool: Spool) -> None:
     """Move the ledger's events to the run directory until the process is to stop.
 
     Leasing stops while this is more than `ledger.archive_limit` events behind.
+
+    Raises:
+        SettingsError: the spool was deleted or replaced.
     """
     while not await process.stopped_within(ARCHIVE_S):
+        await asyncio.to_thread(spool.check_place)
         try:
             process.metrics.count("events.archived", await reconciler.reconcile_and_archive())
         except OSError as error:

@@ -7,10 +7,8 @@ SIGTERM asks it to drain; SIGKILL to its session ends what is left.
 import asyncio
 import contextlib
 import logging
-import os
 import shutil
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
-from protocol.host.parent_death import tied_to_this_process
+from services.launcher.session import kill_session, start_session
+from services.launcher.spare import Spares
 from services.runtime.errors import EXIT_SETTINGS
-from services.runtime.import_path import safe_environment
 
 log = logging.getLogger("tether.up")
 
@@ -52,6 +50,8 @@ class ServiceSpec:
     """Whether the run continues without it when it dies too often."""
     registers: bool = True
     """Whether it appears in the registry of the ledger."""
+    withheld: frozenset[str] = frozenset()
+    """Variables that it does not inherit: credentials of other services."""
 
 
 class SupervisedProcess:
@@ -63,6 +63,8 @@ class SupervisedProcess:
         log_path: Path,
         restarts: int,
         is_over: Callable[[], Awaitable[bool]] | None = None,
+        spares: Spares | None = None,
+        on_exit: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare the service; nothing is started yet.
 
@@ -72,6 +74,8 @@ class SupervisedProcess:
             restarts: how often it may be restarted within `RESTART_WINDOW_S`.
             is_over: whether the run is over; a service that `finishes` is started again if it ends before
                 that, because somebody else has drained it.
+            spares: processes that can replace it when it dies; None: it is always started anew.
+            on_exit: called each time its process has exited.
         """
         self.spec = spec
         self.log_path = log_path
@@ -86,6 +90,8 @@ class SupervisedProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
         self._is_over = is_over
+        self._spares = spares or Spares(log_path.parent)
+        self._on_exit = on_exit
         self._log_start = 0
         """Where the output of the last process begins in the log."""
         self._is_log_cut = False
@@ -158,21 +164,12 @@ class SupervisedProcess:
         self._is_log_cut = False
         with self.log_path.open("ab") as output:
             self._log_start = output.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                self.spec.module,
-                env={
-                    **safe_environment(inherited_environment()),
-                    **self.spec.environ,
-                    "TETHER_INSTANCE": self.spec.name,
-                    "PYTHONUNBUFFERED": "1",
-                },
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=tied_to_this_process(),
+            spec = self.spec
+            spare = await self._spares.take(
+                spec.name, spec.module, spec.environ, self.log_path, spec.withheld
+            )
+            self._process = spare or await start_session(
+                (spec.module,), spec.environ, spec.name, output, asyncio.subprocess.DEVNULL, spec.withheld
             )
         if self._stopping:  # stopped during its start: it holds nothing yet
             self._kill_session()
@@ -181,6 +178,7 @@ class SupervisedProcess:
         finally:
             self._kill_session()
             await self._process.wait()
+            self._on_exit()
 
     async def _ended(self, process: asyncio.subprocess.Process) -> int:
         """Return the exit code of the process once it has ended; cut its log until then."""
@@ -226,17 +224,7 @@ class SupervisedProcess:
     def _kill_session(self) -> None:
         """Send SIGKILL to every process that is left in the session of the service."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def inherited_environment() -> dict[str, str]:
-    """Return the environment without `TETHER_*` settings, which services read from settings.json."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("TETHER_") or name == "TETHER_LOG_LEVEL"
-    }
+            kill_session(self._process)
 
 
 def backoff_s(deaths: int) -> float:

@@ -1,12 +1,15 @@
 """Starts the processes of a run together, scales them while the run is on, and stops them in order."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import TetherError
 from protocol.topics import Role
 from services.launcher.child import ServiceSpec, SupervisedProcess
+from services.launcher.credentials import withheld_from
+from services.launcher.spare import Spares
 from services.settings.engine_pool import pool_variables
 from services.settings.load import FILE
 from services.settings.placement import (
@@ -44,6 +47,9 @@ FLUSH_MARGIN_S = 5.0
 OPTIONAL = (Role.EVALUATION, Role.MONITOR, Role.TRACKING)
 """The run continues without them."""
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
+SPARED = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST)
+"""Roles that have spares: the run waits for them. A trainer of several ranks has none, because torchrun
+starts the ranks."""
 
 
 class Fleet:
@@ -60,6 +66,11 @@ class Fleet:
         self._settings = settings
         self._environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / FILE)}
         self._is_over = is_over
+        self.spares = Spares(settings.run_dir / "logs")
+        """Processes that wait to replace others."""
+        self.exited = asyncio.Event()
+        """Set each time a process has exited."""
+        self._keeping_spares: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
         self._failures: asyncio.Queue[TetherError] = asyncio.Queue()  # one a process at most
@@ -97,9 +108,13 @@ class Fleet:
             return max(DRAIN_S[role], self._settings.rollout.drain_s + DRAIN_MARGIN_S[role])
         return DRAIN_S[role]
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Keep every process running, each by a task of `tasks`, which raises nothing; see `failure`."""
+    def start(self, tasks: asyncio.TaskGroup, begun: Callable[[], Awaitable[None]]) -> None:
+        """Keep every process running, each by a task of `tasks`, and spares once `begun` has returned.
+
+        The processes' tasks raise nothing; see `failure`.
+        """
         self._tasks = tasks
+        self._keeping_spares = tasks.create_task(self.spares.run(begun), name="spares")
         for group in self.children.values():
             for child in group:
                 tasks.create_task(self._keep_running(child), name=child.spec.name)
@@ -127,7 +142,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """Drain all processes, role by role. Harmless to repeat."""
-        self._stopping = True
+        self._end_spares()
         order = SHARED_STOP_ORDER if self._settings.weights.transport == TRANSPORT else STOP_ORDER
         for role in order:
             async with asyncio.TaskGroup() as stops:
@@ -136,7 +151,7 @@ class Fleet:
 
     def kill(self) -> None:
         """Kill all processes at once."""
-        self._stopping = True
+        self._end_spares()
         for group in self.children.values():
             for child in group:
                 child.kill()
@@ -146,6 +161,12 @@ class Fleet:
             await child.keep_running()
         except TetherError as error:
             self._failures.put_nowait(error)
+
+    def _end_spares(self) -> None:
+        """Start no process from now on, and kill those that wait."""
+        self._stopping = True
+        if self._keeping_spares is not None:
+            self._keeping_spares.cancel()
 
     def _child(self, role: Role, index: int) -> SupervisedProcess:
         name = f"{role}.{index}" if role in SCALABLE else str(role)
@@ -158,13 +179,22 @@ class Fleet:
             finishes=role is Role.TRAINER,
             optional=role in OPTIONAL,
             registers=role is not Role.TRACKING,
+            withheld=withheld_from(role, self._settings, os.environ),
         )
+        if self._has_spares(role):
+            self.spares.add(spec.name, spec.module, spec.environ, spec.withheld)
         return SupervisedProcess(
             spec,
             self._settings.run_dir / "logs" / f"{name}.log",
             self._settings.services.restarts,
             self._is_over,
+            self.spares,
+            self.exited.set,
         )
+
+    def _has_spares(self, role: Role) -> bool:
+        ranks = self._settings.parallel.world_size if role is Role.TRAINER else 1
+        return self._settings.services.spares and role in SPARED and ranks == 1
 
     def _variables(self, role: Role, index: int) -> dict[str, str]:
         """Return the environment variables that only this process has."""

@@ -8,6 +8,7 @@ left, whatever ends the run.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from protocol.errors import TetherError
 from protocol.host.owned_directory import remove_dead
+from services.launcher.dead_services import unregister_loop
 from services.launcher.finishing import describe_unscored, finish_evaluation
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import run_lock, scale_loop
@@ -44,6 +46,8 @@ log = logging.getLogger("tether.up")
 
 EXIT_S, POLL_S = 5.0, 0.05
 """Seconds that processes which were killed have to exit, and between two questions whether they have."""
+BEGUN_S = 1.0
+"""Seconds between two questions to the ledger whether a step was made."""
 
 
 class _Halted(TetherError):
@@ -141,7 +145,7 @@ async def _supervise(
         async with asyncio.TaskGroup() as services:
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    fleet.start(services)
+                    fleet.start(services, functools.partial(_stepped, ledger, first))
                     watchers = _start_watchers(tasks, settings, ledger, server, fleet, progress)
                     await _wait_until_over(ledger, settings, fleet, stop, progress)
                     await fleet.stop()
@@ -164,6 +168,14 @@ async def _supervise(
         interrupted=stop.is_set() and not status.done,
         exhausted=prompts is not None and status.issued >= prompts,
     )
+
+
+async def _stepped(ledger: RedisLedger, first: int) -> None:
+    """Return once the run is beyond version `first`."""
+    while True:
+        if (await ledger.status()).version > first:
+            return
+        await asyncio.sleep(BEGUN_S)
 
 
 def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
@@ -195,6 +207,7 @@ def _start_watchers(
         "scale": scale_loop(settings.run_dir, fleet),
         "failures": report_failures_loop(ledger, progress.note),
         "services": _watch_failure(fleet, progress),
+        "dead services": unregister_loop(ledger, fleet.exited),
     }
     if settings.tracking.kind:
         loops["tracking"] = warn_loop(settings, progress.note)

@@ -43,6 +43,8 @@ STOP_S = 20.0
 _START_TRIES = 5
 _PORT_TRIES = 100
 _LOWEST_PORT, _DEFAULT_LOWEST_EPHEMERAL = 10_000, 32_768
+_PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+"""Variables that the server gets; the others may have credentials, and the server does not hide its own."""
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_S = 0.02
 _PROGRAMS = ("valkey-server", "redis-server")
@@ -94,6 +96,7 @@ class EmbeddedServer:
         """
         binary = self._binary or find_server()
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o700)
         before = urlsplit(read_endpoint(self.directory) or "")
         password = before.password or secrets.token_hex(16)
         for _ in range(_START_TRIES):
@@ -148,7 +151,9 @@ class EmbeddedServer:
                     stderr=log,
                     pass_fds=(lock,),
                     start_new_session=True,
+                    env={name: os.environ[name] for name in _PASSED if name in os.environ},
                     preexec_fn=tied_to_this_process(),
+                    umask=0o077,  # its files have the password and everything that the ledger knows
                 )
         finally:
             os.close(lock)

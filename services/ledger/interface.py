@@ -6,7 +6,7 @@ A method either takes effect completely or raises `Refused` and changes nothing.
 reply is harmless: the second call returns what the first one did.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -226,7 +226,7 @@ class Snapshot:
 
 
 class Ledger(Protocol):
-    """State of one run; see the module docstring. Times are milliseconds of the ledger's own clock."""
+    """State of one run. Leases and registrations end by its clock (ms), which no wall clock makes jump."""
 
     async def create(self, spec: RunSpec) -> None:
         """Create the run, or update its steps and drop limits. Refuses RUN_MISMATCH, WRONG_STATE."""
@@ -249,7 +249,7 @@ class Ledger(Protocol):
         """Record that a process lives, for `ttl_ms`."""
 
     async def unregister(self, incarnation: str) -> None:
-        """Forget a process, and what it acknowledged as an engine."""
+        """Forget a process, and what it acknowledged as an engine; the leases that it holds expire."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         """Return the processes whose time-to-live is not over, of one role or of all."""
@@ -367,6 +367,9 @@ class Ledger(Protocol):
 
         Engines that are not registered any more and serve an older version are forgotten, too.
         """
+
+    async def ended(self, groups: Collection[int]) -> set[int]:
+        """Return the `groups` that never come back: DROPPED, or finished and forgotten."""
 
     async def halt(self, epoch: str, cause: str) -> None:
         """Stop granting leases until `drain(False)`; the first cause is kept. Refuses STALE_EPOCH."""

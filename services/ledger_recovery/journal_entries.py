@@ -7,7 +7,7 @@ import msgspec
 
 from protocol.errors import ProtocolError
 from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent, Taken, TakenGroup
-from trainer.storage.spool import JournalEntry
+from trainer.storage.journal import JournalEntry
 
 
 def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> JournalEntry:
@@ -58,8 +58,6 @@ def commit_entry(
 
 def replayable_events(entry: JournalEntry) -> Iterator[JournalEvent]:
     """Yield a journal entry as events for `SnapshotBuilder.apply_journal`.
-
-    Nothing is yielded for an entry without details, which older versions wrote.
 
     Raises:
         ProtocolError: if the details are not those of such an entry.

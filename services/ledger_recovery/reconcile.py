@@ -19,6 +19,7 @@ from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.journal_entries import replayable_events, report_of
 from services.ledger_recovery.restore import SnapshotBuilder
 from services.settings.sections import Settings
+from trainer.storage.journal import JournalEntry
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.keeper")
@@ -150,6 +151,18 @@ class LedgerReconciler:
             drop_window=limits.drop_window,
         )
 
+    def _journal(self) -> list[JournalEntry]:
+        """Return the journal, which has to be whole: what a damaged entry had would be done again."""
+        entries = self._spool.journal()
+        whole = [entry for entry in entries if entry is not None]
+        if len(whole) < len(entries):
+            damaged = next(item.what for item in self._spool.damaged() if item.group < 0)
+            raise SettingsError(
+                f"the ledger lost writes, and {damaged} in {self._spool.path} is damaged, so it cannot be "
+                "rebuilt: check the disk, and start in a new run directory, from the newest export"
+            )
+        return whole
+
     async def _archive_rest(self) -> int:
         """Archive events that the server still has and the archive has not."""
         try:
@@ -169,7 +182,7 @@ class LedgerReconciler:
                 f"the ledger lost writes, and {path} does not hold the start of the run: "
                 "point TETHER_REDIS_URL at the server that has the run, or start in a new run directory"
             )
-        archived, journal = builder.sequence, self._spool.journal()
+        archived, journal = builder.sequence, self._journal()
         known = min((entry.ledger_sequence for entry in journal), default=0)
         if known > archived and journal[0].position > 1:  # the newest entry that may be deleted is kept
             raise SettingsError(

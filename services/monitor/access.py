@@ -6,20 +6,13 @@ Prometheus sends it. Only /health and the page's own code, which say nothing of 
 """
 
 import hmac
-import os
-import secrets
-from pathlib import Path
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 from yarl import URL
 
-from protocol.errors import SettingsError
-from services.bus.config import is_loopback
+from services.observability.http import names_loopback
 
-KEY_FILE = "monitor.key"
-"""Name of the generated key's file in the run directory."""
-SHORTEST_KEY = 16
 OPEN_PREFIX = "/assets/"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -31,35 +24,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-
-
-def access_key(host: str, key_file: str, run_dir: Path) -> str:
-    """Return the key that readers need; empty on loopback, unless a file is configured.
-
-    Args:
-        host: the address that the page is served on.
-        key_file: `monitor.key_file`; empty: `KEY_FILE` in the run directory, made if it is not there.
-        run_dir: directory of the run.
-
-    Raises:
-        SettingsError: the key cannot be read or made, is short, or others can read it.
-    """
-    if is_loopback(host) and not key_file:
-        return ""
-    path = Path(key_file) if key_file else run_dir / KEY_FILE
-    try:
-        if not key_file:
-            _make_key(path)
-        mode, key = path.stat().st_mode, path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"monitor.host = {host!r} needs a key: {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    if mode & 0o077:
-        raise SettingsError(f"{path}: others can read the key of the monitor's page: chmod 600 {path}")
-    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable():
-        raise SettingsError(f"{path}: a key has at least {SHORTEST_KEY} printable characters")
-    return key
 
 
 def page_url(host: str, port: int, key: str) -> str:
@@ -100,7 +64,7 @@ def _is_open(request: web.Request) -> bool:
 
 def _refusal(request: web.Request, key: str) -> web.Response | None:
     if not key:
-        if is_loopback(_host_name(request)):
+        if names_loopback(request):
             return None
         return web.Response(
             status=403,
@@ -115,20 +79,3 @@ def _refusal(request: web.Request, key: str) -> web.Response | None:
         headers={hdrs.WWW_AUTHENTICATE: "Bearer"},
         text="A key is needed: open the URL that `tether status` prints, or send it as a bearer token.\n",
     )
-
-
-def _host_name(request: web.Request) -> str:
-    try:
-        return URL(f"//{request.headers.get(hdrs.HOST, '')}").host or ""
-    except ValueError:
-        return ""
-
-
-def _make_key(path: Path) -> None:
-    """Write a random key unless the file exists; readable by its owner only."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return
-    with open(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(24) + "\n")

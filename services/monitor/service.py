@@ -15,11 +15,12 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protocol.topics import Role
-from services.monitor.access import access_key, guard, page_url
+from services.monitor.access import guard, page_url
 from services.monitor.pages import Pages
 from services.monitor.run_state import LiveState
 from services.monitor.series import numbers_of
 from services.observability.http import HttpServer
+from services.run_files.page_key import access_key
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import wait_for_run
@@ -46,9 +47,9 @@ async def serve(process: Process) -> None:
         [guard(key)],
     )
     port = await server.start(config.host, config.port)
-    process.info["page"] = page_url(config.host, port, key)
+    process.info["page"] = page_url(config.host, port, "")  # `tether status` adds the key, from its file
     await process.register()
-    log.info("monitor.serving url=%s", page_url(config.host, port, ""))
+    log.info("monitor.serving url=%s", process.info["page"])
     try:
         async with asyncio.TaskGroup() as tasks:
             reading = tasks.create_task(pages.read_loop(REFRESH_S), name="monitor.read")

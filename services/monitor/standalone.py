@@ -10,11 +10,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from protocol.errors import TetherError
-from services.monitor.access import access_key, guard, page_url
+from services.monitor.access import guard, page_url
 from services.monitor.pages import Pages
 from services.monitor.run_state import LiveState
 from services.monitor.service import REFRESH_S, RunGauges
 from services.observability.http import HttpServer
+from services.run_files.page_key import access_key
 from services.run_files.recorded_state import recorded_state
 from services.runtime.run_ledger import open_ledger
 from services.settings.sections import Settings

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from services.observability.steps import append_line, epoch_starts
+from services.ledger.event_log.hash_chain import append
+from services.observability.steps import epoch_starts
 
 FILE = "eval.jsonl"
 """In the run directory."""
@@ -30,9 +31,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the version's weight manifest, 16 hex digits: the weights that were scored."""
     set: str
     n: int = 0
-    """Prompts that were scored."""
+    """Prompts that were scored, greedy and sampled; every mean is over these."""
     failed: int = 0
-    """Prompts that could not be generated or scored; they are in no mean."""
+    """Prompts that could not be generated or scored, greedy or sampled; they are in no mean."""
     error: str = ""
     """Why the first of those failed."""
     samples: int = 0
@@ -73,8 +74,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
-    """Write one line and sync it to the disk. Raises OSError."""
-    append_line(run_dir / FILE, msgspec.json.encode(evaluation), durable=True)
+    """Write one line, linked to the one before it, and sync it to the disk. Raises OSError."""
+    append(run_dir / FILE, [msgspec.json.encode(evaluation)])
 
 
 def read_evaluations(run_dir: Path) -> Iterator[Evaluation]:

@@ -1,20 +1,23 @@
 """Serves `/health` and `/metrics` of a service over HTTP, and the routes that the monitor adds."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.typedefs import Middleware
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from yarl import URL
 
 from protocol.errors import SettingsError
+from protocol.host.http_listener import LimitedListener, request_logger
+from services.bus.config import is_loopback
 
-_log = logging.getLogger("tether.http")
-_log.addFilter(
-    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-)  # otherwise port scanners fill the log
+_log = request_logger("tether.http")
 
+MAX_CONNECTIONS = 512
+"""Open at once; those of a browser or a Prometheus server are a few."""
+HEADER_S = 30.0
+"""How long a connection may take to send the head of its first request."""
+FULL = b'{"ok": false, "error": "too many connections"}'
 Health = Callable[[], Mapping[str, object]]
 """Facts about the service; `{"ok": False, ...}` makes /health answer 503."""
 
@@ -28,10 +31,27 @@ class HttpServer:
         health: Health,
         routes: Mapping[str, Callable[[web.Request], object]] | None = None,
         middlewares: Sequence[Middleware] = (),
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+        header_s: float = HEADER_S,
     ) -> None:
+        """Create a server that is not started.
+
+        Args:
+            registry: what /metrics shows.
+            health: what /health shows.
+            routes: more paths that can be read.
+            middlewares: decide who may read. None given: everybody, but on loopback by its own names only.
+            max_connections: as for `LimitedListener`.
+            header_s: likewise.
+        """
         self._registry = registry
         self._health = health
-        self._app = web.Application(middlewares=middlewares)
+        self._listener = LimitedListener(max_connections=max_connections, header_s=header_s, full=FULL)
+        self._host = ""
+        self._app = web.Application(
+            middlewares=[self._listener.note, *(middlewares or [self._refuse_other_names])]
+        )
         self._app.router.add_get("/health", self._serve_health)
         self._app.router.add_get("/metrics", self._serve_metrics)
         for path, handler in (routes or {}).items():
@@ -51,20 +71,28 @@ class HttpServer:
         Raises:
             SettingsError: the port is taken, or the host cannot be bound.
         """
+        self._host = host
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            address = await self._listener.start(self._runner, host, port)
         except OSError as error:
             await self._runner.cleanup()
             raise SettingsError(
                 f"cannot serve HTTP on {host}:{port}: {error.strerror or error}; "
                 "choose another port, or 0 for any free one"
             ) from None
-        return int(self._runner.addresses[0][1])
+        return int(URL(address).port or 0)
 
     async def close(self) -> None:
         """Stop serving; running requests get a second to finish."""
+        self._listener.close()
         await self._runner.cleanup()
+
+    @web.middleware
+    async def _refuse_other_names(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if is_loopback(self._host) and not names_loopback(request):
+            return web.Response(status=403, text="Ask by http://127.0.0.1 or http://localhost.\n")
+        return await handler(request)
 
     async def _serve_health(self, request: web.Request) -> web.Response:
         facts = dict(self._health())
@@ -74,3 +102,11 @@ class HttpServer:
         return web.Response(
             body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
+
+
+def names_loopback(request: web.Request) -> bool:
+    """Return whether a request names the host by a loopback name; others' DNS may point to it."""
+    try:
+        return is_loopback(URL(f"//{request.headers.get(hdrs.HOST, '')}").host or "")
+    except ValueError:
+        return False

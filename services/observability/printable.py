@@ -18,6 +18,11 @@ def printable(text: str) -> str:
     )
 
 
+def one_line(text: str) -> str:
+    r"""Return text as a single line: line ends and tabs are written as `\x0a` and `\x09`, too."""
+    return "".join(_escape(char) if char in "\n\t" else char for char in printable(text))
+
+
 def _escape(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -8,12 +8,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from protocol.errors import TetherError
+from protocol.host.full_disk import describe_full, is_full
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus
 from services.observability.evaluations import EvaluationFollower
 from services.observability.line_follower import LineFollower
 from services.observability.printable import printable
-from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
+from services.observability.service_rows import (
+    MISSING,
+    ROOM,
+    STARTS,
+    ServiceRow,
+    Supervised,
+    service_rows,
+)
 from services.observability.skipped_steps import count_skipped
 from services.observability.start_parts import describe_start
 from services.observability.steps import parse_line, read_steps
@@ -37,6 +45,8 @@ class Progress:
         """Whether this start has made a step."""
         self._began = time.monotonic()
         self._evaluations = EvaluationFollower(run_dir)
+        self._is_full = False
+        """Whether the disk of the run directory was full when it was read last."""
 
     def note(self, text: str) -> None:
         """Print a line, if there is text."""
@@ -52,6 +62,7 @@ class Progress:
                 self.note(f"page {page}" if page else "")
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
             self._print_evaluations()
+            await self._print_disk(ledger)
             if self._stepped and not is_reported:
                 is_reported = True
                 self.note(await start_of(ledger, prepared_s, time.monotonic() - self._began))
@@ -85,6 +96,15 @@ class Progress:
         else:
             self.note("draining: finishing what is in flight; Ctrl-C again to stop now")
 
+    async def _print_disk(self, ledger: Ledger) -> None:
+        """Print when the disk of the run directory is full, or a process waits for it, and when that ends."""
+        full = await asyncio.to_thread(is_full, self._run_dir) or await waits_for_room(ledger)
+        if full and not self._is_full:
+            self.note(f"{describe_full(self._run_dir)}: the run waits until there is room")
+        elif self._is_full and not full:
+            self.note(f"the disk of {self._run_dir} has room again")
+        self._is_full = full
+
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
         return await describe_waits(ledger, children)
 
@@ -115,6 +135,16 @@ async def page_of(ledger: Ledger) -> str:
         )
     except TetherError:
         return ""
+
+
+async def waits_for_room(ledger: Ledger) -> bool:
+    """Return whether a process waits for the disk of the run directory, as far as the ledger knows."""
+    try:
+        return any(
+            what.startswith(ROOM) for peer in await ledger.peers() for what in peer.info.get("waits", {})
+        )
+    except TetherError:
+        return False
 
 
 async def start_of(ledger: Ledger, prepared_s: float, first_step_s: float) -> str:

@@ -9,6 +9,8 @@ from services.ledger.interface import Peer
 
 WORKS, WAITS, STARTS, MISSING = "works", "waits", "starts", "missing"
 """States of a row."""
+ROOM = "room"
+"""How the wait of a process begins that waits for the disk of the run directory."""
 
 _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.TRAINER, "groups", WAITS, "waits for rollouts and rewards"),
@@ -27,7 +29,6 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.ROLLOUT, "a lease: exhausted", WAITS, "has no prompts left"),
     (Role.ROLLOUT, "a lease: draining", WAITS, "gets no more work: the run drains"),
     (Role.REWARD, "ingest for group", WAITS, "waits for the ingest"),
-    (Role.INGEST, "spool", WAITS, "waits for the disk of the spool"),
 )
 """Role, how a wait begins, state, and what is shown; other waits are shown by their names."""
 _IDLE = {
@@ -99,8 +100,13 @@ def service_rows(
 
 
 def describe_process(name: str, peer: Peer, restarts: int = 0) -> ServiceRow:
-    """Return what a process in the registry does; work comes before waits, of which the longest counts."""
+    """Return what a process in the registry does.
+
+    A full disk comes before work, and work before other waits, of which the longest counts.
+    """
     waits: Mapping[str, float] = peer.info.get("waits", {})
+    if full := next((what for what in waits if what.startswith(ROOM)), ""):
+        return ServiceRow(name, WAITS, f"waits for {full}", waits[full], restarts)
     work = _work_of(peer, waits)
     if work is not None:
         return ServiceRow(name, WORKS, work[0], work[1], restarts)

@@ -10,6 +10,7 @@ import msgspec
 
 from protocol.codec import decode_payload
 from protocol.messages import StepReport
+from services.ledger.event_log.hash_chain import LINK, append
 from services.observability.line_follower import LineFollower
 
 TAIL_BYTES = 1 << 20
@@ -25,11 +26,12 @@ class StepLog:
         self._path = path
 
     def append(self, report: StepReport) -> None:
-        """Write one line, of which readers see all or nothing.
+        """Write one line, linked to the one before it.
 
-        An incomplete line before it, which a crash has left, is terminated first.
+        Raises:
+            OSError: it cannot be written, and may be written again.
         """
-        append_line(self._path, msgspec.json.encode(report))
+        append(self._path, [msgspec.json.encode(report)], durable=False)
 
     def sync(self) -> None:
         """Write the lines to the disk, before the reports that they were made of are deleted."""
@@ -43,27 +45,6 @@ class StepLog:
             report = decode_payload(data)
             if isinstance(report, StepReport) and (report.step, report.epoch) not in known:
                 self.append(report)
-
-
-def append_line(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Append a line to a file, of which readers see all or nothing.
-
-    An incomplete line before it, which a crash has left, is terminated first. `durable` syncs it to the disk.
-
-    Raises:
-        OSError: it cannot be written, because the disk is full for example.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        line = (b"\n" if torn else b"") + data + b"\n"
-        while line:  # a full disk takes a part, and refuses the rest
-            line = line[os.write(descriptor, line) :]
-        if durable:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -85,7 +66,7 @@ def parse_line(line: str | bytes) -> dict[str, Any] | None:
     is_step = (
         isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("epoch"), str)
     )
-    return found if is_step else None
+    return {name: value for name, value in found.items() if name != LINK} if is_step else None
 
 
 def read_last(path: Path) -> dict[str, Any]:

@@ -102,11 +102,6 @@ def _of_no_use_on_data(settings: Settings) -> Iterator[Problem]:
         "sampling.temperature": (sampling.temperature, 1.0, "it divides the logits of the loss, too"),
         "algorithm.kl_coef": (algorithm.kl_coef, 0.0, "its estimators need tokens of the policy"),
         "algorithm.entropy_coef": (algorithm.entropy_coef, 0.0, "the loss has no such term"),
-        "algorithm.second_moment_threshold": (
-            algorithm.second_moment_threshold,
-            0.0,
-            "there is no policy to compare with",
-        ),
         "algorithm.ess_scaling": (algorithm.ess_scaling, "", "there is no policy to compare with"),
         "algorithm.entropy_target": (algorithm.entropy_target, 0.0, "the loss has no bonus for entropy"),
         "algorithm.rejection_level": (algorithm.rejection_level, "", "there is no policy to compare with"),

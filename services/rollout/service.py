@@ -8,6 +8,7 @@ worker, the ingest's acknowledgement.
 import asyncio
 import contextlib
 import dataclasses
+import importlib
 import resource
 import time
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from protocol.errors import EngineError, SettingsError
 from protocol.topics import CALLS, ROLLOUTS, WEIGHTS, Role, Topic
 from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
-from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
+from rollout.engines.registry import STARTED_TO_SLEEP, import_engine, make_engine
 from rollout.environments.base import Environment
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
@@ -35,7 +36,7 @@ from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import check_stream
 from services.runtime.user_modules import add_user_modules
-from services.settings.hub import fetch_model
+from services.settings.hub import fetch_model, hub_names
 from services.settings.sections import Settings
 
 RESERVED_FILES = 256
@@ -236,6 +237,17 @@ def _engine_config(settings: Settings) -> EngineConfig:
         enable_sleep_mode=engine.enable_sleep_mode or sleeps,
         enable_return_routed_experts=engine.enable_return_routed_experts or settings.trainer.routing_replay,
     )
+
+
+def preload(settings: Settings) -> None:
+    """Import what generating with these settings needs, for a spare.
+
+    The hub's client comes before an engine, which sets HF_HUB_OFFLINE: the client reads that as it is
+    imported, and the service may still have to fetch something.
+    """
+    if any(hub_names(settings)):
+        importlib.import_module("huggingface_hub.constants")
+    import_engine(_engine_config(settings))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from protocol.codec import decode_payload
 from protocol.errors import ProtocolError, SpoolError
 from protocol.messages import Call, Rollout, ScoredRollout
-from protocol.rollout_view import RowView, checked_array, decode_rollout
+from protocol.rollout_view import RowView, check_logprobs, checked_array, decode_rollout
 from services.observability.printable import printable
 from trainer.storage.archive import Archive
 from trainer.storage.calls import CallStore
@@ -232,7 +232,9 @@ def _call(data: bytes, where: str, violations: list[str]) -> Call | None:
         if call.name:
             return call
         group, count = call.group, len(checked_array(call.group, "tokens", call.tokens, "int32", (None,)))
-        checked_array(group, "logprobs", call.logprobs, "float32", (count,))
+        logprobs = checked_array(group, "logprobs", call.logprobs, "float32", (count,))
+        sample = call.sample
+        check_logprobs(group, logprobs, lambda _: sample)
         spans = checked_array(group, "spans", call.spans, "int32", (None, 2))
         if not len(spans) or spans[-1, 0] != count or (np.diff(spans[:, 0], prepend=0) <= 0).any():
             raise ProtocolError(f"group {group}: spans of call {call.number} do not cover its tokens")
@@ -253,7 +255,8 @@ def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable
             violations.append(str(error))
             continue
         archived |= {record.group for record in found.records}
-        yield f"step {step}", [record.payload for record in found.records], found.calls
+        records, calls = ([item.payload for item in items] for items in (found.records, found.calls))
+        yield f"step {step}", records, calls
     path = run_dir / "spool.sqlite"
     if path.is_file():
         try:
@@ -266,8 +269,7 @@ def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable
 def read_spool(spool: Spool, store: CallStore, archived: Set[int]) -> tuple[list[bytes], list[bytes]]:
     """Return records and calls of the groups that are not archived.
 
-    A record that the trainer forgets meanwhile is left out: its calls go with it. A spool of a release
-    without sessions, which no later one has opened, has no calls.
+    A record that the trainer forgets meanwhile is left out: its calls go with it.
     """
     records = {
         group: payload
@@ -275,15 +277,9 @@ def read_spool(spool: Spool, store: CallStore, archived: Set[int]) -> tuple[list
         if group not in archived
         for payload in spool.find([group])
     }
-    calls = store.of_groups({*records, *store.groups()} - archived) if _has_calls(spool) else []
+    calls = [call.payload for call in store.of_groups({*records, *store.groups()} - archived)]
     kept = set(store.record_groups())
     return [payload for group, payload in records.items() if group in kept], calls
-
-
-def _has_calls(spool: Spool) -> bool:
-    with spool.transaction("read", "BEGIN") as connection:
-        query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'calls'"
-        return connection.execute(query).fetchone() is not None
 
 
 def _versions(call: Call) -> list[int]:

@@ -16,7 +16,8 @@ from protocol.rollout_view import sample_lengths
 from services.run_files.event_tail import EventTail
 from services.run_files.turn_scores import describe_turns
 from trainer.storage.archive import Archive
-from trainer.storage.spool import MissingRecord, Spool
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
 
 MAX_STEPS = 1000
 """Steps that are offered, the newest ones."""
@@ -96,7 +97,7 @@ class SampleBrowser:
 
     def _from_spool(self, keys: Sequence[tuple[int, str]]) -> Sequence[bytes]:
         if keys and self._spool.is_file():
-            with closing(Spool(self._spool, read_only=True)) as spool, suppress(MissingRecord):
+            with closing(Spool(self._spool, read_only=True)) as spool, suppress(MissingRecords):
                 return spool.get_many(keys)
         return []
 
@@ -160,16 +161,12 @@ def _samples(
     message: ScoredRollout, step: int | None, max_text: int, max_samples: int
 ) -> list[dict[str, Any]]:
     rollout = message.rollout
-    lengths, tokens = sample_lengths(rollout), rollout.tokens.numpy()
-    starts = np.concatenate([[0], np.cumsum(lengths)])
+    lengths = sample_lengths(rollout)
     spans_of_samples, branches, rows = _spans(rollout), _branches(rollout), _rows(rollout)
     turns = describe_turns(message, max_text)
     found = []
     for index in range(min(len(lengths), max_samples)):
-        if index < len(rollout.responses):
-            text = rollout.responses[index]
-        else:
-            text = _ids(tokens[starts[index] : starts[index + 1]])
+        text = rollout.responses[index]
         spans = spans_of_samples.get(index, [])
         versions = sorted({version for _, _, version in spans})
         found.append(

@@ -6,8 +6,11 @@ Exit codes: 0 drained, `EXIT_FAILED` 1, `EXIT_SETTINGS` 2.
 import logging
 import os
 import sys
+import textwrap
+from typing import Any
 
 from protocol.errors import SettingsError, Unavailable
+from services.observability.printable import one_line, printable
 
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
 
@@ -18,14 +21,27 @@ def configure_logging(name: str) -> None:
     `TETHER_LOG_LEVEL` sets the level; INFO by default.
     """
     level = os.environ.get("TETHER_LOG_LEVEL", "INFO").upper()
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format=f"%(asctime)s {name} %(levelname).1s %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter(f"%(asctime)s {name} %(levelname).1s %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+class LineFormatter(logging.Formatter):
+    """One line for each record, whatever peers, models and users wrote into its arguments.
+
+    The lines of a traceback, which may quote them, too, follow with an indent: none looks like a record.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return textwrap.indent(printable(super().formatException(ei)), "    ")
+
+    def formatStack(self, stack_info: str) -> str:
+        return textwrap.indent(printable(stack_info), "    ")
 
 
 def innermost(error: BaseException) -> BaseException:
@@ -39,5 +55,5 @@ def describe_error(error: BaseException) -> tuple[str, int]:
     """Return one line and an exit code for an error that ends a process."""
     error = innermost(error)
     if isinstance(error, (SettingsError, Unavailable)):
-        return str(error), EXIT_SETTINGS
-    return f"{type(error).__name__}: {error}", EXIT_FAILED
+        return one_line(str(error)), EXIT_SETTINGS
+    return one_line(f"{type(error).__name__}: {error}"), EXIT_FAILED

@@ -14,6 +14,7 @@ from protocol.host.atomic_file import write_atomically
 from services.settings.hub import fetch_frozen, read_record
 from services.settings.sections import Settings
 from trainer.roles.config import FROZEN_ROLES
+from trainer.storage.checksums import check_model_files, sealed
 
 FILE = "frozen_models.json"
 """File of the run directory: section -> digest of its model."""
@@ -25,10 +26,13 @@ def checked_digests(settings: Settings) -> Mapping[str, str]:
     """Return the digest of each model of the run that is not trained, by its section. Reads all of them.
 
     Raises:
-        SettingsError: one is not what it was at the first start; names both digests.
+        SettingsError: one is not what it was at the first start, whose digest is named, or is damaged.
     """
     directories = {role: fetch_frozen(settings, role) for role in FROZEN_ROLES}
-    found = {role: digest_of(directory) for role, directory in directories.items() if directory is not None}
+    present = {role: directory for role, directory in directories.items() if directory is not None}
+    for directory in present.values():
+        check_model_files(directory)
+    found = {role: digest_of(directory) for role, directory in present.items()}
     for role, recorded in read_record(settings.run_dir / FILE, RECORDED).items():
         if role in found and found[role] != recorded:
             raise SettingsError(
@@ -42,7 +46,7 @@ def checked_digests(settings: Settings) -> Mapping[str, str]:
 def record_digests(run_dir: Path, digests: Mapping[str, str]) -> None:
     """Write the digests that a run was started with; without any, nothing."""
     if digests:
-        write_atomically(run_dir / FILE, json.dumps(dict(digests), indent=2).encode() + b"\n")
+        write_atomically(run_dir / FILE, sealed(json.dumps(dict(digests), indent=2).encode()))
 
 
 def digest_of(directory: Path) -> str:

@@ -23,7 +23,7 @@ def protect_imports() -> None:
 
     The working directory, which `python -m services.X` put first on `sys.path`, is removed from it.
     """
-    if _is_service() and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()] != [ROOT]:
+    if is_service() and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()] != [ROOT]:
         del sys.path[0]
         os.environ["PYTHONSAFEPATH"] = "1"  # the same for the processes that this one starts
     for place, entry in enumerate(sys.path):
@@ -32,6 +32,11 @@ def protect_imports() -> None:
         if any(_holds(entry, name) for name in PACKAGES):
             sys.path.insert(place, ROOT)
             return
+
+
+def is_service() -> bool:
+    """Return whether Python was started as `python -m services.X` and is about to find that module."""
+    return sys.argv[:1] == ["-m"] and any(word.split(".")[0] == "services" for word in sys.orig_argv)
 
 
 def safe_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -43,11 +48,6 @@ def safe_environment(environ: Mapping[str, str]) -> dict[str, str]:
     if ROOT not in (*site.getsitepackages(), site.getusersitepackages()):
         path = os.pathsep.join(filter(None, [ROOT, path]))
     return {**environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
-
-
-def _is_service() -> bool:
-    """Return whether Python was started as `python -m services.X` and is about to find that module."""
-    return sys.argv[:1] == ["-m"] and any(word.split(".")[0] == "services" for word in sys.orig_argv)
 
 
 def _holds(directory: str, package: str) -> bool:

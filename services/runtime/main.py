@@ -88,6 +88,7 @@ def service_main(role: Role, serve: Serve) -> None:
     raise_fd_limit()
     try:
         settings = load_settings()
+        os.environ.pop("TETHER_REDIS_URL", None)  # it may have a password: not for what this process starts
         run_loop(run_process(role, settings, name, serve), uvloop.new_event_loop)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(EXIT_FAILED)

@@ -8,9 +8,8 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
-
-import psutil  # type: ignore[import-untyped]
 
 from protocol.errors import TetherError
 from protocol.ids import new_incarnation
@@ -21,12 +20,25 @@ from services.observability.http import HttpServer
 from services.observability.metrics import Metrics
 from services.observability.start_parts import READY
 from services.runtime.run_ledger import open_ledger
+from services.runtime.start_time import seconds_since_start
 from services.settings.sections import Settings
 
 log = logging.getLogger("tether")
 
 NUMBER = re.compile(r"\d+")
 """Numbers in metric labels are replaced by N; otherwise every group would add a label."""
+
+
+def pid_space() -> str:
+    """Return where this process's id is unique: the boot of its kernel, and its pid namespace.
+
+    Empty where that cannot be known, because this is not Linux.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
 
 
 class Process:
@@ -45,6 +57,7 @@ class Process:
             "name": name,
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "pid_space": pid_space(),
             "started": time.time(),
         }
         """Facts that the registry shows about this process, JSON types; services add their own."""
@@ -100,7 +113,7 @@ class Process:
 
     async def ready(self, part: str) -> None:
         """Write to the log and the registry how long this process took until `part` of it was ready."""
-        seconds = round(time.time() - psutil.Process().create_time(), 1)
+        seconds = round(seconds_since_start(), 1)
         self.info[READY] = {**self.info.get(READY, {}), part: seconds}
         log.info("ready part=%s seconds=%.1f", part, seconds)
         await self.register()  # at once: the first step may come before the next heartbeat

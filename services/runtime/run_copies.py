@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.ledger.event_log.archiver import FILE as EVENT_LOG
-from services.ledger.event_log.hash_chain import HEAD
 from services.runtime.frozen_models import FILE as FROZEN_MODELS
 from services.settings.hub import FILE as HUB
 from services.settings.load import FILE as SETTINGS
@@ -19,9 +18,9 @@ from trainer.storage.remote import RemoteDirectory
 CHECKPOINT, RUN = "checkpoint", "run"
 """Directories of a copy."""
 SPOOL = "spool.sqlite"
-STATE = (SETTINGS, HEAD, EVENT_LOG, "metrics.jsonl")
-"""Files of which a directory with a run has at least one, in the order in which they are copied: the head of
-the event log names one of the log's lines."""
+STATE = (SETTINGS, "audit.head", EVENT_LOG, "metrics.head", "metrics.jsonl")
+"""Files of which a directory with a run has at least one, in the order in which they are copied: a log's
+head names one of its lines."""
 RUN_FILES = (*STATE, HUB, FROZEN_MODELS)
 """What a run needs beside its checkpoint and its spool. Copies of earlier releases have `STATE` alone."""
 

@@ -20,6 +20,7 @@ from rollout.prompts.base import source_settings
 from rollout.prompts.named_source import SourceConfig
 from services.settings.sections import Settings
 from trainer.roles.config import FROZEN_ROLES
+from trainer.storage.checksums import MEMBER, sealed
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def record_pins(asked: Settings, pinned: Settings) -> None:
         if name is not None and at is not None and not is_commit(name.revision)
     }
     if not found.items() <= recorded.items():
-        write_atomically(path, json.dumps({**recorded, **found}, indent=2).encode() + b"\n")
+        write_atomically(path, sealed(json.dumps({**recorded, **found}, indent=2).encode()))
 
 
 def fetch_model(settings: Settings) -> Path:
@@ -199,10 +200,11 @@ def read_record(path: Path, what: str) -> Mapping[str, str]:
         SettingsError: it cannot be read.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError) as error:
         raise SettingsError(
             f"{path}: {error}; it says which {what}: restore it, or delete it to take those of now"
         ) from None
+    return {name: value for name, value in found.items() if name != MEMBER}

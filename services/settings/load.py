@@ -19,6 +19,7 @@ from services.settings.paths import resolve_paths
 from services.settings.resume_rules import ResumeRule, rule_of
 from services.settings.sections import Settings
 from services.settings.sources import assign, describe_problem, from_environ, parse, read_file, refuse_unknown
+from trainer.storage.checksums import sealed
 
 FILE = "settings.json"
 """Settings that a run was last started with, in its directory."""
@@ -156,7 +157,7 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 
 
 def dump_settings(settings: Settings, path: Path) -> None:
-    """Write the effective settings as JSON for the processes of the run.
+    """Write the effective settings as JSON with a checksum, for the processes of the run.
 
     The ledger's URL is left out, because it may hold a password.
 
@@ -166,4 +167,4 @@ def dump_settings(settings: Settings, path: Path) -> None:
     values = _adapter.dump_python(settings, mode="json")
     values["ledger"]["url"] = ""
     values["run"]["dir"] = str(settings.run_dir)
-    write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())
+    write_atomically(path, sealed(json.dumps(values, indent=2).encode()))

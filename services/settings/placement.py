@@ -36,6 +36,9 @@ class ServicesConfig:
     restarts: Annotated[int, Meta(ge=0, le=10**6)] = 5
     """Restarts of one service within a minute; one death more ends the run (of evaluation, page and
     tracking: only them)."""
+    spares: bool = True
+    """Whether processes that have imported everything wait to replace a trainer, ingest, rollout or reward
+    worker that dies; one for all workers with the same settings and GPUs."""
 
     @property
     def rollout_workers(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from protocol.choices import did_you_mean
 from protocol.errors import SettingsError
+from trainer.storage.checksums import MEMBER
 
 SHORT_NAMES = {
     "TETHER_MAX_STALENESS": "bound.max_staleness",
@@ -42,6 +43,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"settings file {path}: {error}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"settings file {path}: expected tables at the top level")
+    values.pop(MEMBER, None)  # `tether verify --files` compares it; a person may edit the file
     return values
 
 

@@ -42,6 +42,7 @@ from trainer.megatron.layout import Layout
 from trainer.megatron.reshard import export_plan
 from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import batch_of, hf_logprobs, random_samples
+from trainer.storage.checksums import check_model_files
 
 BYTES_PER_PARAMETER = 8
 """Host memory: first Hugging Face's weights (4), then the trainer's weights and gradient buffers."""
@@ -142,6 +143,7 @@ def check_model(model_dir: Path, parallel: ParallelConfig = ONE_RANK) -> Checked
     facts |= {"config": _stated(architecture), **_sizes(parallel)}
     _check_layout(architecture, parallel)
     try:
+        check_model_files(model_dir)
         parameters = count_parameters(model_dir) or 0
         with SafetensorsReader(model_dir) as reader:
             check_names(reader, architecture, Layout.of(ParallelConfig(), architecture.layers))

@@ -24,6 +24,7 @@ from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
+from trainer.storage.checksums import check_model_files
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.files import disk_sender
 
@@ -126,7 +127,12 @@ def newest_export(run_dir: Path) -> Path:
 
 
 def load_model(directory: Path) -> dict[str, Any]:
-    """Return all tensors of a Hugging Face directory, by name. Raises SettingsError."""
+    """Return all tensors of a Hugging Face directory, by name.
+
+    Raises:
+        SettingsError: there are none, or a file of the directory is damaged.
+    """
+    check_model_files(directory)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise SettingsError(f"no safetensors in {directory}")

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from trainer.data.batch_digest import FORM, padded_digest
 from trainer.data.step_plan import StepPlan
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
-from trainer.storage.spool import MissingRecord, Spool
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
 from trainer.weights.bucket_writer import fill_buckets, in_dtype
 
 LOSS_TOLERANCE = 1e-4
@@ -85,10 +86,10 @@ class RecordedRun:
         keys = [(group.group, group.token) for group in groups]
         try:
             records = self._records(step, keys)
-        except MissingRecord as missing:
+        except MissingRecords as missing:
             held = self._archive.steps()
             raise SettingsError(
-                f"step {step} cannot be built again: neither archive nor spool holds group {missing.group}. "
+                f"step {step} cannot be built again: {missing}. "
                 f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; "
                 "trainer.archive_mb limits its size"
             ) from None
@@ -100,10 +101,17 @@ class RecordedRun:
         In this order no step is missed that a live trainer moves from one to the other meanwhile.
         """
         path = self.settings.run_dir / "spool.sqlite"
+        causes = {}
         if path.is_file():
-            with closing(Spool(path, read_only=True)) as spool, suppress(MissingRecord):
-                return spool.get_many(keys)
-        return self._archive.get(step, keys)
+            with closing(Spool(path, read_only=True)) as spool:
+                try:
+                    return spool.get_many(keys)
+                except MissingRecords as missing:
+                    causes = missing.causes
+        try:
+            return self._archive.get(step, keys)
+        except MissingRecords as missing:
+            raise MissingRecords(causes or missing.causes) from None
 
     def report(self, step: int) -> dict[str, Any]:
         """Return the step's line in metrics.jsonl; empty if there is none of its epoch."""

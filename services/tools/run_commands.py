@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from protocol.staleness import Bound, Policy
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
 from services.observability.status import collect_status, render_status
+from services.run_files.page_key import add_key
 from services.run_files.run_end import is_up
 from services.runtime.run_ledger import open_ledger
 from services.settings.load import run_settings
@@ -42,12 +44,16 @@ def read_status(run_dir: Path) -> Facts:
             facts["why"] += f"; {ELSEWHERE}"
         return facts
     try:
-        return _call(settings, lambda ledger: collect_status(ledger, run_dir))
+        facts = _call(settings, lambda ledger: collect_status(ledger, run_dir))
     except Unavailable:
         facts = describe_ended_run(settings)
         if facts["run_state"] == "done" or facts["run_state"].startswith("halted"):
             return facts
         raise
+    monitor = settings.monitor
+    for process in filter(itemgetter("page"), facts["processes"]):
+        process["page"] = add_key(process["page"], monitor.host, monitor.key_file, settings.run_dir)
+    return facts
 
 
 def render_run_status(facts: Facts) -> str:

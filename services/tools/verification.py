@@ -1,4 +1,4 @@
-"""Verifies a run from its directory, for `tether verify`: the event log, and the calls of sessions."""
+"""Verifies a run from its directory, for `tether verify`: its event log, the calls of sessions, its files."""
 
 import dataclasses
 from pathlib import Path
@@ -9,11 +9,15 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
 
 MAX_SHOWN = 50
-"""Violations in the text."""
+"""Violations, and damaged places, in the text."""
 
 
-def verify_run(run_dir: Path) -> dict[str, Any]:
+def verify_run(run_dir: Path, *, files: bool = False) -> dict[str, Any]:
     """Check the event log against lifecycle and bound, and the journalled calls against the records.
+
+    Args:
+        run_dir: of the run.
+        files: also compare all files that have checksums with them; adds what `CheckedFiles` has.
 
     Raises:
         SettingsError: there is no log.
@@ -22,6 +26,10 @@ def verify_run(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise SettingsError(f"no audit log {path}: give the directory of a run, such as runs/demo")
     facts = dataclasses.asdict(verify(path))
+    if files:
+        from services.run_files.damage import check_files
+
+        facts |= dataclasses.asdict(check_files(run_dir))
     if not (run_dir / "spool.sqlite").is_file() and not (run_dir / "archive").is_dir():
         return facts
     from services.run_files.call_audit import audit_calls  # numpy; a log alone needs none
@@ -33,12 +41,14 @@ def verify_run(run_dir: Path) -> dict[str, Any]:
 
 
 def render_verification(facts: dict[str, Any]) -> str:
-    """Return counters and violations as text."""
-    violations = facts["violations"]
-    counts = {**facts, "violations": len(violations)}
+    """Return counters, violations and damaged files as text."""
+    counts = {name: len(value) if isinstance(value, list) else value for name, value in facts.items()}
+    not_covered = counts.pop("not_covered", 0)
     return "\n".join(
         (
-            "  ".join(f"{key} {value}" for key, value in counts.items()),
-            *(f"violation: {violation}" for violation in violations[:MAX_SHOWN]),
+            "  ".join(f"{name} {value}" for name, value in counts.items()),
+            *(f"violation: {violation}" for violation in facts["violations"][:MAX_SHOWN]),
+            *(f"damaged: {place}" for place in facts.get("damaged", ())[:MAX_SHOWN]),
+            *([f"not covered: {', '.join(facts['not_covered'])}"] if not_covered else ()),
         )
     )

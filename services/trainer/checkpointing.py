@@ -9,7 +9,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,9 @@ from types import TracebackType
 from typing import Any
 
 from protocol.errors import TetherError
+from protocol.host.full_disk import is_for_want_of_room
 from services.ledger.interface import LedgerStatus, StepRecord
+from services.runtime.writing import RETRY_S, waiting_for_room
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.uploads import Uploader
@@ -25,7 +27,7 @@ from trainer.backends.leader import ModelCopy
 from trainer.lora import save_adapter
 from trainer.storage.calls import CallStore
 from trainer.storage.hf_export import write_hf
-from trainer.storage.spool import MissingRecord
+from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
 
@@ -43,6 +45,8 @@ class Checkpointer:
         self._tasks = asyncio.TaskGroup()
         self._writing: asyncio.Task[None] | None = None
         self._failure: TetherError | None = None
+        self._no_room: TetherError | None = None
+        """Why the last checkpoint could not be written, if that was for want of room."""
         settings = run.process.settings
         self._uploader = (
             Uploader(
@@ -80,7 +84,9 @@ class Checkpointer:
     async def checkpoint(self, status: LedgerStatus, digest: int) -> None:
         """Begin a checkpoint and an export; once they are written, spool and ledger forget what they cover.
 
-        Returns when the model may change. If it cannot be written, nothing is forgotten, and `check` says so.
+        Returns when the model may change. If it cannot be written, nothing is forgotten, and `check` says so,
+        or `is_owed` for want of room. One that is owed is complete when this returns, or the process is to
+        stop.
 
         Args:
             status: the ledger's, at the version that the model has.
@@ -89,9 +95,17 @@ class Checkpointer:
         Raises:
             TetherError: this one cannot be begun, or the last one could not be written.
         """
-        complete = await self._begin(status.version, digest, status.sequence)
-        model = await self._runner.run(self._runner.rank.copy_model)
-        self._write_beside(self._write_all, status.version, complete, model)
+
+        async def begin() -> None:
+            complete = await self._begin(status.version, digest, status.sequence)
+            model = await self._runner.run(self._runner.rank.copy_model)
+            self._write_beside(self._write_all, status.version, complete, model)
+
+        await self.finish()
+        if self._no_room is None:
+            await self._attempt(begin)
+        else:
+            await self._until_written(begin)
 
     async def save(self, version: int, digest: int, sequence: int) -> None:
         """Write a checkpoint alone; returns when it is complete.
@@ -104,9 +118,14 @@ class Checkpointer:
         Raises:
             TetherError: it cannot be written.
         """
-        complete = await self._begin(version, digest, sequence)
-        self._write_beside(self._write_parts, version, complete)
+
+        async def begin() -> None:
+            complete = await self._begin(version, digest, sequence)
+            self._write_beside(self._write_parts, version, complete)
+
+        await self._attempt(begin)
         await self.finish()
+        await self._until_written(begin)
 
     async def finish(self) -> None:
         """Wait until nothing is being written.
@@ -133,6 +152,36 @@ class Checkpointer:
         complete = await asyncio.to_thread(self._run.checkpoints.complete)
         return any((c.version, c.manifest.digest) == (version, digest) for c in complete)
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether the last checkpoint could not be written for want of room, so that another one is due."""
+        return self._no_room is not None
+
+    def _note(self, error: TetherError) -> None:
+        """Keep why a checkpoint could not be written."""
+        if is_for_want_of_room(error):
+            log.error("checkpoint.no_room error=%s", error)
+            self._no_room = error
+        else:
+            self._failure = error
+
+    async def _attempt(self, begin: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await begin()
+        except TetherError as error:
+            self._note(error)
+            self.check()
+
+    async def _until_written(self, begin: Callable[[], Awaitable[None]]) -> None:
+        """Make an owed checkpoint, repeatedly while there is no room or until the process is to stop."""
+        if self._no_room is None:
+            return
+        async with waiting_for_room(self._run.process, self._no_room):
+            while self._no_room is not None and not await self._run.process.stopped_within(RETRY_S):
+                self._no_room = None
+                await self._attempt(begin)
+                await self.finish()
+
     async def _begin(self, version: int, digest: int, sequence: int) -> Callable[[], None]:
         """Have every rank copy its state and begin to write it; returns what makes that a checkpoint."""
         await self.finish()
@@ -157,7 +206,7 @@ class Checkpointer:
                 with self._run.process.working(f"writes the checkpoint of version {version}"):
                     await write(version, *args)
             except TetherError as error:
-                self._failure = error
+                self._note(error)
 
         self._writing = self._tasks.create_task(run(), name="checkpoint")
 
@@ -193,7 +242,7 @@ class Checkpointer:
         covered = [record for record in await ledger.step_records(0) if record.step < oldest.version]
         try:
             await self._in_thread(self._archive, covered)
-        except TetherError as error:
+        except (TetherError, OSError) as error:
             log.error("archive.failed error=%s", error)
             return False
         groups = [group.group for record in covered for group in record.groups]
@@ -208,11 +257,10 @@ class Checkpointer:
         for record in covered:
             keys = [(group.group, group.token) for group in record.groups]
             try:
-                payloads = self._run.spool.get_many(keys)
-            except MissingRecord as missing:  # an earlier trainer forgot it and ended before the ledger did
+                records = self._run.spool.stored(keys)
+            except MissingRecords as missing:  # damaged, or an earlier trainer forgot it and ended
                 log.warning("archive.missing step=%d error=%s", record.step, missing)
                 continue
-            records = [(*key, payload) for key, payload in zip(keys, payloads, strict=True)]
             calls = CallStore(self._run.spool).of_groups([group.group for group in record.groups])
             self._run.archive.put(record.step, records, calls)
         self._run.archive.make_room()

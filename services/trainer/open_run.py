@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.codec import decode_payload
-from protocol.errors import TetherError
+from protocol.errors import ProtocolError, SettingsError, TetherError
 from protocol.messages import ScoredRollout
 from protocol.rollout_view import sample_lengths
+from protocol.topics import Role
 from services.bus.broadcast import Broadcaster
 from services.ledger.event_log.archiver import FILE, last_sequence
 from services.ledger.interface import Taken
@@ -16,20 +17,25 @@ from services.observability.steps import StepLog
 from services.runtime.process import Process
 from services.runtime.training import train_command
 from trainer.backends.rank_commands import TrainCommand
+from trainer.data.samples import check_scored
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.spool import Spool
+from trainer.storage.spool import Spool, is_made
+from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
 
+SPOOL_S = 1.0
+"""Seconds between two checks of the spool."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class OpenRun:
     """The run directory's files, the bus and the epoch of this trainer."""
 
     process: Process
     epoch: str
-    """Under which this trainer claims the run."""
+    """Under which this trainer holds the run; `reclaim` draws another one."""
     spool: Spool
     archive: Archive
     checkpoints: Checkpoints
@@ -42,10 +48,31 @@ class OpenRun:
         """Return the command that trains on a batch; reads its records from the spool. Blocks.
 
         Raises:
-            MissingRecord: (a LookupError) the spool does not hold a group.
+            MissingRecords: (a LookupError) the spool does not hold a group as it was received.
         """
         records = self.spool.get_many([(group.group, group.token) for group in taken.groups])
         return train_command(self.process.settings, taken, records, mask_late=mask_late)
+
+    def unreadable(self, taken: Taken, error: ProtocolError) -> MissingRecords:
+        """Return the groups of a batch that cannot be trained, after `error` refused the batch. Blocks.
+
+        Raises:
+            ProtocolError: `error` itself, if every record can be read.
+            MissingRecords: meanwhile the spool does not hold a group as it was received.
+        """
+        causes = {}
+        for record in self.spool.stored([(group.group, group.token) for group in taken.groups]):
+            try:
+                message = decode_payload(record.payload)
+                if not isinstance(message, ScoredRollout):
+                    raise ProtocolError(f"is a {type(message).__name__}, not a ScoredRollout")
+                check_scored(message, taken.step)
+            except ProtocolError as found:
+                named = str(found).removeprefix(f"group {record.group}: ")
+                causes[record.group, record.token] = f"group {record.group}: {named}"
+        if not causes:
+            raise error
+        return MissingRecords(causes)
 
     def response_lengths(self, groups: Sequence[int]) -> list[list[int]]:
         """Return the tokens of each sample of those groups whose record the spool holds. Blocks.
@@ -77,3 +104,30 @@ class OpenRun:
             log.warning("spool.forget_failed error=%s", error)
             return False
         return True
+
+
+async def open_spool(process: Process) -> Spool:
+    """Open the ingest's spool; the trainer never makes one, which the ingest would not write to."""
+    path = process.settings.run_dir / "spool.sqlite"
+    with process.waiting("the ingest to make the spool"):
+        while not await asyncio.to_thread(is_made, path) and not await process.stopped_within(SPOOL_S):
+            pass
+    return await asyncio.to_thread(lambda: Spool(path, create=False))
+
+
+async def watch_spool_loop(process: Process, spool: Spool) -> None:
+    """Check each second that the spool is the one at its path and the ingest's, until cancelled.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    while True:
+        await asyncio.to_thread(spool.check_place)
+        known = [peer.info for peer in await process.ledger.peers(Role.INGEST) if "spool" in peer.info]
+        newest = max(known, key=lambda info: float(info["started"]), default={"spool": spool.id})
+        if newest["spool"] != spool.id:
+            raise SettingsError(
+                f"the spool {spool.path} is not the one that the ingest writes to: one of them was deleted "
+                "or replaced; leave the run directory as it is and start the run again"
+            )
+        await asyncio.sleep(SPOOL_S)

@@ -22,20 +22,22 @@ from services.preflight.memory import check_host_memory
 from services.runtime.errors import configure_logging, describe_error
 from services.runtime.main import service_main
 from services.runtime.process import Process
+from services.runtime.writing import until_written
 from services.settings.load import load_settings
+from services.settings.sections import Settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.gpu_turn import TrainerGpuTurn, first_turn
 from services.trainer.hosts import run_on_hosts
 from services.trainer.model_runner import ModelRunner, load_model
-from services.trainer.open_run import OpenRun
+from services.trainer.open_run import OpenRun, open_spool, watch_spool_loop
 from services.trainer.ranks import follow_rank_0, run_ranks
 from services.trainer.snapshots import Snapshots
 from services.trainer.takeover import take_over
 from services.trainer.train_loop import TrainLoop
 from trainer.hosts.place import find_place
+from trainer.registry import import_backend
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.spool import Spool
 
 
 async def serve(process: Process) -> None:
@@ -63,7 +65,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
         run = OpenRun(
             process=process,
             epoch=new_epoch(),
-            spool=Spool(run_dir / "spool.sqlite"),
+            spool=await open_spool(process),
             archive=Archive(run_dir / "archive", settings.trainer.archive_mb),
             checkpoints=Checkpoints(run_dir / "checkpoints", keep=settings.trainer.keep_checkpoints),
             steps=StepLog(run_dir / "metrics.jsonl"),
@@ -74,9 +76,13 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
         process.info["endpoints"] = {WEIGHTS.name: broadcaster.endpoint}
         try:
             async with asyncio.TaskGroup() as tasks:
-                idle = tasks.create_task(runner.idle_loop(), name="ranks.idle")
+                beside = [
+                    tasks.create_task(runner.idle_loop(), name="ranks.idle"),
+                    tasks.create_task(watch_spool_loop(process, run.spool), name="spool.watch"),
+                ]
                 await _train(run, runner)
-                idle.cancel()
+                for task in beside:
+                    task.cancel()
             await runner.run(runner.rank.exit)
         finally:
             run.spool.close()
@@ -112,7 +118,8 @@ async def _take_over_and_step(run: OpenRun, runner: ModelRunner) -> None:
 async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     """Make steps, while engines answer and the shared engine is watched."""
     process = run.process
-    await asyncio.to_thread(run.steps.backfill, await process.ledger.reports(0))
+    reports = await process.ledger.reports(0)
+    await until_written(process, lambda: run.steps.backfill(reports))
     async with asyncio.TaskGroup() as tasks:
         beside = [tasks.create_task(loop.answers_loop(), name="weights.answers")]
         if runner.shared_engine is not None:
@@ -120,6 +127,11 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
         await loop.run()
         for task in beside:
             task.cancel()
+
+
+def preload(settings: Settings) -> None:
+    """Import what training with these settings needs, for a spare."""
+    import_backend(settings.trainer.backend, with_critic=settings.needs_critic)
 
 
 def main() -> None:

@@ -3,12 +3,12 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.lifecycle import NO_SIGNAL
-from protocol.messages import StepReport
+from protocol.messages import AnyMessage, StepReport, WeightApplied, WeightFailed
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
@@ -38,10 +38,9 @@ class TrainedStep:
 class StepReporter:
     """Reports steps; holds what some of their numbers are differences to."""
 
-    def __init__(self, process: Process, epoch: str, device: str = "") -> None:
+    def __init__(self, process: Process, device: str = "") -> None:
         """Report nothing yet; `device` is the name of each rank's GPU, empty for a CPU."""
         self._process = process
-        self._epoch = epoch
         self._pause_ms: float | None = None
         self._busy = BusyShare()
         self._before: LedgerStatus | None = None
@@ -52,14 +51,29 @@ class StepReporter:
         """Count drops from this status of the ledger on."""
         self._before = status
 
-    def note_pause(self, pause_ms: float) -> None:
-        """Note how long an engine stood still for a version; the next report has the longest."""
-        self._pause_ms = max(self._pause_ms or 0.0, pause_ms)
+    def note_answer(self, message: AnyMessage, registered: Collection[str]) -> None:
+        """Note what an engine says of a version; the next report has the longest pause.
+
+        What names an engine that is not registered is counted, and has no other effect.
+        """
+        if getattr(message, "engine", "") not in registered:
+            self._process.metrics.count("weights.unknown_engine")
+        elif isinstance(message, WeightApplied):
+            self._pause_ms = max(self._pause_ms or 0.0, message.pause_ms)
+        elif isinstance(message, WeightFailed):
+            self._process.metrics.count("weights.failed")
+            log.warning(
+                "weights.failed engine=%s version=%d error=%s",
+                message.engine,
+                message.version,
+                message.error,
+            )
 
     def report(
         self,
         step: TrainedStep,
         *,
+        epoch: str,
         times: StepTimes,
         status: LedgerStatus,
         engines: Sequence[Peer],
@@ -67,8 +81,8 @@ class StepReporter:
     ) -> StepReport:
         """Return the report of a step. Counts and shares in it are of the time since the last one.
 
-        `times` are those since the last report, `status` is the ledger's before the commit, and `engines` are
-        the registered rollout workers; `warnings` are added to those of the step.
+        `epoch` is the trainer's, `times` are those since the last report, `status` is the ledger's before the
+        commit, and `engines` are the registered rollout workers; `warnings` are added to those of the step.
         """
         pause_ms, self._pause_ms = self._pause_ms, None
         before, self._before = self._before or status, status
@@ -82,14 +96,15 @@ class StepReporter:
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,
-            epoch=self._epoch,
+            epoch=epoch,
             wasted_tokens=status.wasted_tokens - before.wasted_tokens + step.plan.stats.masked_tokens,
             groups=len(step.taken.groups),
             dropped_groups=status.dropped - before.dropped,
             dropped_by_reason=_increase(before.dropped_by_reason, status.dropped_by_reason),
             dropped_length_mean=sum(lengths) / len(lengths) if lengths else None,
             dropped_length_groups=len(step.dropped_lengths),
-            tokens_per_s=tokens / times.train_s if times.train_s > 0 else None,
+            tokens_per_s=tokens / times.step_s if times.step_s > 0 else None,
+            train_tokens_per_s=tokens / times.train_s if times.train_s > 0 else None,
             mfu=model_flops_utilization(step.flops, times.train_s, self._devices),
             pause_ms=pause_ms,
             time=time.time(),

@@ -9,13 +9,15 @@ import asyncio
 import logging
 
 from protocol.codec import encode_payload
-from protocol.errors import SettingsError
+from protocol.errors import ProtocolError, SettingsError, TetherError
+from protocol.ids import new_epoch
 from protocol.messages import WeightManifest
 from services.ledger.interface import LedgerStatus, Taken
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from trainer.storage.checkpoints import Checkpoint
+from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.recovery")
 
@@ -52,9 +54,53 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
         manifest = await _rewind(run, runner, status, found)
     if found is None and manifest.version == 0:  # so that there is always one to go back to
         await checkpointer.save(0, manifest.digest, status.sequence)
-    await ledger.publish(run.epoch, encode_payload(manifest), manifest.version)
-    run.broadcaster.publish(manifest, epoch=run.epoch)
+    await _announce(run, manifest)
     return manifest
+
+
+async def reclaim(
+    run: OpenRun, runner: ModelRunner, manifest: WeightManifest, missing: MissingRecords
+) -> WeightManifest:
+    """Give a batch back of which some groups cannot be trained, and hold the run under a new epoch.
+
+    Those groups are `lost` and generated again. The model stays as it is: it has the committed version.
+
+    Args:
+        run: gets the new epoch.
+        runner: publishes the version again.
+        manifest: that of the version.
+        missing: the groups.
+
+    Returns:
+        The manifest under the new epoch, which is announced.
+
+    Raises:
+        Refused: STALE_EPOCH, another trainer holds the run.
+        TetherError: the export differs from the committed one.
+    """
+    ledger = run.process.ledger
+    for cause in missing.causes.values():
+        log.error("group.lost %s", cause)
+    await ledger.take(run.epoch)  # refuses if another trainer has taken the run over meanwhile
+    run.epoch = new_epoch()
+    status = await ledger.claim(run.epoch)
+    for group, token in missing.causes:
+        await ledger.lost(group, token)
+    run.process.metrics.count("groups.lost", len(missing.causes))
+    again = await runner.publish(run.epoch, manifest.version)
+    if again.digest != manifest.digest or not await ledger.resume(run.epoch, status.version, again.digest):
+        raise TetherError(
+            f"version {manifest.version} was exported again and is not what was committed; the trainer "
+            "starts again"
+        )
+    await _announce(run, again)
+    return again
+
+
+async def _announce(run: OpenRun, manifest: WeightManifest) -> None:
+    """Let the engines of this epoch know the version that the run continues from."""
+    await run.process.ledger.publish(run.epoch, encode_payload(manifest), manifest.version)
+    run.broadcaster.publish(manifest, epoch=run.epoch)
 
 
 async def _replay(
@@ -62,16 +108,17 @@ async def _replay(
 ) -> WeightManifest | None:
     """Repeat the committed steps since `start` and publish; None if the ledger's weights cannot be reached.
 
-    That is so if the spool does not hold the groups, or the weights come out different.
+    That is so if the spool does not hold the groups as they were received, or the weights come out
+    different.
     """
     reached, recorded = start, None
     for record in await run.process.ledger.step_records(start):
         try:
             command = await asyncio.to_thread(run.read_command, Taken(step=record.step, groups=record.groups))
-        except LookupError as error:
+            await runner.train(command)
+        except (MissingRecords, ProtocolError) as error:
             log.warning("replay.missing step=%d error=%s", record.step, error)
             return None
-        await runner.train(command)
         reached, recorded = record.step + 1, record
         log.info("replay.step step=%d", record.step)
     if reached != status.version:

@@ -9,17 +9,15 @@ engines find in the ledger.
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from protocol.codec import encode_payload
-from protocol.errors import Reason, Refused, TetherError
-from protocol.ids import new_epoch
+from protocol.errors import ProtocolError, Reason, Refused, TetherError
 from protocol.messages import (
     Action,
     Control,
     StepReport,
-    WeightApplied,
     WeightDraft,
-    WeightFailed,
     WeightManifest,
 )
 from protocol.staleness import Policy
@@ -27,13 +25,15 @@ from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger_recovery.journal_entries import commit_entry
 from services.observability.skipped_steps import SkipLimit
+from services.runtime.writing import until_written
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.snapshots import Snapshots
 from services.trainer.step_clock import StepClock
 from services.trainer.step_report import StepReporter, TrainedStep, excess_mismatch
-from trainer.storage.spool import MissingRecord
+from services.trainer.takeover import reclaim
+from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
 
@@ -62,23 +62,15 @@ class TrainLoop:
         self._snapshots = snapshots
         self._manifest = manifest
         self._clock = StepClock()
-        self._reporter = StepReporter(run.process, run.epoch, runner.device_name)
+        self._reporter = StepReporter(run.process, runner.device_name)
         self._skips = SkipLimit(run.process.settings.trainer.max_skipped_steps)
 
     async def answers_loop(self) -> None:
         """Note what engines answer, until cancelled."""
         while True:
             _, message = await self._run.broadcaster.answers()
-            if isinstance(message, WeightApplied):
-                self._reporter.note_pause(message.pause_ms)
-            elif isinstance(message, WeightFailed):
-                self._process.metrics.count("weights.failed")
-                log.warning(
-                    "weights.failed engine=%s version=%d error=%s",
-                    message.engine,
-                    message.version,
-                    message.error,
-                )
+            registered = {peer.incarnation for peer in await self._process.ledger.peers(Role.ROLLOUT)}
+            self._reporter.note_answer(message, registered)
 
     async def run(self) -> None:
         """Make steps until the run is done or the process is to stop."""
@@ -100,8 +92,14 @@ class TrainLoop:
                 break
             if not await self._runner.engine_ready(self._manifest):
                 break
-            status = await self._step(taken)
+            try:
+                status = await self._step(taken)
+            except MissingRecords as missing:
+                with self._process.working(f"gives the batch of step {taken.step} back"):
+                    self._manifest = await reclaim(self._run, self._runner, self._manifest, missing)
         await self._checkpointer.finish()
+        if self._checkpointer.is_owed and not self._process.stop.is_set():
+            await self._checkpointer.checkpoint(status, self._manifest.digest)
         if status.done:
             log.info("run.done version=%d", status.version)
 
@@ -129,7 +127,11 @@ class TrainLoop:
         return None
 
     async def _step(self, taken: Taken) -> LedgerStatus:
-        """Make a step of a batch; returns the ledger's status after its commit."""
+        """Make a step of a batch; returns the ledger's status after its commit.
+
+        Raises:
+            MissingRecords: a group cannot be trained; the weights are those of before.
+        """
         with self._process.working(f"step {taken.step}"):
             step = await self._train(taken)
         with self._process.working(f"publishes version {taken.step + 1}"), self._clock.part("publish"):
@@ -138,6 +140,7 @@ class TrainLoop:
         before = await self._process.ledger.status()
         report = self._reporter.report(
             step,
+            epoch=self._run.epoch,
             times=self._clock.lap(),
             status=before,
             engines=engines,
@@ -147,7 +150,8 @@ class TrainLoop:
         await self._announce(manifest, report, status, engines)
         with self._clock.part("checkpoint"):
             await self._snapshots.take(manifest, is_last=status.done)
-            if report.version % self._process.settings.trainer.checkpoint_every == 0 or status.done:
+            is_due = report.version % self._process.settings.trainer.checkpoint_every == 0
+            if is_due or status.done or self._checkpointer.is_owed:
                 with self._process.working(f"saves version {report.version}"):
                     await self._checkpointer.checkpoint(status, manifest.digest)
         self._reporter.record(report)
@@ -178,17 +182,16 @@ class TrainLoop:
             )
             await self._run.forget(taken.dropped)
         bound = (await self._process.ledger.status()).bound
-        try:
-            command = await asyncio.to_thread(
-                self._run.read_command, taken, mask_late=bound.policy is Policy.MASK
-            )
-        except MissingRecord as missing:
-            await self._give_back(missing)
-            raise
+        command = await asyncio.to_thread(
+            self._run.read_command, taken, mask_late=bound.policy is Policy.MASK
+        )
         with self._clock.part("train"):
-            plan, stats = await self._runner.train(
-                command, epoch=self._run.epoch, announce=self._announce_draft
-            )
+            try:
+                plan, stats = await self._runner.train(
+                    command, epoch=self._run.epoch, announce=self._announce_draft
+                )
+            except ProtocolError as error:  # the batch was refused before any rank began
+                raise await asyncio.to_thread(self._run.unreadable, taken, error) from error
         flops = self._runner.flops(plan, command.epochs)
         return TrainedStep(taken, plan, stats, flops, dropped_lengths)
 
@@ -233,7 +236,7 @@ class TrainLoop:
             report=payload,
         )
         # before any engine serves the version: a ledger that loses the commit is rebuilt from the journal
-        await asyncio.to_thread(run.spool.append, [entry])
+        await until_written(self._process, partial(run.spool.append, [entry]))
         return status
 
     async def _announce(
@@ -242,16 +245,7 @@ class TrainLoop:
         """Tell engines of a committed version, log its step, and retire versions that no engine serves."""
         self._manifest = manifest
         self._run.broadcaster.publish(manifest, epoch=self._run.epoch)
-        await asyncio.to_thread(self._run.steps.append, report)
+        await until_written(self._process, partial(self._run.steps.append, report))
         alive = {peer.incarnation for peer in engines}
         served = {version for engine, (_, version) in status.engines.items() if engine in alive}
         self._runner.sender.retire(frozenset({manifest.version} | served))
-
-    async def _give_back(self, missing: MissingRecord) -> None:
-        """Return a batch of which the spool lost a group, under a new epoch; that group is generated again.
-
-        The trainer restarts.
-        """
-        log.error("spool.missing group=%d token=%s", missing.group, missing.token)
-        await self._process.ledger.claim(new_epoch())
-        await self._process.ledger.lost(missing.group, missing.token)

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from tests.chaos.scene import POLL_S, Scene
+from tests.chaos.schedule import SERVICES
 
 FIND_S = 30.0
 """How long a process that is just being started again is waited for."""
-OFFSETS_S = (-86_400, -30, 30, 86_400)
+OFFSETS_S = (-86_400, -30, 30, 86_400, 172_800)
 
 
 class Missed(Exception):
@@ -99,18 +100,19 @@ def _fill(path: "os.PathLike[str]") -> None:
 
 @asynccontextmanager
 async def skewed(scene: Scene, target: str, rng: random.Random) -> AsyncIterator[None]:
-    """Shift a wall clock. That of Redis jumps ahead and stays there, since it is the run's clock."""
-    offset_s = rng.choice(OFFSETS_S)
-    if target == "redis":
-        scene.redis_ahead_s += abs(offset_s)
-        scene.place.set_clock(target, scene.redis_ahead_s)
-        yield
-        return
-    scene.place.set_clock(target, offset_s)
+    """Shift a wall clock, and set it right again.
+
+    A service that was a spare keeps the clock of that, which all spares of its role share here.
+    """
+    offset_s, role = rng.choice(OFFSETS_S), target.partition(".")[0]
+    clocks = (target, *(f"spare.{name}" for name in SERVICES if name.partition(".")[0] == role))
+    for clock in clocks:
+        scene.place.set_clock(clock, offset_s)
     try:
         yield
     finally:
-        scene.place.set_clock(target, 0)
+        for clock in clocks:
+            scene.place.set_clock(clock, 0)
 
 
 def weathered(kind: str) -> "Begin":

@@ -64,16 +64,16 @@ class Place:
             "TORCHINDUCTOR_CACHE_DIR": str(self.root / "inductor"),
         }
 
-    def with_clock(self, name: str, program: str, clock: str) -> Path:
+    def with_clock(self, name: str, program: str, clock: str, *before: str) -> Path:
         """Return a command that starts `program` with the clock of file clocks/`clock`.
 
-        `clock` is expanded by the shell.
+        `clock` is expanded by the shell. The libraries `before` are loaded before libfaketime.
         """
         script = self.root / name
         lines = ["#!/bin/sh"]
         if self.clock_library is not None:
             lines += [
-                f'export LD_PRELOAD="{self.clock_library}" '
+                f'export LD_PRELOAD="{" ".join([*before, str(self.clock_library)])}" '
                 f'FAKETIME_TIMESTAMP_FILE="{self.root}/clocks/{clock}"',
                 "export FAKETIME_CACHE_DURATION=1 FAKETIME_DISABLE_SHM=1 FAKETIME_DONT_FAKE_MONOTONIC=1 "
                 "NO_FAKE_STAT=1",
@@ -115,6 +115,6 @@ def make_place(root: Path) -> Place:
         else None
     )
     place = Place(root, mounts, library)
-    for name in (*SERVICES, "redis"):
+    for name in (*SERVICES, *map("spare.{}".format, SERVICES), "redis"):
         place.set_clock(name, 0)
     return place

@@ -21,7 +21,7 @@ from services.ledger.redis.ledger import RedisLedger
 from tests.chaos.place import Place
 from tests.chaos.proxy import Proxy, Weather
 from tests.chaos.schedule import LINKS
-from tests.integration.command import environment
+from tests.integration.command import environment, service_of
 from tests.integration.loop import ROOT
 
 POLL_S = 0.1
@@ -45,8 +45,6 @@ class Scene:
         )
         self.redis_held = 0
         """How many faults keep Redis from being started again."""
-        self.redis_ahead_s = 0
-        """By how much its clock is ahead."""
         self.up: asyncio.subprocess.Process | None = None
         self.up_held = 0
         self.up_starts = 0
@@ -71,10 +69,7 @@ class Scene:
                 with contextlib.suppress(psutil.Error):
                     if target == "scorer" and "reward.workers.worker" in child.cmdline():
                         return int(child.pid)
-                    if (
-                        f"services.{target.partition('.')[0]}" in child.cmdline()
-                        and child.environ().get("TETHER_INSTANCE") == target
-                    ):
+                    if service_of(child.pid) == target:
                         return int(child.pid)
         return None
 
@@ -82,11 +77,17 @@ class Scene:
         """Start Redis and its proxy; returns a ledger that uses no proxy."""
         adopt_orphans()
         url = urlsplit(await self.redis.start())
-        proxy = Proxy(self.links["ledger"], ("127.0.0.1", url.port or 0))
+        proxy = self._proxies[self.redis.url] = Proxy(self.links["ledger"], ("127.0.0.1", url.port or 0))
         self._url = url._replace(
             netloc=f":{url.password}@{self.host}:{await proxy.start(self.host)}"
         ).geturl()
         return await RedisLedger.connect(self.redis.url, self.run, timeout_s=5, retry_s=60)
+
+    async def stop(self) -> None:
+        """Stop the proxies and Redis."""
+        for proxy in self._proxies.values():
+            proxy.close()
+        await self.redis.stop()
 
     async def keep_redis_loop(self) -> None:
         """Start Redis again when it has died, until cancelled."""
@@ -159,4 +160,4 @@ async def started(
                     scene.up.kill()
     finally:
         await ledger.close()
-        await scene.redis.stop()
+        await scene.stop()

@@ -26,7 +26,7 @@ from services.observability.steps import read_steps
 from tests.chaos.checks import living_children, trained_twice
 from tests.chaos.faults import send
 from tests.chaos.scene import POLL_S, adopt_orphans
-from tests.integration.command import audit, environment
+from tests.integration.command import audit, environment, service_of
 from tests.integration.loop import ROOT
 
 ENDS = 5
@@ -37,11 +37,8 @@ def rollout_workers(up: int) -> dict[str, int]:
     """Return the living rollout workers of a `tether up`: name -> pid."""
     found = {}
     for child in psutil.Process(up).children():
-        try:
-            if "services.rollout" in child.cmdline():
-                found[child.environ()["TETHER_INSTANCE"]] = child.pid
-        except (psutil.Error, KeyError):
-            continue  # it ends, or has not become a service yet
+        if (name := service_of(child.pid)).startswith("rollout."):
+            found[name] = child.pid
     return found
 
 

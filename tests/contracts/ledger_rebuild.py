@@ -150,7 +150,7 @@ class RebuildContract:
         events += [event for event in await log(driver) if event["seq"] > snapshot.sequence]
         assert verify_events(events).violations == []
 
-    async def test_what_only_the_journal_knows_is_restored(self, driver: Driver) -> None:
+    async def test_groups_that_only_the_journal_knows_are_restored(self, driver: Driver) -> None:
         await driver.begin(E=2, B=1)
         await driver.step(1)
         archived = await log(driver)

@@ -1,4 +1,4 @@
-"""A ledger under test, with what only a test may do to it: make a lease expire."""
+"""A ledger under test, with what only a test may do to it: make a lease expire, let its wall clock jump."""
 
 import itertools
 from collections.abc import Awaitable
@@ -11,6 +11,7 @@ from protocol.errors import Reason, Refused
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import Lease, Ledger, RunSpec, Taken
 from services.ledger.memory.ledger import MemoryLedger
+from services.ledger.memory.run_clock import RunClock
 from services.ledger.redis.keys import padded
 from services.ledger.redis.ledger import RedisLedger
 
@@ -31,6 +32,9 @@ class Rig(Protocol):
     def expire(self, group: int) -> None:
         """Put the end of the group's lease into the past."""
 
+    def jump(self, ms: int) -> None:
+        """Let the wall clock move by so much between two calls, as the run's clock sees it."""
+
     async def close(self) -> None: ...
 
 
@@ -41,6 +45,10 @@ class MemoryRig:
 
     def expire(self, group: int) -> None:
         self.ledger.run_state.groups[group].expires_ms = 0
+
+    def jump(self, ms: int) -> None:
+        assert isinstance(self.ledger.clock, RunClock)
+        self.ledger.clock.wall_reading -= ms
 
     async def close(self) -> None:
         await self.ledger.close()
@@ -58,6 +66,9 @@ class RedisRig:
 
     def expire(self, group: int) -> None:
         self.server.zadd(self.ledger.keys.of("leases"), {padded(group): 0}, xx=True)
+
+    def jump(self, ms: int) -> None:
+        self.server.hincrby(self.ledger.keys.of("run"), "clock_time", -ms)
 
     async def close(self) -> None:
         await self.ledger.close()

@@ -170,6 +170,23 @@ class RunContract:
         await driver.ledger.unregister("a.1")
         assert list(await driver.ledger.peers()) == [b]
 
+    async def test_unregistering_ends_the_leases_of_that_process_alone(self, driver: Driver) -> None:
+        ledger = driver.ledger
+        await driver.begin(B=2)
+        first, second = await driver.lease(), await driver.lease()
+        other = await ledger.lease(request="o", engine="eng", holder="other", lease_ms=600_000)
+        before = (await ledger.status()).sequence
+        for _ in range(2):  # again after a lost answer
+            await ledger.unregister("worker")
+        events = [(event["event"], event["group"]) for event in await ledger.events(before, 1000)]
+        assert events == [("expire", first.group), ("expire", second.group)]
+        await ledger.extend(other.group, other.token, 600_000)
+        again = await driver.lease()
+        assert (again.group, again.attempt) == (first.group, 2)
+        await driver.refused(Reason.NOT_HELD, ledger.accept(first.group, first.token, {0: 1}))
+        await ledger.accept(second.group, second.token, {0: 1})  # nobody has taken that over
+        assert verify_events(list(await ledger.events(0, 1000))).violations == []
+
     async def test_endpoints_are_those_of_the_registry(self, driver: Driver) -> None:
         ledger = driver.ledger
         assert dict(await ledger.endpoints("scored")) == {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import xxhash
 
 from protocol.errors import ProtocolError, SettingsError, SpoolError, TetherError
 from reward.sandbox.runner import KINDS, parse_report
@@ -18,7 +19,9 @@ from services.ledger.verify.verifier import verify
 from services.observability.steps import read_steps
 from tests.fuzz.target import Form, Target
 from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.spool import JournalEntry, Spool
+from trainer.storage.journal import JournalEntry, decode_entry, encode_entry
+from trainer.storage.spool import SCHEMA, Spool
+from trainer.storage.stored import StoredMessage
 
 RECORDS: tuple[Callable[[bytes], Any], ...] = (
     json_codec.decode_lease,
@@ -77,28 +80,12 @@ def checkpoint(data: bytes, scratch: Path) -> None:
         assert {part.name for part in found.manifest.files} <= {"rank_00000.safetensors", "manifest.json"}
 
 
-def journal(data: bytes, scratch: Path) -> None:
-    """A journal whose groups are damaged is a SpoolError."""
-    path = scratch / "journal.sqlite"
-    spool = _spool(path)
-    try:
-        with sqlite3.connect(path) as connection:
-            connection.execute("UPDATE journal SET groups = ?", (data.decode(errors="replace"),))
-        connection.close()
-        for entry in spool.journal():
-            assert all(isinstance(group, int) for group in entry.groups)
-    except SpoolError:
-        pass
-    finally:
-        spool.close()
-
-
-def _spool(path: Path) -> Spool:
-    for old in path.parent.glob(path.name + "*"):
-        old.unlink()
-    spool = Spool(path)
-    spool.append([JournalEntry("commit", "e1", 0, (1, 2), 7)])
-    return spool
+def journal(data: bytes, _: Path) -> None:
+    """An entry of the journal is one whatever it holds, or counts as damaged."""
+    entry = decode_entry(3, data, xxhash.xxh3_64_digest(data))
+    if entry is not None:
+        assert entry.position == 3
+        assert all(isinstance(group, int) for group in entry.groups)
 
 
 def spool_file(data: bytes, scratch: Path) -> None:
@@ -110,8 +97,9 @@ def spool_file(data: bytes, scratch: Path) -> None:
     try:
         spool = Spool(path)
         try:
-            spool.get_many([(7, "a")])
+            assert spool.get_many([(7, "a")]) == [b"\x01"]
             spool.journal()
+            list(spool.damaged())
         finally:
             spool.close()
     except (SpoolError, LookupError):
@@ -134,20 +122,26 @@ def report(data: bytes, _: Path) -> None:
         assert isolation <= KINDS
 
 
+ENTRY = JournalEntry("commit", "e1", 0, (1, 2), 7)
+
+
 def _spool_seed() -> bytes:
     """Return an empty spool, as small as SQLite makes one."""
     with sqlite3.connect(":memory:") as connection:
         connection.execute("PRAGMA page_size = 512")
         connection.execute(
-            "CREATE TABLE records (grp INTEGER, token TEXT, payload BLOB, accepted_ms INTEGER, UNIQUE (grp, "
-            "token))"
+            "CREATE TABLE records (grp INT, token TEXT, payload BLOB, sum BLOB, accepted_ms INT)"
         )
         connection.execute(
-            "CREATE TABLE journal (seq INTEGER PRIMARY KEY, event TEXT, epoch TEXT, step INT, groups TEXT, "
-            "ledger_seq INT)"
+            "CREATE TABLE journal (seq INTEGER PRIMARY KEY, ledger_seq INT, payload BLOB, sum BLOB)"
         )
-        connection.execute("INSERT INTO records VALUES (7, 'a', x'01', 0)")
-        connection.execute("INSERT INTO journal VALUES (1, 'take', 'e', 0, '[7]', 3)")
+        connection.execute("CREATE TABLE meta (id TEXT)")
+        connection.execute("INSERT INTO meta VALUES ('x')")
+        record = StoredMessage.received(7, "a", b"\x01")
+        row = (record.group, record.token, record.payload, record.checksum.to_bytes(8), 0)
+        connection.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?)", row)
+        connection.execute("INSERT INTO journal VALUES (1, 3, ?, ?)", encode_entry(ENTRY))
+        connection.execute(f"PRAGMA user_version = {SCHEMA}")
         return connection.serialize()
 
 
@@ -227,7 +221,7 @@ TARGETS = {
         CHECKPOINTS,
         Form.JSON,
     ),
-    "journal": Target(journal, [b"[1, 2]", b"", b'{"1": 2}', b"[null]"], Form.JSON),
+    "journal": Target(journal, [encode_entry(ENTRY)[0], b"", b'{"1": 2}', b"[null]"], Form.JSON),
     "spool_file": Target(
         spool_file, [_spool_seed(), _spool_seed().replace(b"journal", b"journ\xa0l"), b"junk"], Form.BYTES
     ),

@@ -32,6 +32,7 @@ RULES: tuple[Callable[[House], Iterator[Violation]], ...] = (
     documents.document_name,
     documents.document_number,
     documents.document_default,
+    documents.document_length,
 )
 
 

@@ -2,20 +2,21 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.house.source import PACKAGES, House, Module, Violation
-from tests.house.tables import CONSTANTS, FOREIGN_NAMES, MADE_PATHS, Constant
+from tests.house.tables import CONSTANTS, FOREIGN_NAMES, MADE_PATHS, MOST_WORDS, Constant
 
-_FOLDERS = (*PACKAGES, "tests", "docs", "deploy")
+_FOLDERS = (*PACKAGES, "tests", "docs", "results", "deploy")
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./*-]*(?![\w{{<])")
 _FILE = re.compile(r"(?<![\w./*-])\w+\.(?:py|lua)\b(?![./])")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 _CODE = re.compile(r"`([^`\n]+)`")
 _DOTTED = re.compile(rf"(?<![\w./])(?:{'|'.join((*PACKAGES, 'tests'))})(?:\.[A-Za-z_]\w*)+")
+_COMMANDS = "docs/commands.md"
 _CLASS = re.compile(r"[A-Z]+[a-z0-9]\w*[A-Z]\w*(?:\.\w+)*")
 
 
@@ -77,24 +78,30 @@ def document_number(house: House, constants: Sequence[Constant] = CONSTANTS) -> 
 
 
 def document_default(house: House, settings: Callable[[], Any] | None = None) -> Iterator[Violation]:
-    """Find rows of the README's table of settings whose default is not that of the setting.
+    """Find rows of the table of settings in docs/commands.md whose default is not the setting's.
 
     A row is `| variable | setting | meaning | default |`.
     """
     sections = (settings or _default_settings)()
-    text = house.documents.get("README.md", "")
+    text = house.documents.get(_COMMANDS, "")
     for match in re.finditer(r"^\| `TETHER_\w+` \| `([\w.]+)` \|.*\| ([^|]+) \|$", text, re.MULTILINE):
         name, said = match.group(1), match.group(2).strip("` ")
         if not _is_setting(sections, name):
-            yield _at("README.md", text, match, "document-default", f"there is no setting {name}")
+            yield _at(_COMMANDS, text, match, "document-default", f"there is no setting {name}")
             continue
         value = sections
         for part in name.split("."):
             value = getattr(value, part)
         if said != str(value):
-            yield _at(
-                "README.md", text, match, "document-default", f"{name} is {value} by default, not {said}"
-            )
+            yield _at(_COMMANDS, text, match, "document-default", f"{name} is {value} by default, not {said}")
+
+
+def document_length(house: House, most: Mapping[str, int] = MOST_WORDS) -> Iterator[Violation]:
+    """Find documents with more words than the table allows."""
+    for document, limit in most.items():
+        words = len(house.documents.get(document, "").split())
+        if words > limit:
+            yield Violation(document, 1, "document-length", f"has {words} words; {limit} at most")
 
 
 def _exists(root: Path, path: str) -> bool:

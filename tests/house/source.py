@@ -151,7 +151,7 @@ def read_house(root: Path) -> House:
         product |= _read_modules(root, package)
     documents = [
         *root.glob("*.md"),
-        *(root / "docs").glob("*.md"),
+        *(root / "docs").rglob("*.md"),
     ]
     return House(
         root,

@@ -48,6 +48,9 @@ MADE_PATHS = frozenset(
 )
 """Paths that documents name and users write."""
 
+MOST_WORDS = {"README.md": 800, "CONTRIBUTING.md": 700, "CHANGELOG.md": 900}
+"""Document -> words that it has at most."""
+
 SCENARIO_FOLDERS = {
     "tests": "the repository itself",
     "tests/benchmarks": "the benchmarks run",
@@ -67,6 +70,7 @@ SCENARIO_FOLDERS = {
 """Folders of tests whose files are named after scenarios."""
 
 SCENARIOS = {
+    "tests/rollout/sessions/test_listener.py": "strangers, slow and malformed requests at the endpoint",
     "tests/reward/judge/test_served_by_vllm.py": "a judge in vLLM's own server",
     "tests/rollout/engines/test_contract.py": "every engine keeps the contract of tests/contracts",
     "tests/rollout/engines/test_gpu_settings.py": "settings of vLLM and SGLang that apply on a GPU alone",
@@ -75,12 +79,14 @@ SCENARIOS = {
     "tests/rollout/engines/test_sleep.py": "engines give memory back and return",
     "tests/rollout/environments/test_contract.py": "every environment keeps what `Environment` promises",
     "tests/rollout/environments/test_recorded_episodes.py": "episodes of text and their tools, over kills",
+    "tests/rollout/sessions/test_large_requests.py": "requests that are read beside the event loop",
     "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
     "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",
     "tests/services/bus/test_closing.py": "what a closed bus leaves behind",
     "tests/services/bus/test_delivery.py": "a message reaches one receiver",
     "tests/services/bus/test_noise.py": "bytes that are no message",
     "tests/services/bus/test_resend.py": "when a message is sent again",
+    "tests/services/ledger/test_clock_jumps.py": "the wall clock of a real server jumps by days",
     "tests/services/ledger/test_contract.py": "every ledger keeps the contract of tests/contracts",
     "tests/services/ledger/test_races.py": "many workers and two trainers at once",
     "tests/services/ledger/test_states.py": "every reachable state of small runs",

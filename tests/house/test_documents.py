@@ -68,9 +68,17 @@ def test_document_number_must_be_the_constant(build: Build) -> None:
     ]
 
 
-def test_document_default_must_be_that_of_the_setting(build: Build) -> None:
+def test_document_default_must_be_the_default_of_the_setting(build: Build) -> None:
     row = "| `TETHER_A` | `trainer.archive_mb` | size | {} |\n"
-    assert messages(documents.document_default(build({"README.md": row.format("`5`")}), Sections)) == []
-    assert messages(documents.document_default(build({"README.md": row.format(6)}), Sections)) == [
+    assert (
+        messages(documents.document_default(build({"docs/commands.md": row.format("`5`")}), Sections)) == []
+    )
+    assert messages(documents.document_default(build({"docs/commands.md": row.format(6)}), Sections)) == [
         "trainer.archive_mb is 5 by default, not 6"
     ]
+
+
+def test_document_length_is_limited(build: Build) -> None:
+    house = build({"README.md": "one two three\n"})
+    assert messages(documents.document_length(house, {"README.md": 3, "OTHER.md": 1})) == []
+    assert messages(documents.document_length(house, {"README.md": 2})) == ["has 3 words; 2 at most"]

@@ -27,9 +27,9 @@ def test_class_exception_must_be_needed(build: Build) -> None:
 
 
 def test_test_name_has_subject_and_property(build: Build) -> None:
-    names = ["test_sum", "test_sum_small", "test_sum_is_small", "helper"]
+    names = ["test_sum", "test_sum_small", "test_sum_is_small", "test_what_adds_is_a_sum", "helper"]
     house = build({"tests/test_a.py": "".join(f"def {name}(): ...\n" for name in names)})
-    assert [violation.line for violation in naming.name_of_test(house)] == [1, 2]
+    assert [violation.line for violation in naming.name_of_test(house)] == [1, 2, 4]
 
 
 def test_test_file_has_a_docstring(build: Build) -> None:

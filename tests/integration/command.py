@@ -66,7 +66,9 @@ def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedPro
 
 
 @contextmanager
-def tether_up(*arguments: str, output: Path, **variables: str) -> Iterator["subprocess.Popen[bytes]"]:
+def tether_up(
+    *arguments: str, output: Path, before_exec: Callable[[], None] | None = None, **variables: str
+) -> Iterator["subprocess.Popen[bytes]"]:
     """`tether up` in the background; ended by its pid if the block fails."""
     with output.open("wb") as out:
         process = subprocess.Popen(
@@ -75,6 +77,7 @@ def tether_up(*arguments: str, output: Path, **variables: str) -> Iterator["subp
             env=environment(**variables),
             stdout=out,
             stderr=subprocess.STDOUT,
+            preexec_fn=before_exec,
         )
     try:
         yield process
@@ -139,6 +142,17 @@ def processes_of(run_dir: Path) -> list[int]:
             if str(run_dir).encode() in text and not zombie:
                 found.append(int(entry.name))
     return found
+
+
+def service_of(pid: int) -> str:
+    """Name of the service that a child of `tether up` is now, by its log; empty for anything else, such as a
+    spare."""
+    try:
+        log = Path(f"/proc/{pid}/fd/1").readlink()
+    except OSError:  # it has ended
+        return ""
+    is_service = log.parent.name == "logs" and not log.name.startswith("spare.")
+    return log.stem if is_service else ""
 
 
 def audit(run_dir: Path) -> dict[str, Any]:

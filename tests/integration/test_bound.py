@@ -58,7 +58,7 @@ async def test_no_trained_token_is_over_the_bound(
 
 @pytest.mark.parametrize("stragglers", STRAGGLERS)
 @pytest.mark.parametrize("policy", ["mask", "drop"])
-async def test_what_is_too_late_is_masked_or_dropped(tmp_path: Path, policy: str, stragglers: str) -> None:
+async def test_late_groups_are_masked_or_dropped(tmp_path: Path, policy: str, stragglers: str) -> None:
     """A straggler takes many steps, also on a slow machine, and the run continues until one was too late."""
     settings = settings_of(
         tmp_path, 1, policy, stragglers, "run.steps=1000000", "engine.straggler_factor=100.0"

@@ -14,7 +14,7 @@ import pytest
 
 from services.ledger.event_log.archiver import FILE
 from services.observability.steps import read_steps
-from tests.integration.command import audit, processes_of, tether, tether_here, tether_up, until
+from tests.integration.command import audit, processes_of, service_of, tether, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
@@ -39,7 +39,7 @@ class Story:
     status: dict[str, Any] = field(default_factory=dict)
     text: str = ""
     alive: dict[str, int] = field(default_factory=dict)
-    """Pids of the services' processes, by TETHER_INSTANCE."""
+    """Pids of the services' processes, by name."""
     pages: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     second_up: tuple[int, str] = (0, "")
     set_output: str = ""
@@ -98,7 +98,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         until(lambda: len(read_steps(metrics)) >= 3, seconds=180, what="step 3")
         record.second_up = refused_second(run_dir)
         record.status = until(lambda: complete(status_of(run_dir)), seconds=180, what="a complete status")
-        record.alive = {name: pid for pid in processes_of(run_dir) if (name := instance(pid))}
+        record.alive = {name: pid for pid in processes_of(run_dir) if (name := service_of(pid))}
         record.text = tether("status", str(run_dir)).stdout  # as a user does
         record.pages = pages(record.status)
         record.set_output = tether_here("set", run_dir, "max-staleness", "2").stdout
@@ -133,16 +133,6 @@ def complete(status: dict[str, Any]) -> dict[str, Any] | None:
     return (
         status if serve and len(processes) == SERVICES and any(item["page"] for item in processes) else None
     )
-
-
-def instance(pid: int) -> str:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    names = [
-        variable.partition(b"=")[2].decode()
-        for variable in variables
-        if variable.startswith(b"TETHER_INSTANCE=")
-    ]
-    return names[0] if names and b"services." in Path(f"/proc/{pid}/cmdline").read_bytes() else ""
 
 
 def pages(status: dict[str, Any]) -> dict[str, tuple[int, str, str]]:

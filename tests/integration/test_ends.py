@@ -99,7 +99,7 @@ def test_the_page_does_not_end_a_run(tmp_path: Path) -> None:
         assert up.wait(120) == 0, output.read_text()
 
 
-def test_what_an_engine_refuses_at_its_start_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_setting_refused_at_the_start_of_an_engine_ends_the_run_at_once(tmp_path: Path) -> None:
     """The checks before the start do not find this one."""
     run, run_dir, output = f"ends-engine-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
     sets = ("engine.name=hf", "engine.max_model_len=64", "services.restarts=5")

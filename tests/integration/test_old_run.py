@@ -55,10 +55,8 @@ ATOL = 1e-4
 Adam one of 1e-3 or more."""
 RUNS = pytest.mark.parametrize("name", VERSIONS)
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.xdist_group("old_run"),
-]  # `tether up` loads two models, on a machine that may have other things to do
+# `tether up` loads two models, on a machine that may have other things to do
+pytestmark = pytest.mark.timeout(600)
 
 
 def unpacked(to: Path) -> Path:

@@ -63,6 +63,7 @@ ROLLOUT = Rollout(
     turns=Array.of([[0, 0, 0, 1], [0, 0, 1, 2], [1, 1, 0, 1]], "int32"),
     turn_texts=("a", "b", "c"),
     turn_contexts=("", "", ""),
+    own_prompts=Array.of([0, 0], "int32"),
 )
 UNCOUNTED: dict[str, Any] = {
     "read_tokens": 0,
@@ -71,6 +72,7 @@ UNCOUNTED: dict[str, Any] = {
     "turns": None,
     "turn_texts": (),
     "turn_contexts": (),
+    "own_prompts": None,
 }
 """Fields of `ROLLOUT` that earlier releases lack."""
 WITHOUT_TURNS: dict[str, Any] = {"turns": None, "turn_texts": (), "turn_contexts": ()}

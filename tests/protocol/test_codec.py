@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol import codec
 from protocol.codec import SCHEMA, decode, decode_envelope, encode, open_payload
 from protocol.errors import ChecksumMismatch, FrameTooLarge, ProtocolError, UnsupportedSchema
-from protocol.messages import AnyMessage, Hello
+from protocol.messages import AnyMessage, Hello, WeightApplied
 from tests.protocol.samples import GOLDEN, SAMPLES, frame_of
 
 
@@ -96,6 +96,21 @@ def test_checksum_mismatch_is_named() -> None:
     frame = frame_of("hello").replace(b"rollout.0.1", b"rollout.0.2")
     with pytest.raises(ChecksumMismatch, match="m1"):
         decode_envelope(frame)
+
+
+@pytest.mark.parametrize("name", ["evil\n12:00:00 forged", "\x1b[31m", "x" * 129, "a b", "id\n", "é"])
+@pytest.mark.parametrize("part", ["id", "run", "epoch", "token"])
+def test_a_name_that_a_log_line_could_not_have_is_refused(part: str, name: str) -> None:
+    frame = encode(SAMPLES["hello"], **({"run": "demo", "id": "m1"} | {part: name}))
+    with pytest.raises(ProtocolError, match=part):
+        decode_envelope(frame)
+
+
+@pytest.mark.parametrize("pause_ms", [1e308, float("inf"), float("-inf"), float("nan"), -1.0])
+def test_a_pause_that_no_clock_measures_is_refused(pause_ms: float) -> None:
+    sent = WeightApplied(engine="rollout.0.a", epoch="e1", version=1, pause_ms=pause_ms)
+    with pytest.raises(ProtocolError, match="pause_ms"):
+        decode(encode(sent, run="demo", id="m1"))
 
 
 def test_other_schema_is_refused() -> None:

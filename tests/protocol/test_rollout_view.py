@@ -95,6 +95,25 @@ def test_branches_that_contradict_the_rows_are_refused(branches: list[list[int]]
         decode_rollout(msgspec.structs.replace(BRANCHED, branches=Array.of(branches, "int32")))
 
 
+def test_lengths_leave_out_what_is_a_samples_own_prompt() -> None:
+    inserted = {"loss_mask": [0, 1, 0, 1, 1], "logprobs": [0.0, -1.25, 0.0, -0.25, -2.0]}
+    arrays = {
+        "loss_mask": Array.of(inserted["loss_mask"], "uint8"),
+        "logprobs": Array.of(inserted["logprobs"], "float32"),
+    }
+    rollout = msgspec.structs.replace(BRANCHED, own_prompts=Array.of([1, 0], "int32"), **arrays)
+    assert sample_lengths(rollout) == [3, 1]
+    assert [row.own_prompt for row in decode_rollout(rollout).rows] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("own", [[1, 0], [-1, 0], [3, 0], [0, 1], [0], [0, 0, 0]])
+def test_prompts_that_are_not_at_the_start_of_their_samples_are_refused(own: list[int]) -> None:
+    rollout = msgspec.structs.replace(BRANCHED, own_prompts=Array.of(own, "int32"))
+    for read in (sample_lengths, decode_rollout):
+        with pytest.raises(ProtocolError, match="group 7: own_prompts"):
+            read(rollout)
+
+
 def test_without_a_prompt_the_first_token_must_not_be_sampled() -> None:
     bare = msgspec.structs.replace(
         BRANCHED, prompt_tokens=Array.of([], "int32"), prompt_experts=None, experts=None
@@ -164,6 +183,10 @@ def test_spans_give_each_token_its_version(specs: list[SampleSpec]) -> None:
         ({"prompt_tokens": Array.of([-1], "int32")}, "prompt_tokens has a negative token"),
         ({"logprobs": Array.of([0.0] * 4, "float32")}, "logprobs has shape"),
         ({"logprobs": Array.of([0.0, float("nan"), 0.0, 0.0, 0.0], "float32")}, "logprobs is not finite"),
+        (
+            {"logprobs": Array.of([0.0, 1e-5, -1.0, 2e-4, -1.0], "float32")},
+            "logprobs of sample 1 has 0.0002 for token 3, above 0",
+        ),
         ({"loss_mask": Array.of([[1] * 5], "uint8")}, "loss_mask has shape"),
         ({"loss_mask": Array.of([1, 1, 2, 1, 1], "uint8")}, "loss_mask has a value other"),
         ({"responses": ("a",)}, "responses has 1 entries for 2 samples"),

@@ -132,7 +132,7 @@ async def test_texts_that_nobody_sent_are_named(modules: list[str]) -> None:
     assert "sent no texts" in found.error
 
 
-def test_what_a_worker_process_gives_is_checked_again() -> None:
+def test_scores_of_a_worker_process_are_checked_again() -> None:
     turns = GroupTurns([2, 1])
     with pytest.raises(VerifierError, match="v: 3 scores for 2 turns of sample 0"):
         turns.note("v", 0, [1.0, 2.0, 3.0])

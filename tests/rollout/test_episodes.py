@@ -289,7 +289,7 @@ async def test_a_record_of_which_nothing_may_be_trained_costs_no_attempt(group: 
     assert group.failures() == [(i, 0, "replay") for i in range(4)]
 
 
-async def test_what_no_attempt_would_change_fails_the_group_at_once(group: Group) -> None:
+async def test_permanent_error_fails_the_group_at_once(group: Group) -> None:
     async def misfit(episode: Episode) -> float:
         raise SettingsError("prompt 12 lacks a board")
 

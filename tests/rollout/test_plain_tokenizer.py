@@ -61,7 +61,7 @@ def test_tokens_and_text_are_those_of_transformers(
         ("special_tokens_map.json", None),
     ],
 )
-def test_what_transformers_adds_to_is_left_to_it(
+def test_tokenizer_that_transformers_extends_is_left_to_it(
     directory: Path, tmp_path: Path, file: str, changes: dict[str, object] | None
 ) -> None:
     other = shutil.copytree(directory, tmp_path / "other")

@@ -38,7 +38,7 @@ async def cancelled(strays: Strays, stubborn: Stubborn, name: str) -> list[str]:
     return left
 
 
-async def test_what_runs_on_is_left_behind_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
+async def test_running_episode_is_left_behind_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     strays, stubborn = Strays(grace_s=0.01, most=1), Stubborn()
     strays.check()
     with caplog.at_level(logging.INFO, "tether.strays"):
@@ -56,7 +56,9 @@ async def test_what_runs_on_is_left_behind_until_it_ends(caplog: pytest.LogCaptu
     ]
 
 
-async def test_what_ends_in_the_grace_time_is_waited_for_although_the_caller_is_cancelled_again() -> None:
+async def test_episode_that_ends_in_the_grace_time_is_waited_for_although_the_caller_is_cancelled_again() -> (
+    None
+):
     strays, stubborn = Strays(grace_s=60), Stubborn()
     async with asyncio.TaskGroup() as tasks:
         calling = tasks.create_task(strays.run(stubborn.run, "episode-3/1"))
@@ -73,7 +75,7 @@ async def test_what_ends_in_the_grace_time_is_waited_for_although_the_caller_is_
 
 
 @pytest.mark.parametrize("error", [KeyError("board"), SystemExit(3), asyncio.CancelledError()])
-async def test_what_a_coroutine_raises_its_caller_gets(error: BaseException) -> None:
+async def test_error_of_a_coroutine_reaches_its_caller(error: BaseException) -> None:
     async def raising() -> None:
         raise error
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from protocol.codec import decode_payload, encode_payload
 from protocol.errors import EngineError, SettingsError
 from protocol.messages import UNKNOWN_EXPERT, Rollout
-from protocol.rollout_view import decode_rollout
+from protocol.rollout_view import decode_rollout, sample_lengths
 from protocol.tensors import Array
-from rollout.environments.base import Sample
+from rollout.environments.base import Branch, Sample
 from rollout.prompts.base import Prompt
 from rollout.trajectory import assemble, turn_texts
 
@@ -32,6 +32,29 @@ def packed(*samples: Sample, prompt: Prompt | None = None) -> Rollout:
         engine="e",
         generate_s=0.5,
     )
+
+
+PROMPT = tuple(range(100, 181))
+ANSWER = Sample((1, 2), (-0.5, -0.5), (1, 1), ((2, 3),), "environment", prompt=PROMPT)
+AGENT = Branch((7, 8, 9), (0.0, 0.0, -0.5), (0, 0, 1), ((3, 3),), parent=0, shared=8)
+"""A sub-agent's row: two tokens of a system message of its own, one that it sampled."""
+
+
+@pytest.mark.parametrize(
+    ("others", "common", "lengths"),
+    [
+        (ANSWER, 81, [2, 2]),
+        (replace(ANSWER, prompt=(*PROMPT[:9], 5, *PROMPT[9:])), 9, [2, 2]),
+        (replace(ANSWER, branches=(AGENT,)), 8, [2, 5]),
+    ],
+    ids=["the same prompt", "another prompt", "a sub-agent"],
+)
+def test_lengths_have_no_prompt_whatever_the_other_sample_did(
+    others: Sample, common: int, lengths: list[int]
+) -> None:
+    rollout = packed(ANSWER, others)
+    assert len(rollout.prompt_tokens.numpy()) == common
+    assert sample_lengths(rollout) == lengths
 
 
 @st.composite
@@ -128,7 +151,7 @@ def routed(*rows: list[int]) -> NDArray[np.uint16]:
     return np.array(rows, dtype=np.uint16)[:, None]
 
 
-def test_what_one_sample_knows_of_the_prompt_counts_for_all() -> None:
+def test_prompt_data_of_one_sample_count_for_all() -> None:
     unknown = [UNKNOWN_EXPERT] * 2
     first = replace(GOOD, experts=routed([0, 1], unknown, [2, 3], [4, 5], unknown))
     second = replace(GOOD, experts=routed(unknown, [6, 7], [8, 9], [1, 0], unknown))

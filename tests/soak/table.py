@@ -5,7 +5,7 @@ from typing import Any
 
 
 def render(found: Mapping[str, Any]) -> str:
-    """Return what `make soak` prints and docs/results/soak.md shows."""
+    """Return what `make soak` prints and results/soak.md shows."""
     return (
         "\n\n".join(
             [

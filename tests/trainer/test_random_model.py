@@ -91,7 +91,9 @@ def test_a_directory_of_another_model_is_refused_and_not_changed(tmp_path: Path)
         ({"num_key_value_heads": 3}, "not a multiple"),
     ],
 )
-def test_what_makes_no_model_is_refused(changes: dict[str, object], text: str, tmp_path: Path) -> None:
+def test_configuration_that_makes_no_model_is_refused(
+    changes: dict[str, object], text: str, tmp_path: Path
+) -> None:
     with pytest.raises(SettingsError, match=text):
         build_scratch(replace(ScratchConfig(), **changes), tmp_path / "m")
     assert not list(tmp_path.iterdir())

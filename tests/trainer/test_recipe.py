@@ -25,7 +25,7 @@ def check(
     )
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_settings_that_fit_are_not_refused() -> None:
     check()
     check({"name": "m2po", "second_moment_threshold": 0.04}, {"num_mini_batches": 8, "epochs_per_batch": 3})
     check({"proximal_policy": "interpolated"}, {"recompute_logprobs": True})
@@ -41,6 +41,14 @@ def test_what_fits_is_not_refused() -> None:
     [
         ({"trainer": {"num_mini_batches": 9}}, "num_mini_batches: 9 mini-batches for the 8 samples"),
         ({"algorithm": {"name": "m2po"}}, "second_moment_threshold: 'm2po'"),
+        ({"algorithm": {"second_moment_threshold": 0.04}}, "it is the trust region of 'm2po', and 'grpo'"),
+        (
+            {
+                "algorithm": {"name": "m2po", "second_moment_threshold": 0.04},
+                "trainer": {"recompute_logprobs": True},
+            },
+            "the trust region of 'm2po' is around the engine's policy",
+        ),
         ({"algorithm": {"proximal_policy": "interpolated"}}, r"turn trainer\.recompute_logprobs on"),
         ({"algorithm": {"importance_level": "sequence"}}, r"turn trainer\.recompute_logprobs on and set"),
         (
@@ -56,6 +64,6 @@ def test_what_fits_is_not_refused() -> None:
         ({"trainer": {"moe_router_bias_update_rate": 1e-3}, "rank": 4}, "0.001 moves biases of the base"),
     ],
 )
-def test_what_does_not_fit_is_named(given: dict[str, object], said: str) -> None:
+def test_settings_that_do_not_fit_are_named(given: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         check(**given)  # type: ignore[arg-type]

@@ -33,7 +33,19 @@ def test_backends_are_found_by_name(model_dir: Path) -> None:
     assert isinstance(make("scripted", model_dir), ScriptedBackend)
 
 
-def test_what_cannot_be_made_is_refused(model_dir: Path) -> None:
+def test_a_backend_is_imported_before_it_is_made_and_an_unknown_one_is_left_to_its_refusal() -> None:
+    code = (
+        "import sys; from trainer.registry import import_backend; import_backend('referense'); "
+        "early = 'torch' in sys.modules; import_backend('reference', with_critic=True); "
+        "print(early, *sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    early, *loaded = done.stdout.split()
+    assert early == "False"
+    assert {"torch", "trainer.reference.backend", "trainer.reference.critic"} <= set(loaded)
+
+
+def test_impossible_backend_is_refused(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match=r"'referense' is not known; did you mean 'reference'\?"):
         make("referense", model_dir)
     with pytest.raises(SettingsError, match="runs on one rank"):

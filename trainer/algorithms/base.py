@@ -28,6 +28,8 @@ class TokenLoss:
     """Probability ratio pi / pi_old."""
     clipped: torch.Tensor
     """1 where a clip took the token's gradient or bounded its weight, else 0."""
+    behaviour_clipped: torch.Tensor
+    """1 where it would if the ratio were that of the policy at the start of the step and the engine's."""
 
 
 class Algorithm(Protocol):

@@ -3,6 +3,7 @@
 import torch
 
 from trainer.algorithms.dapo import Dapo
+from trainer.batch import TrainedTokens
 from trainer.functional.losses import cispo_loss
 
 
@@ -13,7 +14,7 @@ class Cispo(Dapo):
     """
 
     def policy_loss(
-        self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
+        self, tokens: TrainedTokens, ratio: torch.Tensor, logprobs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return -sg(clip(ratio)) A log pi of each token, and where the ratio was clipped, both [k]."""
-        return cispo_loss(ratio, logprobs, advantages, self.config.clip_low, self.config.clip_high)
+        return cispo_loss(ratio, logprobs, tokens.advantages, self.config.clip_low, self.config.clip_high)

@@ -27,6 +27,8 @@ CRITIC = frozenset({"ppo"})
 """Algorithms whose advantages are a critic's, which is trained beside the policy."""
 GROUP_RELATIVE = frozenset(ALGORITHMS) - {"on_policy_distillation", "reinforce_plus_plus", "sft"} - CRITIC
 """Algorithms whose advantages compare the samples of a group with each other."""
+WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Algorithms whose advantages are whitened over the trained tokens of a batch."""
 DISTILLATION = "on_policy_distillation"
 """The algorithm with a teacher."""
 ON_DATA = frozenset({"sft"})
@@ -49,9 +51,9 @@ def check_turn_scores(config: AlgorithmConfig) -> None:
     """Check that scores of turns can be trained on; called where a verifier gives them.
 
     Raises:
-        SettingsError: the penalty in the reward is of whole samples; says what to change.
+        SettingsError: the penalty in the reward is one of whole samples; says what to change.
     """
-    if config.use_kl_in_reward and config.name not in CRITIC:
+    if config.use_kl_in_reward and config.name not in CRITIC | WHITENED:
         raise SettingsError(
             "setting algorithm.use_kl_in_reward: its penalty is of whole samples, and a verifier scores "
             f"turns: turn it off, so that the KL is in the loss, or use ppo instead of {config.name}"

@@ -1,21 +1,22 @@
 """Implements REINFORCE++ and its variant with a baseline (Hu et al. 2025, arXiv 2501.03262).
 
-The token loss is that of `surrogate.py`; the penalty for leaving the initial model is in the loss, `kl_coef`.
+Rewards are whitened over the tokens of the batch (`trainer/roles/advantages.py`), where a penalty in the
+reward is that of each token and those after it. The token loss is that of `surrogate.py`.
 """
 
 import torch
 
 from trainer.algorithms.surrogate import Surrogate
-from trainer.functional.advantages import batch_normalised, group_centred
+from trainer.functional.advantages import group_centred
 from trainer.functional.weights import token_mean
 
 
 class ReinforcePlusPlus(Surrogate):
-    """Normalises rewards over the whole batch; the mean over all tokens. A group may be one sample."""
+    """Rewards, whitened over all tokens of the batch; the mean over all tokens. A group may be one sample."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """Return (r - mean) / (std + advantage_eps) over the batch, float32 [N]."""
-        return batch_normalised(rewards, self.config.advantage_eps)
+        """Return the rewards, float32 [N]: what is whitened."""
+        return rewards.float()
 
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return 1 / sum_i |o_i| for every trained token, float32 [N]."""
@@ -23,8 +24,8 @@ class ReinforcePlusPlus(Surrogate):
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
-    """Subtracts the mean of the group, before the batch is normalised."""
+    """Subtracts the mean of the group from rewards before."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """Return the group-centred rewards, normalised over the batch, float32 [N]."""
-        return batch_normalised(group_centred(rewards, group_index), self.config.advantage_eps)
+        """Return the group-centred rewards, float32 [N]: what is whitened."""
+        return group_centred(rewards, group_index)

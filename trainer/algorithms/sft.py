@@ -28,4 +28,7 @@ class Sft:
         self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> TokenLoss:
         """Return -log pi of each token, [k], not reduced."""
-        return TokenLoss(loss=-logprobs, ratio=torch.ones_like(logprobs), clipped=torch.zeros_like(logprobs))
+        none = torch.zeros_like(logprobs)
+        return TokenLoss(
+            loss=-logprobs, ratio=torch.ones_like(logprobs), clipped=none, behaviour_clipped=none
+        )

@@ -10,7 +10,7 @@ import torch
 from trainer.algorithms.base import TokenLoss
 from trainer.batch import TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import kept_tokens, truncated_weight, within_moment
+from trainer.functional.corrections import kept_tokens, truncated_weight
 from trainer.functional.losses import clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
 
 KL = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
@@ -32,8 +32,7 @@ class Surrogate:
             w    = min(pi_proximal / pi_behaviour, importance_cap)
                    if there is a pi_proximal and importance_cap > 0, else 1
             m    = 1 where pi_start / pi_behaviour is between rejection_low and rejection_high, else 0
-                   if there is a rejection_level, else 1; and 0 where log(pi_start / pi_behaviour)^2 is over
-                   the limit that second_moment_threshold has set, if any
+                   if there is a rejection_level, else 1
             loss = w m policy_loss(pi / old, A) - entropy_coef * entropy + kl_coef * KL(pi, pi_ref)
 
         With use_kl_in_reward the last term is in the rewards, of which A is made.
@@ -44,14 +43,12 @@ class Surrogate:
         """
         config, proximal, behaviour = self.config, tokens.proximal_logprobs, tokens.behaviour_logprobs
         ratio = self.ratio(tokens, logprobs, behaviour if proximal is None else proximal)
-        loss, clipped = self.policy_loss(ratio, logprobs, tokens.advantages)
+        loss, clipped = self.policy_loss(tokens, ratio, logprobs)
         if proximal is not None and config.importance_cap > 0:
             loss = loss * truncated_weight(
                 proximal - behaviour, config.importance_level, config.importance_cap, tokens.over_samples
             )
         started = (logprobs if tokens.start_logprobs is None else tokens.start_logprobs).detach()
-        if tokens.second_moment_limit is not None:
-            loss = loss * within_moment(started - behaviour, tokens.second_moment_limit)
         if config.rejection_level:
             loss = loss * kept_tokens(
                 started - behaviour,
@@ -65,14 +62,17 @@ class Surrogate:
             loss = loss - bonus * entropy
         if config.kl_coef and not config.use_kl_in_reward and tokens.reference_logprobs is not None:
             loss = loss + config.kl_coef * KL[config.kl_estimator](logprobs, tokens.reference_logprobs)
-        return TokenLoss(loss=loss, ratio=ratio, clipped=clipped)
+        with torch.no_grad():
+            compared = self.ratio(tokens, started, behaviour)
+            outside = self.policy_loss(tokens, compared, started)[1]
+        return TokenLoss(loss=loss, ratio=ratio, clipped=clipped, behaviour_clipped=outside)
 
     def ratio(self, tokens: TrainedTokens, logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """Return pi / old of each token, [k]."""
         return probability_ratio(logprobs, old)
 
     def policy_loss(
-        self, ratio: torch.Tensor, logprobs: torch.Tensor, advantages: torch.Tensor
+        self, tokens: TrainedTokens, ratio: torch.Tensor, logprobs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (loss, clipped) of each token, both [k]: PPO's clipped surrogate."""
-        return clipped_surrogate(ratio, advantages, self.config.clip_low, self.config.clip_high)
+        return clipped_surrogate(ratio, tokens.advantages, self.config.clip_low, self.config.clip_high)

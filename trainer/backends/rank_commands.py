@@ -55,7 +55,7 @@ class StepCommand(msgspec.Struct, frozen=True, tag="step"):
     start_logprobs: bool = False
     """Whether updates need the log-probabilities under the policy at the start of the step from a pass."""
     second_moment_threshold: float = 0.0
-    """As the setting of that name, which needs `start_logprobs`; 0: off."""
+    """As the setting of that name; 0: off. Each update then begins with a pass."""
 
 
 class ExportCommand(msgspec.Struct, frozen=True, tag="export"):

@@ -78,7 +78,7 @@ def _step_command(command: TrainCommand, plan: StepPlan, algorithm: Algorithm) -
         command.reference_logprobs,
         updates=updates,
         mini_batches=plan.mini_batches.totals if several else (),
-        start_logprobs=later or config.second_moment_threshold > 0,
+        start_logprobs=later,
         second_moment_threshold=config.second_moment_threshold,
     )
 

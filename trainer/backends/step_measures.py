@@ -18,8 +18,8 @@ from trainer.algorithms.registry import ON_DATA
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import kept_tokens, level_ratio, within_moment
-from trainer.functional.losses import MAX_LOG_RATIO, clipped_surrogate, k3_kl, probability_ratio
+from trainer.functional.corrections import kept_tokens, level_ratio
+from trainer.functional.losses import MAX_LOG_RATIO, k3_kl, probability_ratio
 
 TOTALS = (
     "loss",
@@ -74,7 +74,7 @@ class StepMeasures:
             truncates=batch.decoupled and config.importance_cap > 0,
             refers=batch.reference_logprobs is not None,
             fresh=totals.fresh,
-            rejects=bool(config.rejection_level) or batch.second_moment_limit is not None,
+            rejects=bool(config.rejection_level),
         )
 
     @torch.no_grad()
@@ -104,7 +104,7 @@ class StepMeasures:
             "ratio": terms.ratio.double(),
             "importance": importance,
             "importance_squared": importance.square(),
-            "behaviour_clipped": self._clipped(importance, tokens.advantages.double()),
+            "behaviour_clipped": terms.behaviour_clipped.double(),
             "behaviour_kl": k3_kl(behaviour, start),
         }
         if self.truncates:
@@ -147,7 +147,8 @@ class StepMeasures:
             rho = (sum_i w_i)^2 / (B sum_i w_i^2),  w_i = pi(o_i) / pi_behaviour(o_i) of each of B samples
 
         and its root with `ess_scaling` = sqrt, which suits Adam. VCPO: Huang et al. 2026 (arXiv 2602.17616).
-        Samples without a trained token do not count; pi is the present policy.
+        Samples without a trained token do not count, and a branch counts by its share of its sample's tokens;
+        pi is the present policy.
         """
         if not self.config.ess_scaling:
             return 1.0
@@ -194,26 +195,14 @@ class StepMeasures:
             sums=tuple(vector.tolist()),
         )
 
-    def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        return clipped_surrogate(ratio, advantages, self.config.clip_low, self.config.clip_high)[1]
-
     def _capped(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
         ratio = level_ratio(log_ratio, self.config.importance_level, tokens.over_samples)
         return (ratio > self.config.importance_cap).double()
 
     def _rejected(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
-        config, kept = self.config, torch.ones_like(log_ratio)
-        if config.rejection_level:
-            kept = kept_tokens(
-                log_ratio,
-                config.rejection_level,
-                config.rejection_low,
-                config.rejection_high,
-                tokens.over_samples,
-            )
-        if tokens.second_moment_limit is not None:
-            kept = kept * within_moment(log_ratio.to(tokens.behaviour_logprobs), tokens.second_moment_limit)
-        return 1 - kept
+        config, over = self.config, tokens.over_samples
+        bounds = config.rejection_low, config.rejection_high
+        return 1 - kept_tokens(log_ratio, config.rejection_level, *bounds, over)
 
     def _by_lag(
         self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor
@@ -248,6 +237,8 @@ class StepMeasures:
 def _of_samples(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str, torch.Tensor]:
     """Return the sums over samples as values of their tokens, [k]: each has its share of its sample's."""
     share = 1 / tokens.over_samples(torch.ones_like(log_ratio))
+    if tokens.shares is not None:
+        share = share * tokens.shares
     weight = level_ratio(log_ratio, "sequence", tokens.over_samples)
     return {
         "samples": share,

@@ -13,7 +13,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Rollout
 from protocol.staleness import lag
 from trainer.batch import StepTotals
-from trainer.data.samples import NO_VERSION, BatchSample
+from trainer.data.samples import EQUAL_REWARDS, NO_VERSION, BatchSample
 
 TrainedCounts = dict[int, dict[int, int]]
 """Group -> version -> tokens that carry gradient."""
@@ -44,6 +44,8 @@ class BatchStats:
     reward_mean: float
     reward_std: float
     """Population standard deviation over all samples."""
+    frac_reward_zero_std: float | None
+    """Share of groups whose rewards are all equal, of those of several samples; None if there is none."""
     truncated_share: float
     """Share of samples that ended at the length limit."""
     truncated_tokens: int | None
@@ -59,6 +61,14 @@ class BatchStats:
 def rewards_of(samples: Sequence[BatchSample]) -> torch.Tensor:
     """Return the rewards as scored, float32 [N]."""
     return torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+
+
+def _share_without_signal(samples: Sequence[BatchSample]) -> float | None:
+    rewards: dict[int, list[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.group, []).append(sample.reward)
+    equal = [max(group) - min(group) <= EQUAL_REWARDS for group in rewards.values() if len(group) > 1]
+    return sum(equal) / len(equal) if equal else None
 
 
 class StepTally:
@@ -121,7 +131,7 @@ class StepTally:
         self.sampled_tokens[-1] += sampled
         self._truncated_tokens += sampled * sample.masked
         self._tokens += len(sample)
-        self.response_tokens[-1] += len(sample.tokens)
+        self.response_tokens[-1] += len(sample.tokens) - sample.own_prompt
 
     def first_rows(self, rows: Sequence[BatchSample]) -> list[BatchSample]:
         """Return the first row of each sample, of all rows in the order in which they were added."""
@@ -168,6 +178,7 @@ class StepTally:
             response_length_mean=sum(self.response_tokens) / len(self.sampled_tokens),
             reward_mean=float(values.mean()),
             reward_std=float(values.std(correction=0)),
+            frac_reward_zero_std=_share_without_signal(samples),
             truncated_share=sum(sample.truncated for sample in samples) / len(samples),
             truncated_tokens=self._truncated_tokens if truncated == "mask" else None,
             shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,

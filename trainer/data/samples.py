@@ -55,6 +55,8 @@ class BatchSample:
     """Whether none of its tokens is trained, because it is truncated and `algorithm.truncated` is mask."""
     turns: RowTurns | None = None
     """Its turns, if they were scored."""
+    own_prompt: int = 0
+    """Tokens at the start of `tokens` that are the rest of the sample's prompt."""
 
     def __len__(self) -> int:
         """Return the tokens of prompt and response."""
@@ -138,6 +140,7 @@ def samples_of(
             sample=row.sample,
             masked=mask_truncated and row.finish_reason == TRUNCATED,
             turns=turns[i],
+            own_prompt=row.own_prompt,
         )
 
 

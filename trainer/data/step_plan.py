@@ -117,6 +117,7 @@ class StepPlan:
             measured=self.measured[rows],
             mini_batch=self.mini_batches.of_row[rows],
             rows=self.mini_batches.rows[rows],
+            shares=_shares(self.lengths, self.mini_batches.rows)[rows],
             temperature=self.temperature,
             decoupled=self.decoupled,
             **by_token,
@@ -220,6 +221,12 @@ def _by_row(
     rows = torch.tensor(tally.sample_of_row)
     by_row = {name: values[rows] for name, values in scores.items()}
     return {"lengths": torch.tensor([len(row) for row in samples]), **by_row}
+
+
+def _shares(lengths: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return what part of the inputs of its sample, `rows` [N], each row has, float32 [N]."""
+    inputs = (lengths - 1).clamp_min(1).float()
+    return inputs / torch.zeros(int(rows.max()) + 1).index_add_(0, rows, inputs)[rows]
 
 
 def _shaped(

@@ -48,15 +48,6 @@ def leave_one_out(rewards: FloatN, group_index: IntN) -> FloatN:
     return (centred * (sizes / (sizes - 1).clamp_min(1))[group_index]).float()
 
 
-def batch_normalised(advantages: FloatN, eps: float) -> FloatN:
-    """Return (a - mean(a)) / (std(a) + eps) over all samples of the batch, float32 [N].
-
-    REINFORCE++ (Hu et al. 2025, arXiv 2501.03262), section 3. std divides by N.
-    """
-    centred = advantages.double() - advantages.double().mean()
-    return (centred / (centred.square().mean().sqrt() + eps)).float()
-
-
 def overlong_punishment(lengths: IntN, limit: int, buffer: int) -> FloatN:
     """Return DAPO's soft overlong punishment R_length of each sample, between -1 and 0.
 

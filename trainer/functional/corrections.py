@@ -3,11 +3,12 @@
 Shapes: k trained tokens. A ratio is pi / pi_behaviour, pi being the trainer's policy as the step starts.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 
-from trainer.functional.losses import MAX_LOG_RATIO
+from trainer.functional.losses import MAX_LOG_RATIO, NO_ADVANTAGE
 from trainer.functional.shapes import FloatK, IntK
 
 OverSamples = Callable[[torch.Tensor], torch.Tensor]
@@ -58,29 +59,32 @@ def interpolated_logprobs(logprobs: FloatK, behaviour_logprobs: FloatK, lags: In
     return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
 
 
-def second_moment_limit(log_ratio: FloatK, threshold: float) -> float:
-    """Return the largest log_ratio^2 that is trained; below 0 if none is.
+def log_ratio_limit(squares: FloatK, budget: float) -> float:
+    """Return the largest cap of |log ratio| that keeps the second moment within the budget.
 
-        the largest m with mean(log_ratio^2 over tokens with log_ratio^2 <= m) <= threshold
+        the largest tau with mean(min(|log ratio|, tau)^2) <= budget; infinite if no cap is needed
 
-    Second-moment trust region: M2PO, Zheng et al. 2025 (arXiv 2510.01161): the tokens with the largest second
-    moments are left out until the mean of the others is within the threshold. Equal ones go together.
+    Second-moment trust region: M2PO, Zheng et al. 2025 (arXiv 2510.01161). The authors' code takes the next
+    smaller |log ratio| of a token, which clips the same tokens. A cap beyond `MAX_LOG_RATIO` is none.
 
     Args:
-        log_ratio: log(pi / pi_behaviour) of all tokens that the mean is over.
-        threshold: positive.
+        squares: log(pi / pi_behaviour)^2 of the tokens that leave the trust region, of all ranks.
+        budget: positive.
     """
-    moments = log_ratio.double().square().sort().values
-    means = moments.cumsum(0) / torch.arange(1, len(moments) + 1, device=moments.device)
-    ends = torch.ones_like(moments, dtype=torch.bool)
-    ends[:-1] = moments[1:] > moments[:-1]  # the last one of equal moments
-    within = moments[ends & (means <= threshold)]
-    return float(within[-1]) if len(within) else -1.0
+    moments = squares.double().sort().values
+    count = len(moments)
+    if not count or float(moments.mean()) <= budget:
+        return math.inf
+    smaller = moments.cumsum(0) - moments
+    # tau^2 if every token from this one on were capped
+    caps = (count * budget - smaller) / torch.arange(count, 0, -1, device=moments.device)
+    tau = math.sqrt(float(caps[caps <= moments][0]))
+    return tau if tau < MAX_LOG_RATIO else math.inf
 
 
-def within_moment(log_ratio: FloatK, limit: float) -> FloatK:
-    """Return 1 where log_ratio^2 is at most the limit, else 0, [k]; see `second_moment_limit`."""
-    return (log_ratio.double().square() <= limit).to(log_ratio.dtype)
+def leaves_region(log_ratio: FloatK, advantages: FloatK) -> torch.Tensor:
+    """Return where the gradient moves a policy further away, bool [k]: A > 0, ratio > 1; A < 0, ratio < 1."""
+    return log_ratio.sign() * advantages > NO_ADVANTAGE
 
 
 def kept_tokens(log_ratio: FloatK, level: str, low: float, high: float, over_samples: OverSamples) -> FloatK:

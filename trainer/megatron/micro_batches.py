@@ -234,6 +234,7 @@ def _routed(part: Batch, division: Division, inputs: torch.Tensor, position: Pos
         lengths,
         owners.repeat_interleave(counts),
         part.totals.samples,
+        shares=part.shares,
         experts=None if part.experts is None else part.experts[inputs],
         part=position.tp if position.sequence_parallel else 0,
         parts=_divisor(position),

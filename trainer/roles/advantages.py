@@ -1,4 +1,4 @@
-"""Gives a batch the advantages that follow from a critic's values.
+"""Gives a batch the advantages of single tokens: from a critic's values, or whitened as in REINFORCE++.
 
 Shapes: n samples and t tokens of a replica's part.
 """
@@ -50,6 +50,35 @@ def with_advantages(
     )
 
 
+def with_whitened(batch: Batch, config: AlgorithmConfig, replicas: Sequence[Sequence[int]]) -> Batch:
+    """Return the batch with REINFORCE++'s advantages of single tokens. A collective.
+
+        A_t = r - kl_coef sum_(i >= t) (log pi_behaviour(o_i) - log pi_ref(o_i)), whitened over the batch
+
+    Hu et al. 2025 (arXiv 2501.03262), section 3. i are the sampled tokens of the row from t on; without
+    `use_kl_in_reward` there is no sum.
+
+    Args:
+        batch: a replica's part, on the CPU, whose advantages are r.
+        config: `kl_coef`, and what the deviation is added to.
+        replicas: ranks of each replica.
+    """
+    advantages = batch.advantages.double()
+    if config.use_kl_in_reward and batch.reference_logprobs is not None:
+        sample, sampled = batch.sample_index, batch.sampled_mask
+        none = torch.zeros_like(advantages)
+        gaps = behaviour_k1(batch, batch.reference_logprobs)
+        later = generalized_advantages(gaps, none, sampled, sample, gamma=1, gae_lambda=1)
+        advantages = advantages - config.kl_coef * later
+    white = whitened(advantages, batch.loss_mask, config.advantage_eps, replicas)
+    return dataclasses.replace(batch, advantages=white.float())
+
+
+def behaviour_k1(batch: Batch, reference: torch.Tensor) -> torch.Tensor:
+    """Return log pi_behaviour - log pi_ref of each sampled token, 0 elsewhere, float64 [t]."""
+    return torch.where(batch.sampled_mask, batch.behaviour_logprobs - reference, 0.0).double()
+
+
 def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
     """Return the reward that follows each sampled token, float64 [t]: that of the sample at its last one.
 
@@ -62,8 +91,7 @@ def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
     else:
         rewards = batch.turn_rewards.double()
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
-        k1 = torch.where(batch.sampled_mask, batch.behaviour_logprobs - batch.reference_logprobs, 0.0)
-        rewards -= config.kl_coef * k1.double()
+        rewards -= config.kl_coef * behaviour_k1(batch, batch.reference_logprobs)
     return rewards
 
 

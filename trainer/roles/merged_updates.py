@@ -75,9 +75,10 @@ def _measured(config: AlgorithmConfig, updates: Sequence[StepStats], command: St
     """Return what the sums of the updates say.
 
     Tokens are compared with the engine in the first epoch if their log-probabilities at the start of the step
-    are known, else in the first update alone, in which the policy is still that one.
+    are known, else up to the first update that trains a token, in which the policy is still that one.
     """
-    first = len(command.mini_batches) if command.start_logprobs else 1
+    trained = [update.trained_tokens > 0 for update in updates]
+    first = len(command.mini_batches) if command.start_logprobs else trained.index(True) + 1
     once, whole = (_together(config, updates[:count], command) for count in (first, len(updates)))
     return {name: getattr(once, name) for name in OF_EACH_TOKEN} | {
         name: getattr(whole, name) for name in OF_ALL_UPDATES

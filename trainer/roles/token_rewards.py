@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.algorithms.base import Algorithm
+from trainer.algorithms.registry import CRITIC, WHITENED
 from trainer.backends.base import Backend
 from trainer.backends.rank_commands import control_device, is_distributed
 from trainer.batch import Batch
@@ -46,10 +47,11 @@ def with_frozen(
 def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batch, float]:
     """Compute advantages again, from penalised rewards of the whole step; return the mean penalty, too.
 
+    Those of single tokens are left as they are: their estimators subtract what follows each token.
+
         r'_i = r_i - kl_coef sum_t (log pi_behaviour(o_t) - log pi_ref(o_t)),  t: sampled tokens of sample i
 
-    As the penalty of PPO's reward (Ziegler et al. 2019, arXiv 1909.08593) and of REINFORCE++
-    (arXiv 2501.03262), of the whole sample at once.
+    As the penalty of PPO's reward (Ziegler et al. 2019, arXiv 1909.08593), of the whole sample at once.
     """
     if part.reference_logprobs is None or part.rows is None:
         raise RuntimeError("a penalty needs reference log-probabilities and the samples' places in the step")
@@ -57,6 +59,8 @@ def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batc
     first = _first_rows(part)
     columns = torch.stack([part.rewards * first, part.group_index * first, sums], dim=1)
     rewards, groups, penalties = _of_all_replicas(columns, part, policy).unbind(1)
+    if algorithm.config.name in CRITIC | WHITENED:
+        return part, float(penalties.mean())
     advantages = algorithm.advantages((rewards - algorithm.config.kl_coef * penalties).float(), groups.long())
     of_tokens = advantages[part.rows][part.sample_index]
     penalised = dataclasses.replace(part, advantages=torch.where(part.loss_mask, of_tokens, 0.0))

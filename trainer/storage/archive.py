@@ -11,34 +11,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from protocol.errors import SpoolError
 from protocol.host.atomic_file import write_atomically
-from trainer.storage.spool import MissingRecord
+from trainer.storage.stored import MissingRecords, StoredMessage
 
 NAME = re.compile(r"step_(\d{8,})\.msgpack")
-
-
-class ArchivedRecord(msgspec.Struct, frozen=True):
-    """One group of a step."""
-
-    group: int
-    token: str
-    """That of the lease under which the group was accepted."""
-    checksum: int
-    """xxh3-64 of group, token and payload."""
-    payload: bytes
-    """The encoded `ScoredRollout`, as the spool held it."""
 
 
 class ArchivedStep(msgspec.Struct, frozen=True):
     """Content of a file."""
 
     step: int
-    records: tuple[ArchivedRecord, ...]
-    calls: tuple[bytes, ...] = ()
-    """Encoded `Call`s of the groups, by group, sample and number."""
+    records: tuple[StoredMessage, ...]
+    calls: tuple[StoredMessage, ...] = ()
+    """Calls of the groups, by group, sample and number."""
 
 
 class Archive:
@@ -54,8 +41,8 @@ class Archive:
         self.directory = directory
         self._limit = limit_mb << 20
 
-    def put(self, step: int, records: Sequence[tuple[int, str, bytes]], calls: Sequence[bytes] = ()) -> None:
-        """Archive records (group, token, payload) and calls of a step, replacing those that are there.
+    def put(self, step: int, records: Sequence[StoredMessage], calls: Sequence[StoredMessage] = ()) -> None:
+        """Archive records and calls of a step with the checksums that they have, replacing what is there.
 
         They are on disk when this returns.
 
@@ -64,14 +51,10 @@ class Archive:
         """
         if not self._limit:
             return
-        kept = tuple(
-            ArchivedRecord(group, token, _checksum(group, token, payload), payload)
-            for group, token, payload in records
-        )
         path = self._path(step)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, msgspec.msgpack.encode(ArchivedStep(step, kept, tuple(calls))))
+            write_atomically(path, msgspec.msgpack.encode(ArchivedStep(step, tuple(records), tuple(calls))))
         except OSError as error:
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
 
@@ -96,17 +79,18 @@ class Archive:
         """Return payloads of a step's groups in the order of `keys` (group, token).
 
         Raises:
-            MissingRecord: (a LookupError) the archive does not hold the step, or not this group of it.
+            MissingRecords: (a LookupError) the archive does not hold the step, or not these groups of it.
             SpoolError: the file cannot be read or is damaged; names it.
         """
         records = self.records(step)
         found = {(record.group, record.token): record for record in records}
-        for key in keys:
-            if key not in found:
-                raise MissingRecord(*key)
+        absent = [key for key in keys if key not in found]
+        if absent:
+            no_record = "group {}: the archive has no record of it under lease {}"
+            raise MissingRecords({key: no_record.format(*key) for key in absent})
         return [found[key].payload for key in keys]
 
-    def records(self, step: int) -> tuple[ArchivedRecord, ...]:
+    def records(self, step: int) -> tuple[StoredMessage, ...]:
         """Return all records of a step, in the order of its take; empty if the step is not archived.
 
         Raises:
@@ -122,18 +106,21 @@ class Archive:
         """
         path = self._path(step)
         try:
-            archived = msgspec.msgpack.decode(path.read_bytes(), type=ArchivedStep)
+            content = path.read_bytes()
+            archived = msgspec.msgpack.decode(content, type=ArchivedStep)
         except FileNotFoundError:
             return ArchivedStep(step, ())
         except OSError as error:
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SpoolError(f"archive {path} is damaged: {error}") from error
-        for record in archived.records:
-            if _checksum(record.group, record.token, record.payload) != record.checksum:
+        if archived.step != step or msgspec.msgpack.encode(archived) != content:
+            raise SpoolError(f"archive {path} is damaged: it is not what was written for step {step}")
+        for item in (*archived.records, *archived.calls):
+            if not item.is_whole:
+                what = f"call {item.number} of sample {item.sample}" if item.number >= 0 else "the record"
                 raise SpoolError(
-                    f"archive {path} is damaged: the record of group {record.group} does not match its "
-                    "checksum"
+                    f"archive {path} is damaged: {what} of group {item.group} does not match its checksum"
                 )
         return archived
 
@@ -147,7 +134,3 @@ class Archive:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:08d}.msgpack"
-
-
-def _checksum(group: int, token: str, payload: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(b"%d %b " % (group, token.encode()) + payload)

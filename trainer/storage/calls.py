@@ -4,21 +4,23 @@ Only the lease that `hold` named last may add calls to a group: what an older le
 a method wrote is on disk when it returns.
 """
 
+import logging
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
 
 from protocol.messages import Call, Recalled
-from trainer.storage.spool import Spool
+from trainer.storage.spool import Spool, read_calls
+from trainer.storage.stored import StoredMessage
+
+log = logging.getLogger("tether.calls")
 
 MAX_CALLS = 10_000
 """Recorded calls of a sample."""
 MAX_BYTES = 64 << 20
 """Bytes of a sample's recorded calls."""
-OLD = (
-    "SELECT grp FROM calls WHERE grp NOT IN (SELECT grp FROM records) GROUP BY grp HAVING MAX(stored_ms) < ?"
-)
-"""The groups without a record whose calls are all older than a time."""
+UNSCORED = "SELECT DISTINCT grp FROM calls WHERE grp NOT IN (SELECT grp FROM records)"
+"""The groups that have calls and no record."""
 NOT_HELD = "not_held"
 FULL = f"full: a sample has at most {MAX_CALLS} recorded calls and {MAX_BYTES >> 20} MiB"
 ANOTHER = "another call with this number is recorded"
@@ -48,17 +50,34 @@ class CallStore:
         with self._spool.transaction("write") as connection:
             return [_put(connection, call, payload, now) for call, payload in calls]
 
-    def of_sample(self, group: int, sample: int) -> list[bytes]:
-        """Return the encoded calls of a sample by number."""
-        query = "SELECT payload FROM calls WHERE grp = ? AND sample = ? ORDER BY number"
-        with self._spool.transaction("read", "BEGIN") as connection:
-            return [row[0] for row in connection.execute(query, (group, sample))]
+    def recall(self, group: int, sample: int) -> list[bytes]:
+        """Return the encoded calls of a sample by number, for its session to be answered from.
 
-    def of_groups(self, groups: Iterable[int]) -> list[bytes]:
-        """Return the encoded calls of groups, by group, sample and number."""
-        query = "SELECT payload FROM calls WHERE grp = ? ORDER BY sample, number"
+        If one of them is damaged, all of the sample are deleted and none is returned: a session that lacks
+        one of its answers begins anew.
+        """
+        place = (group, sample)
+        with self._spool.transaction("write") as connection:
+            found = list(read_calls(connection, "grp = ? AND sample = ?", place))
+            damaged = [number for _, _, number, call in found if call is None]
+            if damaged:
+                connection.execute("DELETE FROM calls WHERE grp = ? AND sample = ?", place)
+        if damaged:
+            log.error("calls.damaged group=%d sample=%d numbers=%s forgotten=%d", *place, damaged, len(found))
+            return []
+        return [call.payload for *_, call in found if call is not None]
+
+    def of_groups(self, groups: Iterable[int]) -> list[StoredMessage]:
+        """Return the whole calls of groups, by group, sample and number; a damaged one is left out."""
+        found: list[StoredMessage] = []
         with self._spool.transaction("read", "BEGIN") as connection:
-            return [row[0] for group in sorted(set(groups)) for row in connection.execute(query, (group,))]
+            for wanted in sorted(set(groups)):
+                for group, sample, number, call in read_calls(connection, "grp = ?", (wanted,)):
+                    if call is None:
+                        log.error("calls.damaged group=%d sample=%d numbers=[%d]", group, sample, number)
+                    else:
+                        found.append(call)
+        return found
 
     def is_held(self, group: int, token: str) -> bool:
         """Return whether a lease may add calls to a group."""
@@ -76,13 +95,18 @@ class CallStore:
         with self._spool.transaction("read", "BEGIN") as connection:
             return [row[0] for row in connection.execute("SELECT DISTINCT grp FROM calls ORDER BY grp")]
 
-    def forget_older(self, seconds: float) -> int:
-        """Delete the calls of groups without a record whose last call is older; returns how many calls."""
-        before = time.time_ns() // 1_000_000 - int(seconds * 1000)
+    def unscored_groups(self) -> list[int]:
+        """Return the groups that have recorded calls and no record."""
+        with self._spool.transaction("read", "BEGIN") as connection:
+            return [row[0] for row in connection.execute(UNSCORED)]
+
+    def forget_unscored(self, groups: Iterable[int]) -> int:
+        """Delete the calls of those of `groups` that have no record; returns how many calls."""
+        rows = [(group,) for group in sorted(set(groups))]
         with self._spool.transaction("write") as connection:
-            old = connection.execute(OLD, (before,)).fetchall()
-            connection.executemany("DELETE FROM call_leases WHERE grp = ?", old)
-            return connection.executemany("DELETE FROM calls WHERE grp = ?", old).rowcount if old else 0
+            unscored = "grp = ? AND grp NOT IN (SELECT grp FROM records)"
+            connection.executemany(f"DELETE FROM call_leases WHERE {unscored}", rows)
+            return connection.executemany(f"DELETE FROM calls WHERE {unscored}", rows).rowcount if rows else 0
 
 
 def recalled(calls: Sequence[Call], epoch: str) -> Recalled:
@@ -111,7 +135,7 @@ def _put(connection: sqlite3.Connection, call: Call, payload: bytes, now: int) -
     ).fetchone()
     if count >= MAX_CALLS or size + len(payload) > MAX_BYTES:
         return FULL
-    connection.execute(
-        "INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?)", (*place, call.number, call.token, payload, now)
-    )
+    checksum = StoredMessage.received(call.group, call.token, payload, call.sample, call.number).checksum
+    row = (*place, call.number, call.token, payload, checksum.to_bytes(8), now)
+    connection.execute("INSERT INTO calls VALUES (?, ?, ?, ?, ?, ?, ?)", row)
     return ""

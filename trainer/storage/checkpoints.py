@@ -14,25 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import msgspec
-import xxhash
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import sync, write_atomically
+from trainer.storage.checksums import FilePart, damaged_files, digest_of, sealed
 
 MANIFEST = "manifest.json"
 NAME = re.compile(r"step_(\d{8,})")
-READ_BYTES = 1 << 22
-
-
-class FilePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a checkpoint."""
-
-    name: str
-    """Relative to the checkpoint's directory."""
-    nbytes: int
-    """Size, bytes."""
-    xxh3: str
-    """xxh3-64 of its bytes, 16 hex digits."""
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,22 +54,16 @@ class Checkpoint:
         return self.manifest.version
 
     def verify(self) -> None:
-        """Read every file and compare it with its digest.
+        """Read every file, the manifest too, and compare it with its checksum.
 
         Raises:
             SettingsError: names the file, and what to do.
         """
-        for part in self.manifest.files:
-            path = self.directory / part.name
-            try:
-                found = digest_of(path)
-            except OSError as error:
-                raise SettingsError(f"checkpoint file {path} cannot be read: {error}") from error
-            if found != part.xxh3:
-                raise SettingsError(
-                    f"checkpoint file {path} is damaged: remove {self.directory} to continue from the "
-                    "checkpoint before it"
-                )
+        for path, problem in damaged_files(self.directory / MANIFEST):
+            raise SettingsError(
+                f"checkpoint file {path} {problem}; remove {self.directory} to continue from the checkpoint "
+                "before it"
+            )
 
 
 class Checkpoints:
@@ -137,7 +119,7 @@ class Checkpoints:
                 layout=dict(layout or {}),
                 files=files,
             )
-            _write_last(path, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            _write_last(path, sealed(msgspec.json.format(msgspec.json.encode(manifest), indent=2)))
         except OSError as error:
             raise TetherError(f"checkpoint {path}: {error}") from error
         self._prune(version)
@@ -219,15 +201,6 @@ def _part(directory: Path, path: Path) -> FilePart:
     """Sync a file of a checkpoint to the disk and describe it."""
     sync(path)
     return FilePart(path.relative_to(directory).as_posix(), path.stat().st_size, digest_of(path))
-
-
-def digest_of(path: Path) -> str:
-    """Return xxh3-64 of a file's bytes, 16 hex digits. Raises OSError."""
-    state = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(READ_BYTES):
-            state.update(chunk)
-    return state.hexdigest()
 
 
 def _write_last(directory: Path, manifest: bytes) -> None:

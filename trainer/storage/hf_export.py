@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 
 from protocol.host.atomic_file import directory_written_aside
+from trainer.storage.checksums import write_checksums
 
 SHARD_BYTES = 4 << 30
 """Default bound of the tensors in one file."""
@@ -31,7 +32,7 @@ def write_hf(
     source: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write weights, configuration and tokenizer, so that `directory` is complete or as it was.
+    """Write weights, configuration, tokenizer and checksums, so that `directory` is complete or as it was.
 
     Args:
         tensors: of the whole model by their Hugging Face names, in host memory.
@@ -42,6 +43,7 @@ def write_hf(
     with directory_written_aside(directory) as aside:
         written = _write_shards(tensors, aside, shard_bytes)
         _copy_rest(source, aside, written)
+        write_checksums(aside)
 
 
 def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int) -> str:

@@ -17,7 +17,8 @@ import msgspec
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import directory_written_aside
-from trainer.storage.checkpoints import NAME, FilePart, digest_of
+from trainer.storage.checkpoints import NAME
+from trainer.storage.checksums import FILE, FileList, FilePart, digest_of
 
 COMPLETE = "complete.json"
 EXPORTS = "exports"
@@ -25,13 +26,6 @@ EXPORTS = "exports"
 
 class RemoteError(TetherError):
     """A remote directory cannot be read or written."""
-
-
-class RemoteManifest(msgspec.Struct, frozen=True):
-    """The files of one complete copy."""
-
-    files: tuple[FilePart, ...]
-    """By their path in it."""
 
 
 class RemoteDirectory:
@@ -77,18 +71,19 @@ class RemoteDirectory:
         with _explained(self.url, "written"):
             self._remove(self._path(version))
             parts = [self._put(path, self._path(version, name), name) for name, path in sorted(files.items())]
-            manifest = msgspec.json.encode(RemoteManifest(tuple(parts)))
+            manifest = msgspec.json.encode(FileList(tuple(parts)))
             self._fs.pipe_file(self._path(version, COMPLETE), manifest)
 
     def upload_export(self, directory: Path) -> None:
-        """Copy an exported model under its directory's name.
+        """Copy an exported model under its directory's name, its list of checksums last.
 
         Raises:
             RemoteError: it cannot be written.
         """
         target = f"{self._root}/{EXPORTS}/{directory.name}"
         with _explained(self.url, "written"):
-            for path in sorted(part for part in directory.rglob("*") if part.is_file()):
+            files = (path for path in directory.rglob("*") if path.is_file())
+            for path in sorted(files, key=lambda path: (path.name == FILE, path)):
                 name = path.relative_to(directory).as_posix()
                 self._put(path, f"{target}/{name}", name)
 
@@ -120,7 +115,7 @@ class RemoteDirectory:
         """
         with _explained(self.url, "read"):
             text = self._fs.cat_file(self._path(version, COMPLETE))
-            manifest = msgspec.json.decode(text, type=RemoteManifest)
+            manifest = msgspec.json.decode(text, type=FileList)
             for first, target in targets.items():
                 parts = {
                     "/".join(inside): part

@@ -2,86 +2,78 @@
 
 One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the trainer at the same time:
 
-    records(grp, token, payload, accepted_ms)
-        payload: the encoded `ScoredRollout`, by group and lease token
-    journal(seq, event, epoch, step, groups, ledger_seq, details)
-        accepts and commits in the order in which they were seen
-    calls(grp, sample, number, token, payload, stored_ms), call_leases(grp, token)
-        encoded `Call`s, and the lease of each group that may add some; `calls.py` reads and writes them. The
-        index on the times has all that a sweep reads, which so passes over no payload
+    records(grp, token, payload, sum, accepted_ms)
+        payload: the encoded `ScoredRollout` as it was received, by group and lease token
+    journal(seq, ledger_seq, payload, sum)
+        accepts and commits in the order in which they were seen; `journal.py` encodes them
+    calls(grp, sample, number, token, payload, sum, stored_ms), call_leases(grp, token)
+        `Call`s as they were received, and the lease of each group that may add some; `calls.py` reads and
+        writes them
+    meta(id)
+        a random name of this spool
 
-What a method wrote is on disk when it returns. The file must lie on a local disk: WAL needs shared memory
-between its users.
+`sum` is a checksum (`stored.py`), which every read compares: what does not match it is treated as missing.
+Times (Unix, ms) are for people: nothing decides by them.
+What a method wrote is on disk when it returns, in the file that lies at the path then. The file must lie on a
+local disk: WAL needs shared memory between its users.
 """
 
-import json
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from protocol.errors import SpoolError
+from protocol.errors import SettingsError, SpoolError
+from trainer.storage.journal import JournalEntry, decode_entry, encode_entry
+from trainer.storage.stored import MissingRecords, StoredMessage, damaged_record
 
 BUSY_S = 30.0
 """Seconds that a write waits for another process's."""
+SCHEMA = 2
+"""The version of these tables, SQLite's user_version."""
 
-_SCHEMA = """
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS records (
-    grp INTEGER NOT NULL, token TEXT NOT NULL, payload BLOB NOT NULL, accepted_ms INTEGER NOT NULL,
-    UNIQUE (grp, token)
+    grp INTEGER NOT NULL, token TEXT NOT NULL, payload BLOB NOT NULL, sum BLOB NOT NULL,
+    accepted_ms INTEGER NOT NULL, UNIQUE (grp, token)
 );
 CREATE TABLE IF NOT EXISTS journal (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, event TEXT NOT NULL, epoch TEXT NOT NULL, step INTEGER NOT NULL,
-    groups TEXT NOT NULL, ledger_seq INTEGER NOT NULL, details TEXT NOT NULL DEFAULT '{}'
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, ledger_seq INTEGER NOT NULL, payload BLOB NOT NULL,
+    sum BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS calls (
     grp INTEGER NOT NULL, sample INTEGER NOT NULL, number INTEGER NOT NULL, token TEXT NOT NULL,
-    payload BLOB NOT NULL, stored_ms INTEGER NOT NULL, PRIMARY KEY (grp, sample, number)
+    payload BLOB NOT NULL, sum BLOB NOT NULL, stored_ms INTEGER NOT NULL, PRIMARY KEY (grp, sample, number)
 );
-CREATE INDEX IF NOT EXISTS call_times ON calls (grp, stored_ms);
 CREATE TABLE IF NOT EXISTS call_leases (grp INTEGER PRIMARY KEY, token TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS meta (id TEXT NOT NULL);
+INSERT INTO meta SELECT lower(hex(randomblob(16))) WHERE NOT EXISTS (SELECT 1 FROM meta);
+PRAGMA user_version = {SCHEMA};
+COMMIT;
 """
 _PRUNE = """
 DELETE FROM journal WHERE seq < ? AND ledger_seq < (
     SELECT MAX(ledger_seq) FROM journal WHERE seq < ? AND ledger_seq <= ?
 )
 """
-# for a spool that was made before there were details
-_ADD_DETAILS = "ALTER TABLE journal ADD COLUMN details TEXT NOT NULL DEFAULT '{}'"
-
-
-class MissingRecord(LookupError):
-    """The spool does not hold a group's record; the group is `lost` and has to be generated again."""
-
-    def __init__(self, group: int, token: str) -> None:
-        super().__init__(f"group {group}: the spool has no record of it under lease {token}")
-        self.group = group
-        self.token = token
+# a damaged column may have another type
+_RECORD = "SELECT CAST(payload AS BLOB), CAST(sum AS BLOB) FROM records WHERE grp = ? AND token = ?"
+_TOKENS = "SELECT CAST(token AS BLOB) FROM records WHERE grp = ? ORDER BY rowid DESC"
+_JOURNAL = "SELECT seq, ledger_seq, CAST(payload AS BLOB), CAST(sum AS BLOB) FROM journal ORDER BY seq"
 
 
 @dataclass(frozen=True, slots=True)
-class JournalEntry:
-    """A few accepts, or one commit."""
+class DamagedItem:
+    """A row of the spool that is not what was written."""
 
-    event: str
-    """accept or commit."""
-    epoch: str
-    """The trainer's."""
-    step: int
-    """The step that was committed; -1 for an accept."""
-    groups: tuple[int, ...]
-    """The groups that were accepted, or trained."""
-    ledger_sequence: int
-    """Number of the last ledger event that was seen with it."""
-    position: int = 0
-    """Position in the journal, from 1; set by the spool."""
-    details: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values from which the event can be replayed to a ledger that lost it, see
-    `services/ledger_recovery/restore.py`."""
+    what: str
+    """Names it, such as "the record of group 7 under lease 3f2a"."""
+    group: int = -1
+    """The group of a record or a call; -1 for an entry of the journal."""
 
 
 class Spool:
@@ -90,22 +82,26 @@ class Spool:
     Every method blocks; call it off the event loop.
     """
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        """Open the spool, and create it unless `read_only`.
+    def __init__(self, path: Path, *, read_only: bool = False, create: bool = True) -> None:
+        """Open the spool, and create it unless `read_only` or not `create`.
 
         Raises:
-            SpoolError: the file cannot be opened or is not a spool.
+            SpoolError: the file cannot be opened, is not a spool, or is the spool of an older tether.
         """
         self.path = path
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        if not read_only:
+        create = create and not read_only
+        if create:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise SpoolError(f"spool {path}: {error.strerror or error}") from error
         with self._explained("open"):
-            self._connection = _connect(path, read_only)
+            self._connection = _connect(path, read_only=read_only, create=create)
+            self.id = str(self._connection.execute("SELECT id FROM meta").fetchone()[0])
+            """Random name of the spool, the same in every process that has it open."""
+            self._places = self._found_places()
 
     def put_many(self, records: Iterable[tuple[int, str, bytes]]) -> None:
         """Store records (group, token, payload) with one fsync: all are on disk on return, none on an error.
@@ -116,37 +112,68 @@ class Spool:
             SpoolError: the disk is full, or the file cannot be written; nothing was stored.
         """
         now_ms = time.time_ns() // 1_000_000
-        rows = [(group, token, payload, now_ms) for group, token, payload in records]
+        received = (StoredMessage.received(*record) for record in records)
+        rows = [(r.group, r.token, r.payload, r.checksum.to_bytes(8), now_ms) for r in received]
         with self.transaction("write") as connection:
-            connection.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?)", rows)
+            connection.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
 
     def get_many(self, keys: Sequence[tuple[int, str]]) -> list[bytes]:
-        """Return payloads in the order of `keys` (group, token), read from one snapshot.
+        """Return the payloads of `stored`, which raises what this raises."""
+        return [record.payload for record in self.stored(keys)]
+
+    def stored(self, keys: Sequence[tuple[int, str]]) -> list[StoredMessage]:
+        """Return records in the order of `keys` (group, token), read from one snapshot.
 
         Raises:
-            MissingRecord: (a LookupError) names the first group that is missing.
+            MissingRecords: (a LookupError) names all groups whose records are missing or damaged.
             SpoolError: the file cannot be read.
         """
+        found, causes = [], {}
         with self.transaction("read", "BEGIN") as connection:
-            found = [
-                connection.execute("SELECT payload FROM records WHERE grp = ? AND token = ?", key).fetchone()
-                for key in keys
-            ]
-        for key, row in zip(keys, found, strict=True):
-            if row is None:
-                raise MissingRecord(*key)
-        return [row[0] for row in found]
+            for key in keys:
+                record = _read_record(connection, *key)
+                if isinstance(record, str):
+                    causes[key] = record
+                else:
+                    found.append(record)
+        if causes:
+            raise MissingRecords(causes)
+        return found
 
     def find(self, groups: Iterable[int]) -> list[bytes]:
-        """Return the newest payload of each group that has one, whatever its lease.
+        """Return the newest whole payload of each group that has one, whatever its lease.
 
         Raises:
             SpoolError: the file cannot be read.
         """
-        query = "SELECT payload FROM records WHERE grp = ? ORDER BY accepted_ms DESC LIMIT 1"
+        found = []
         with self.transaction("read", "BEGIN") as connection:
-            found = [connection.execute(query, (group,)).fetchone() for group in sorted(set(groups))]
-        return [row[0] for row in found if row is not None]
+            for group in sorted(set(groups)):
+                tokens = [_text(row[0]) for row in connection.execute(_TOKENS, (group,)).fetchall()]
+                records = (_read_record(connection, group, token) for token in tokens)
+                found += [next((r.payload for r in records if not isinstance(r, str)), None)]
+        return [payload for payload in found if payload is not None]
+
+    def damaged(self) -> Iterator[DamagedItem]:
+        """Read everything again, and yield each row that is not what was written.
+
+        Raises:
+            SpoolError: the file cannot be read.
+        """
+        with self.transaction("read", "BEGIN") as connection:
+            for (found,) in connection.execute("PRAGMA integrity_check"):
+                if found != "ok":
+                    yield DamagedItem(f"its pages: {found}")
+            keys = "SELECT grp, CAST(token AS BLOB) FROM records ORDER BY grp"
+            for group, token in connection.execute(keys):
+                if isinstance(_read_record(connection, group, _text(token)), str):
+                    yield DamagedItem(f"the record of group {group} under lease {_text(token)}", group)
+            for group, sample, number, call in read_calls(connection):
+                if call is None:
+                    yield DamagedItem(f"call {number} of sample {sample} of group {group}", group)
+            for position, entry in _entries(connection):
+                if entry is None:
+                    yield DamagedItem(f"entry {position} of the journal")
 
     def forget(self, groups: Iterable[int], journal_from: int = 0, archived: int = 0) -> int:
         """Delete groups that were dropped or are covered by a durable checkpoint; returns how many records.
@@ -169,25 +196,15 @@ class Spool:
 
     def append(self, entries: Iterable[JournalEntry]) -> int:
         """Append entries to the journal with one fsync; returns the new `position`."""
-        rows = [
-            (e.event, e.epoch, e.step, json.dumps(e.groups), e.ledger_sequence, json.dumps(e.details))
-            for e in entries
-        ]
-        columns = "event, epoch, step, groups, ledger_seq, details"
+        rows = [(entry.ledger_sequence, *encode_entry(entry)) for entry in entries]
         with self.transaction("write") as connection:
-            connection.executemany(f"INSERT INTO journal ({columns}) VALUES (?, ?, ?, ?, ?, ?)", rows)
+            connection.executemany("INSERT INTO journal (ledger_seq, payload, sum) VALUES (?, ?, ?)", rows)
             return _position(connection)
 
-    def journal(self) -> list[JournalEntry]:
-        """Return all entries that were not forgotten, in order."""
+    def journal(self) -> list[JournalEntry | None]:
+        """Return all entries that were not forgotten, in order; None in the place of a damaged one."""
         with self.transaction("read", "BEGIN") as connection:
-            rows = connection.execute(
-                "SELECT event, epoch, step, groups, ledger_seq, seq, details FROM journal ORDER BY seq"
-            ).fetchall()
-            return [
-                JournalEntry(event, epoch, step, _groups(groups), seen, position, json.loads(details))
-                for event, epoch, step, groups, seen, position, details in rows
-            ]
+            return [entry for _, entry in _entries(connection)]
 
     @property
     def position(self) -> int:
@@ -197,12 +214,24 @@ class Spool:
 
     @property
     def ledger_sequence(self) -> int:
-        """Highest ledger sequence in the journal; 0 if there is none.
+        """Highest ledger sequence in the journal's whole entries; 0 if there is none.
 
         A ledger that is below it has lost writes.
         """
-        with self.transaction("read", "BEGIN") as connection:
-            return int(connection.execute("SELECT COALESCE(MAX(ledger_seq), 0) FROM journal").fetchone()[0])
+        return max((entry.ledger_sequence for entry in self.journal() if entry), default=0)
+
+    def check_place(self) -> None:
+        """Check that the file at the path is the one that is open, and its write-ahead log, too.
+
+        Raises:
+            SettingsError: one was deleted or replaced, so what is written is lost with this process.
+        """
+        if self._found_places() != self._places:
+            raise SettingsError(
+                f"the spool {self.path} was deleted or replaced while the run was using it: nothing was "
+                "acknowledged since; leave the run directory as it is and start the run again, which "
+                "generates the groups that the spool does not hold once more"
+            )
 
     def copy_to(self, path: Path) -> None:
         """Write a copy of the spool as it is at one moment, while others write to it.
@@ -212,7 +241,7 @@ class Spool:
         """
         with (
             self._explained("copy it"),
-            closing(_connect(self.path, read_only=True)) as source,
+            closing(_connect(self.path, read_only=True, create=False)) as source,
             closing(sqlite3.connect(path)) as copy,
         ):
             source.backup(copy)
@@ -226,18 +255,28 @@ class Spool:
 
     @contextmanager
     def transaction(self, doing: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        """Run the block in a transaction; rolled back if the block or the commit raises."""
-        with self._lock, self._explained(doing):
-            if self._connection is None:
-                raise SpoolError(f"spool {self.path} is closed")
-            self._connection.execute(begin)
-            try:
-                yield self._connection
-                self._connection.execute("COMMIT")
-            except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+        """Run the block in a transaction; rolled back if the block or the commit raises.
+
+        Raises:
+            SettingsError: as `check_place`, after a write.
+        """
+        with self._lock:
+            with self._explained(doing):
+                if self._connection is None:
+                    raise SpoolError(f"spool {self.path} is closed")
+                self._connection.execute(begin)
+                try:
+                    yield self._connection
+                    self._connection.execute("COMMIT")
+                except BaseException:
+                    if self._connection.in_transaction:
+                        self._connection.execute("ROLLBACK")
+                    raise
+            if begin == "BEGIN IMMEDIATE":
+                self.check_place()
+
+    def _found_places(self) -> list[tuple[int, int] | None]:
+        return [_place(self.path), _place(self.path.with_name(f"{self.path.name}-wal"))]
 
     @contextmanager
     def _explained(self, doing: str) -> Iterator[None]:
@@ -249,27 +288,98 @@ class Spool:
             raise SpoolError(f"spool {self.path}: cannot {doing}: {error}") from error
 
 
-def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
+def is_made(path: Path) -> bool:
+    """Return whether a file holds more than a database that its maker has not filled yet."""
+    if not path.is_file():
+        return False
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as connection:
+            return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
+    except sqlite3.Error:  # which opening it as a spool explains
+        return True
+
+
+def read_calls(
+    connection: sqlite3.Connection, where: str = "1 = 1", values: Sequence[int] = ()
+) -> Iterator[tuple[int, int, int, StoredMessage | None]]:
+    """Yield group, sample, number and the call itself, None if it is damaged, in this order.
+
+    Args:
+        connection: of the spool, in a transaction.
+        where: a condition on the columns, with a question mark for each of `values`.
+        values: what the condition compares with.
+    """
+    columns = "grp, sample, number, CAST(token AS BLOB), CAST(payload AS BLOB), CAST(sum AS BLOB)"
+    query = f"SELECT {columns} FROM calls WHERE {where} ORDER BY grp, sample, number"
+    for group, sample, number, token, payload, checksum in connection.execute(query, values):
+        yield group, sample, number, _opened(group, _text(token), payload, checksum, sample, number)
+
+
+def _read_record(connection: sqlite3.Connection, group: int, token: str) -> StoredMessage | str:
+    """Return a record, or why there is none."""
+    try:
+        row = connection.execute(_RECORD, (group, token)).fetchone()
+    except sqlite3.DatabaseError as error:
+        if type(error) is not sqlite3.DatabaseError:  # its subclasses are of the whole file
+            raise
+        return f"group {group}: its record under lease {token} cannot be read: {error}"
+    if row is None:
+        return f"group {group}: the spool has no record of it under lease {token}"
+    return _opened(group, token, *row) or damaged_record(group, token)
+
+
+def _opened(
+    group: int, token: str, payload: object, checksum: object, sample: int = -1, number: int = -1
+) -> StoredMessage | None:
+    if not isinstance(payload, bytes) or not isinstance(checksum, bytes):
+        return None
+    found = StoredMessage(group, token, int.from_bytes(checksum), payload, sample, number)
+    return found if found.is_whole else None
+
+
+def _entries(connection: sqlite3.Connection) -> Iterator[tuple[int, JournalEntry | None]]:
+    for position, sequence, payload, checksum in connection.execute(_JOURNAL):
+        entry = decode_entry(position, payload, checksum)
+        yield position, entry if entry and entry.ledger_sequence == sequence else None
+
+
+def _text(value: object) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _connect(path: Path, *, read_only: bool, create: bool) -> sqlite3.Connection:
     # A reader of a WAL file takes part in its shared memory, so it opens the file for writing, too, and then
     # forbids itself writes.
-    mode = "rw" if read_only else "rwc"
     connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={mode}",
+        f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}",
         uri=True,
         timeout=BUSY_S,
         isolation_level=None,
         check_same_thread=False,
     )
     try:
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        is_new = not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
+        if found != SCHEMA and not (is_new and create):
+            raise SpoolError(
+                f"spool {path} was made by another version of tether (schema {found}, this one reads "
+                f"{SCHEMA}): continue the run with that version, or start in a new run directory"
+            )
         if read_only:
             connection.execute("PRAGMA query_only = ON")
-            connection.execute("SELECT seq FROM journal LIMIT 1").fetchall()
         else:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
-            connection.executescript(_SCHEMA)
-            if "details" not in [column[1] for column in connection.execute("PRAGMA table_info(journal)")]:
-                connection.execute(_ADD_DETAILS)
+            if create:
+                connection.executescript(_SCHEMA)
     except BaseException:
         connection.close()
         raise
@@ -278,10 +388,3 @@ def _connect(path: Path, read_only: bool) -> sqlite3.Connection:
 
 def _position(connection: sqlite3.Connection) -> int:
     return int(connection.execute("SELECT COALESCE(MAX(seq), 0) FROM journal").fetchone()[0])
-
-
-def _groups(text: str) -> tuple[int, ...]:
-    groups = json.loads(text)
-    if not isinstance(groups, list) or not all(isinstance(group, int) for group in groups):
-        raise ValueError(f"the journal names groups {text[:80]!r}")
-    return tuple(groups)

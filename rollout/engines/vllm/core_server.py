@@ -42,6 +42,11 @@ def without_compiler() -> Iterator[None]:
 def start_server(user: object) -> None:
     """Start the server, unless it runs, and keep it for `user`; returns at once."""
     _users.add(user)
+    run_server()
+
+
+def run_server() -> None:
+    """Start the server, unless it runs, before anybody uses it; returns at once."""
     with without_compiler():
         multiprocessing.set_forkserver_preload(list(PRELOADED))
         forkserver.ensure_running()

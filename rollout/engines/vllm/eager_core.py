@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -25,21 +26,32 @@ def use_here() -> None:
     """Have vLLM in this process start its engine process by `run_engine_core`."""
     from vllm.v1.engine.core import EngineCoreProc
 
-    EngineCoreProc.run_engine_core = functools.partial(run_engine_core, dict(os.environ))
+    EngineCoreProc.run_engine_core = functools.partial(run_engine_core, os.getpid(), dict(os.environ))
 
 
-def run_engine_core(environ: Mapping[str, str], *args: Any, **kwargs: Any) -> None:
+def run_engine_core(starter: int, environ: Mapping[str, str], *args: Any, **kwargs: Any) -> None:
     """Be the engine process: it has imported this module before it reads what refers to vLLM.
 
     Args:
-        environ: variables of the process that started it; a server that it is forked from has older ones.
+        starter: process that started it. A server that it is forked from may write to another log.
+        environ: variables of that process; a server has older ones.
         args: of vLLM's function.
         kwargs: of vLLM's function.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
     os.environ.update(environ)
+    write_where(starter)
     EngineCoreProc.run_engine_core(*args, **kwargs)
+
+
+def write_where(pid: int) -> None:
+    """Send this process's output to where that of another one goes, if that is a file that can be opened."""
+    for number in (1, 2):
+        with suppress(OSError):
+            output = os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_APPEND)
+            os.dup2(output, number)
+            os.close(output)
 
 
 _without_corrections()

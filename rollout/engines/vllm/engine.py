@@ -25,6 +25,7 @@ from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import start_error
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.requests import check_request, spans_from_marks
+from rollout.engines.vllm.imports import import_vllm
 from rollout.engines.vllm.launch import (
     WORKER_EXTENSION,
     VllmProcesses,
@@ -72,6 +73,10 @@ class VllmEngine(MultiProcessEngine):
         """None: experts are not recorded."""
         self._numbers = itertools.count()
         self._paused = False
+
+    @classmethod
+    def preload(cls, config: EngineConfig) -> None:
+        import_vllm(config)
 
     async def start(self) -> None:
         self._vllm.prepare(self._config)

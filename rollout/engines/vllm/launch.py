@@ -3,8 +3,8 @@
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,6 @@ import xxhash
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, Sampling
-from rollout.engines.multi_process.parent_watch import OWNER
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, RankRpcClient, socket_path
 from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.engines.vllm.core_server import (
@@ -23,7 +22,12 @@ from rollout.engines.vllm.core_server import (
     server_pid,
     start_server,
     stop_server,
-    without_compiler,
+)
+from rollout.engines.vllm.imports import (
+    cpu_head_sizes,
+    eager_environment,
+    has_server,
+    set_environment,
 )
 from rollout.engines.vllm.lora import lora_arguments
 from rollout.engines.vllm.rank_answers import NumberedCalls
@@ -78,7 +82,7 @@ class VllmProcesses:
     def prepare(self, config: EngineConfig) -> None:
         """Set the environment, and let the server begin to import vLLM where the engine is forked from it."""
         set_environment(config)
-        if runs_eagerly(config.enforce_eager) and config.tensor_parallel_size == 1:
+        if has_server(config.enforce_eager, config.tensor_parallel_size):
             start_server(self)
 
     def add_pids(self, pids: Iterable[int]) -> None:
@@ -175,52 +179,6 @@ class VllmProcesses:
             limit.reschedule(0)
 
 
-def set_environment(config: EngineConfig) -> None:
-    """Set what vLLM reads from the environment, before it is imported; its processes inherit it."""
-    # On a CPU vLLM runs a single rank in a process of its own, so as to bind threads, which is off here: that
-    # process would import vLLM once more, 10 s of computing. AsyncLLM has its engine process in any case.
-    one_process = config.tensor_parallel_size == 1 and not torch.cuda.is_available()
-    os.environ.update(
-        {
-            OWNER: str(os.getpid()),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(config.threads),
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
-            "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(config.start_timeout_s))),
-        }
-    )
-    defaults = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-
-
-def runs_eagerly(eager: bool) -> bool:
-    """Return whether nothing at all is compiled: an eager engine on a CPU."""
-    return eager and not torch.cuda.is_available()
-
-
-@contextmanager
-def eager_environment(eager: bool) -> Iterator[None]:
-    """Keep an eager engine on a CPU from compiling its sampler, for half a minute, while processes start."""
-    if not runs_eagerly(eager):
-        yield
-        return
-    from rollout.engines.vllm import eager_core
-
-    with without_compiler():
-        eager_core.use_here()
-        yield
-
-
 def engine_arguments(
     config: EngineConfig,
     model_dir: Path,
@@ -296,7 +254,7 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     head_dim = int(model.get("head_dim") or (int(model.get("hidden_size", 0)) // heads if heads else 0))
     if not torch.cuda.is_available() and head_dim:
         with eager_environment(config.enforce_eager):  # vLLM is imported here
-            sizes = _cpu_head_sizes()
+            sizes = cpu_head_sizes()
         if sizes and head_dim not in sizes:
             raise EngineSettingsError(
                 f"{model_dir}: head_dim {head_dim} is not supported by vLLM on a CPU; "
@@ -304,14 +262,6 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
             )
     check_fits(config, model, model_dir)
     return model
-
-
-def _cpu_head_sizes() -> list[int]:
-    try:
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    except ImportError:
-        return []
-    return list(CPUAttentionBackend.get_supported_head_sizes())
 
 
 def launch(arguments: dict[str, Any]) -> Any:
@@ -325,17 +275,13 @@ def launch(arguments: dict[str, Any]) -> Any:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            with forked_from_server(_is_served(arguments)):
+            is_served = has_server(arguments["enforce_eager"], arguments["tensor_parallel_size"])
+            with forked_from_server(is_served):
                 return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
     except Exception as error:  # vLLM raises many types; all of them mean that it did not start
         # errors of its processes arrive as RuntimeError: there may be memory a moment later
         kind = EngineSettingsError if isinstance(error, (TypeError, ValueError)) else EngineError
         raise kind(f"vLLM cannot serve {arguments['model']}: {' '.join(str(error).split())}") from error
-
-
-def _is_served(arguments: Mapping[str, Any]) -> bool:
-    """Return whether the engine process is forked from the server."""
-    return runs_eagerly(arguments["enforce_eager"]) and arguments["tensor_parallel_size"] == 1
 
 
 def sampling_parameters(sampling: Sampling) -> Any:

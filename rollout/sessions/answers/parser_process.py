@@ -18,6 +18,7 @@ from typing import Any
 
 import rollout
 from protocol.errors import SettingsError
+from rollout.off_loop import off_loop, size_of
 
 _log = logging.getLogger("tether.sessions")
 
@@ -146,15 +147,19 @@ async def _exchanged(
 ) -> dict[str, Any]:
     """Return the answer to one line, leaving out those to lines whose callers were cancelled."""
     line = await _asked(process, {**asked, "number": number})
-    while (found := json.loads(line))["number"] != number:
+    while (found := await _loaded(line))["number"] != number:
         line = await _line(process)
-    return dict(found)
+    return found
+
+
+async def _loaded(line: bytes) -> dict[str, Any]:
+    return await off_loop(len(line), lambda: dict(json.loads(line)))
 
 
 async def _asked(process: asyncio.subprocess.Process, asked: Mapping[str, Any]) -> bytes:
     if process.stdin is None:
         raise EOFError("no pipe")
-    process.stdin.write(json.dumps(asked).encode() + b"\n")
+    process.stdin.write(await off_loop(size_of(asked), lambda: json.dumps(asked).encode() + b"\n"))
     await process.stdin.drain()
     return await _line(process)
 

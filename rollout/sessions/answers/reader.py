@@ -10,10 +10,11 @@ from typing import Any
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
+from rollout.bounded_json import parsed_json
+from rollout.off_loop import TOKEN, off_loop
 from rollout.render import Renderer
 from rollout.sessions.answers.parser_process import MODULES, ParserProcess
 from rollout.sessions.answers.tool_calls import PARSERS, Found
-from rollout.sessions.messages import parsed_json
 
 REASONING = ("none", "think")
 """Our own syntaxes of thoughts."""
@@ -94,20 +95,33 @@ class AnswerReader:
             before: tokens that were inserted before it.
             tools: functions that the model may call; empty: no calls are read.
         """
-        text, thoughts = renderer.text(tokens), ""
-        last = tuple(before[-BEFORE:])
+        last, size = tuple(before[-BEFORE:]), TOKEN * len(tokens)
         by_engine = (":" in self._tools and bool(tools)) or ":" in self._thoughts
-        if by_engine and self._process is not None:
-            marked = renderer.marked(tokens)
-            asked = {
-                "text": text, "marked": marked, "tokens": tokens, "before": last,
-                "opened": renderer.marked(last), "tools": list(tools),
-            }  # fmt: skip
-            parsed = await self._process.parsed(asked, str(renderer.model_dir))
-            read = _read(parsed, text)
-            if ":" in self._tools or not tools:
-                return read
-            text, thoughts = read.content, read.thoughts
+        if not by_engine or self._process is None:
+            return await off_loop(
+                size, lambda: self._by_ours(ReadAnswer(renderer.text(tokens)), renderer, tokens, last, tools)
+            )
+        text, marked = await off_loop(size, lambda: (renderer.text(tokens), renderer.marked(tokens)))
+        asked = {
+            "text": text, "marked": marked, "tokens": tokens, "before": last,
+            "opened": renderer.marked(last), "tools": list(tools),
+        }  # fmt: skip
+        parsed = await self._process.parsed(asked, str(renderer.model_dir))
+        read = await off_loop(size, lambda: _read(parsed, text))
+        if ":" in self._tools or not tools:
+            return read
+        return await off_loop(size, lambda: self._by_ours(read, renderer, tokens, last, tools))
+
+    def _by_ours(
+        self,
+        read: ReadAnswer,
+        renderer: Renderer,
+        tokens: tuple[int, ...],
+        last: tuple[int, ...],
+        tools: Sequence[dict[str, Any]],
+    ) -> ReadAnswer:
+        """Return what our own syntaxes find in what was read of an answer."""
+        text, thoughts = read.content, read.thoughts
         if self._thoughts == "think":
             thoughts, text = _think(text, renderer.marked(last), renderer.marked(tokens))
         if not tools or ":" in self._tools:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from rollout.sessions.messages import parsed_json
+from rollout.bounded_json import parsed_json
 
 Found = list[tuple[str, dict[str, Any]]]
 """(name, arguments) of each call."""

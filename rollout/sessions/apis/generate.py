@@ -8,7 +8,7 @@ from typing import Any
 from rollout.render import Renderer
 from rollout.sessions.bodies import chat_logprobs, usage
 from rollout.sessions.refusal import RequestRefused, invalid
-from rollout.sessions.requests import Asked, is_token, read_text
+from rollout.sessions.requests import Asked, is_token, read_text, repeated_name
 from rollout.sessions.session import CallAnswer
 
 WITHOUT_EFFECT = ("token_offsets", "cache_salt", "reasoning_ended", "reasoning_parser_kwargs")
@@ -55,11 +55,10 @@ def read_generate(body: Any, *, override: bool) -> Asked:
             )
         if name not in ONLY and name not in OF_TEXT:
             left[name] = value
-    named = body.get("request_id")
     return replace(
         read_text({**left, "prompt": tokens}, override=override),
         logprobs=sampling.get("logprobs") is not None,
-        name=named if isinstance(named, str) else "",
+        name=repeated_name(body, "request_id"),
         with_text=body.get("output_mode") == "text",
         with_prompt=bool(body.get("return_token_ids")),
     )

@@ -38,17 +38,18 @@ def response_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: 
         yield {**event, "sequence_number": number}
 
 
-def keep_response(session: Session, asked: Asked, answer: CallAnswer, name: str) -> None:
-    """Store a response in its session, if its request wants that."""
+def kept_response(session: Session, asked: Asked, answer: CallAnswer, name: str) -> StoredResponse | None:
+    """Return what is to be stored in a session of a response, None if its request does not want that."""
     response = _fields(asked)
-    if response.store:
-        body = response_body(asked, answer, session.renderer, name)
-        messages: Sequence[Body] = (*response.messages, answer.message)
-        if (last := next(reversed(session.stored.values()), None)) is not None:
-            messages = _sharing(messages, last.messages)
-            repeated = ("instructions", "tools")
-            body |= {field: last.body[field] for field in repeated if body[field] == last.body[field]}
-        session.stored[name] = StoredResponse(tuple(messages), body)
+    if not response.store:
+        return None
+    body = response_body(asked, answer, session.renderer, name)
+    messages: Sequence[Body] = (*response.messages, answer.message)
+    if known := list(session.stored.values()):
+        messages = _sharing(messages, known[-1].messages)
+        repeated = ("instructions", "tools")
+        body |= {field: known[-1].body[field] for field in repeated if body[field] == known[-1].body[field]}
+    return StoredResponse(tuple(messages), body)
 
 
 def _sharing(messages: Sequence[Body], known: Sequence[Body]) -> Sequence[Body]:

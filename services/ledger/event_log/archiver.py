@@ -1,7 +1,8 @@
 """Archives the event log of a run: copies events from the ledger to a file, one line of JSON each.
 
-`events.py` lists the events. Each line has one more field at its end, `chain` (see `hash_chain.py`). Lines
-keep all fields of the ledger's JSON in their order, also those that this version does not know.
+`events.py` lists the events. Each line has one more field at its end, `chain` (see
+`hash_chain.py`). Lines keep all fields of the ledger's JSON in their order, also those that
+this version does not know.
 `services/ledger/verify` proves the bound from the archive alone.
 """
 
@@ -102,7 +103,7 @@ def _add(path: Path, events: Sequence[Mapping[str, Any]], last: int) -> bool:
     with locked(path.parent, timeout_s=HELD_S):  # two ingests of a run may overlap for a while
         if _last_sequence(path) != last:
             return False
-        append(path, events)
+        append(path, (json.dumps(event, separators=(",", ":")).encode() for event in events))
     return True
 
 

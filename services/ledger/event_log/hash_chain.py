@@ -1,39 +1,48 @@
-"""Links the lines of an archived event log: each ends with a digest of itself and of the link before it.
+"""Links the lines of a log of JSON objects: each ends with a digest of itself and of the link before it.
 
-The newest link also stands in a file beside the log. So a line that was edited, moved, doubled or removed is
-detected, whatever field it is in, and so is a missing end.
+The newest link also stands in a file beside the log, its head. So a line that was edited, moved, doubled or
+removed is detected, whatever field it is in, and so is a missing end.
 
-Links are no signatures: who rewrites the whole log and the file beside it is detected only by what the events
-say.
+Links are no signatures: who rewrites the whole log and its head is detected only by what the lines say.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
 
 from protocol.host.atomic_file import write_atomically
+from protocol.host.file_lock import locked
 
-HEAD = "audit.head"
-"""Name of the file beside the log: the newest event's number and link, as JSON."""
+LINK = "chain"
+"""Last member of a line."""
+HELD_S = 5.0
+"""Seconds to wait while another process appends to the log."""
 _FIRST = b"0" * 16
 _LINK = re.compile(rb',"chain":"([0-9a-f]{16})"}\n\Z')
 _LENGTH = 29  # bytes that the pattern matches
+_TAIL = 1 << 16
+
+
+def head_of(log: Path) -> Path:
+    """Return the path of a log's head: audit.head of audit.jsonl."""
+    return log.with_suffix(".head")
 
 
 class Chain:
     """Checks the links of a log, line by line in order."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file beside the log. Do so before reading the log, which may grow meanwhile."""
+        """Read the log's head. Do so before reading the log, which may grow meanwhile."""
         self._previous = _FIRST
-        self._sequence, self._newest = _head(path)
+        self._head = head_of(path).name
+        self._newest = _newest(path)
 
     def follows(self, line: bytes) -> bool:
-        """Return whether `line`, with its newline, is as it was archived and follows the one before it."""
+        """Return whether `line`, with its newline, is as it was written and follows the one before it."""
         match = _LINK.search(line[-_LENGTH:])
         if match is None:
             return False
@@ -45,54 +54,92 @@ class Chain:
 
     def missing(self) -> str | None:
         """Return what is wrong with the end of the log, None if nothing is."""
-        return f"event {self._sequence} was archived, but the log does not hold it" if self._newest else None
+        return f"the newest line that {self._head} names is missing" if self._newest else None
 
 
-def append(path: Path, events: Iterable[Mapping[str, Any]]) -> None:
-    """Write events at the end of the log, durably.
+def damaged_lines(path: Path) -> Iterator[tuple[Path, str]]:
+    """Read a log; yield path and place of each line that is not as it was written, and of a missing end.
+
+    A torn last line, which a crash leaves and the next line replaces, is left out.
+    """
+    head = head_of(path)
+    if not head.is_file():
+        yield head, f"is missing: whether {path.name} has its end is not known"
+    chain = Chain(path)
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith(b"\n") and not chain.follows(line):
+                    yield path, f"line {number} is not what was written, or does not follow the line before"
+    except OSError as error:
+        yield path, f"cannot be read: {error.strerror or error}"
+        return
+    if missing := chain.missing():
+        yield path, missing
+
+
+def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None:
+    """Write lines at the end of a log, of which readers see all or nothing; a torn last line is replaced.
+
+    Args:
+        path: of the log, which is made if it is not there.
+        bodies: JSON objects, each with a member.
+        durable: also sync log and head to the disk.
 
     Raises:
-        OSError: if that fails; complete lines may have been written all the same.
+        OSError: it cannot be written, because the disk is full for example; nothing was, so that it can be
+            repeated.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    event: Mapping[str, Any] = {}
-    with open(path, "a+b") as file:
-        link = _last(file)
+    with locked(path, timeout_s=HELD_S, create=True) as handle:
+        end, link = _end(handle)
+        if end < os.fstat(handle).st_size:
+            os.ftruncate(handle, end)
         lines = []
-        for event in events:
-            body = json.dumps(event, separators=(",", ":")).encode()
+        for body in bodies:
             link = _link(link, body)
             lines.append(body[:-1] + b',"chain":"' + link + b'"}\n')
-        file.write(b"".join(lines))
-        file.flush()
-        os.fsync(file.fileno())
-    head = {"seq": event.get("seq", 0), "chain": link.decode()}
-    write_atomically(path.with_name(HEAD), json.dumps(head).encode())
+        try:
+            _write(handle, b"".join(lines), end)
+            if durable:
+                os.fsync(handle)
+            head = json.dumps({LINK: link.decode()}, separators=(",", ":")).encode()
+            write_atomically(head_of(path), head, durable=durable)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, end)
+            raise
+
+
+def _write(handle: int, data: bytes, offset: int) -> None:
+    while data:  # a full disk takes a part, and refuses the rest
+        written = os.pwrite(handle, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _end(handle: int) -> tuple[int, bytes]:
+    """Return where the last complete line of a log ends, and its link."""
+    size = start = os.fstat(handle).st_size
+    tail = b""
+    while start > 0 and b"\n" not in tail:
+        start = max(0, start - _TAIL)
+        tail = os.pread(handle, size - start, start)
+    end = start + tail.rfind(b"\n") + 1
+    match = _LINK.search(os.pread(handle, min(_LENGTH, end), max(0, end - _LENGTH)))
+    return end, match[1] if match else _FIRST
 
 
 def _link(previous: bytes, body: bytes) -> bytes:
     return hashlib.blake2b(previous + body, digest_size=8).hexdigest().encode()
 
 
-def _last(file: IO[bytes]) -> bytes:
-    """Return the link at the end of a log."""
-    end = file.seek(0, os.SEEK_END)
-    file.seek(max(0, end - _LENGTH))
-    match = _LINK.search(file.read())
-    return match[1] if match else _FIRST
-
-
-def _head(path: Path) -> tuple[int, bytes]:
-    """Return number and link in the file beside the log; an empty link if there is no such file.
-
-    A file in another format gives a link that matches none.
-    """
+def _newest(path: Path) -> bytes:
+    """Return the link in a log's head; empty if there is no head, one that matches none if it is damaged."""
     try:
-        content = path.with_name(HEAD).read_bytes()
+        content = head_of(path).read_bytes()
     except FileNotFoundError:
-        return 0, b""
+        return b""
     try:
-        head = json.loads(content)
-        return int(head["seq"]), str(head["chain"]).encode()
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return 0, b"unreadable"
+        return str(json.loads(content)[LINK]).encode()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return b"unreadable"

@@ -4,8 +4,7 @@ No method awaits anything, so each one is atomic within one event loop.
 """
 
 import itertools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from protocol.errors import Reason, Refused
@@ -38,14 +37,10 @@ from services.ledger.interface import (
 )
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
 from services.ledger.memory import trainer_transitions as trainer
+from services.ledger.memory.run_clock import RunClock
 from services.ledger.memory.run_state import Group, Registry, RunState, bound_event
 
 _S = GroupState
-
-
-def monotonic_ms() -> int:
-    """Return the time of the default clock, in milliseconds since an arbitrary moment."""
-    return time.monotonic_ns() // 1_000_000
 
 
 class MemoryLedger:
@@ -54,24 +49,25 @@ class MemoryLedger:
     def __init__(
         self,
         *,
-        clock: Callable[[], int] = monotonic_ms,
+        clock: Callable[[], int] | None = None,
         archive_limit: int = ARCHIVE_LIMIT,
         tokens: Callable[[], str] = new_token,
     ) -> None:
         """Make an empty ledger.
 
         Args:
-            clock: milliseconds.
+            clock: the run's clock, milliseconds; a `RunClock` on the wall clock if None.
             archive_limit: events that may wait for the archive before leasing stops.
             tokens: draws lease tokens.
         """
         self.durability = "the ledger is in memory: it ends with this process"
         """What the ledger does not promise; see `RedisLedger.durability`."""
-        self._clock = clock
+        self.clock = RunClock() if clock is None else clock
+        """By which leases and registrations end, in milliseconds; it never goes back."""
         self._archive_limit = archive_limit
         self._tokens = tokens
         self._run_state: RunState | None = None
-        self._registry = Registry(clock)
+        self._registry = Registry(self.clock)
 
     @property
     def run_state(self) -> RunState:
@@ -84,7 +80,7 @@ class MemoryLedger:
         check_spec(spec)
         run = self._run_state
         if run is None:
-            self._run_state = run = RunState(spec, self._clock, spec.bound)
+            self._run_state = run = RunState(spec, self.clock, spec.bound)
             run.append(
                 CreateEvent(
                     fingerprint=spec.fingerprint,
@@ -105,7 +101,7 @@ class MemoryLedger:
         run.spec = spec
 
     async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
-        self._run_state = trainer.rebuild(self._run_state, spec, snapshot, self._clock)
+        self._run_state = trainer.rebuild(self._run_state, spec, snapshot, self.clock)
 
     async def status(self) -> LedgerStatus:
         return self.run_state.status()
@@ -116,12 +112,13 @@ class MemoryLedger:
     # -- engines and processes
 
     async def register(self, peer: Peer, ttl_ms: int) -> None:
-        self._registry.entries[peer.incarnation] = (self._clock() + ttl_ms, peer)
+        self._registry.entries[peer.incarnation] = (self.clock() + ttl_ms, peer)
 
     async def unregister(self, incarnation: str) -> None:
         self._registry.entries.pop(incarnation, None)
         if self._run_state is not None:
             self._run_state.engines.pop(incarnation, None)
+            self._run_state.expire_held(incarnation)
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         return [peer for peer in self._registry.live() if role is None or peer.role == role]
@@ -162,7 +159,7 @@ class MemoryLedger:
             deadline(version, run.bound.max_staleness),
         )
         group.attempt += 1
-        group.expires_ms = self._clock() + lease_ms
+        group.expires_ms = self.clock() + lease_ms
         run.append(
             LeaseEvent(
                 group=group.group,
@@ -229,7 +226,7 @@ class MemoryLedger:
         run.expire_leases()
         self._readmit(run, found)
         run.transition(found, Event.EXTEND)
-        found.expires_ms = self._clock() + lease_ms
+        found.expires_ms = self.clock() + lease_ms
         if found.expired:
             found.expired = False
             run.append(ExtendEvent(group=group, token=token))
@@ -334,6 +331,9 @@ class MemoryLedger:
 
     async def checkpointed(self, version: int) -> None:
         trainer.checkpointed(self.run_state, version, self._registry.entries)
+
+    async def ended(self, groups: Collection[int]) -> set[int]:
+        return {group for group in groups if self.run_state.has_ended(group)}
 
     # -- settings
 

@@ -22,6 +22,7 @@ from services.ledger.event_log.events import (
     UnhaltEvent,
 )
 from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
+from services.ledger.memory.run_clock import wall_ms
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class RunState:
 
     spec: RunSpec
     clock: Callable[[], int]
-    """Milliseconds."""
+    """The run's clock, in milliseconds."""
     bound: Bound
     pending: Bound | None = None
     version: int = 0
@@ -103,9 +104,9 @@ class RunState:
     """Number of the last archived event."""
 
     def append(self, event: LedgerEvent) -> None:
-        """Append an event to the log, with the next number and the present time."""
+        """Append an event to the log, with the next number and the wall clock's time."""
         self.sequence += 1
-        self.log.append(msgspec.structs.replace(event, seq=self.sequence, time_ms=self.clock()))
+        self.log.append(msgspec.structs.replace(event, seq=self.sequence, time_ms=wall_ms()))
 
     def next_step(self) -> int:
         """Return N of rule F."""
@@ -144,8 +145,15 @@ class RunState:
     def expire_leases(self) -> None:
         """Free the place in rule F of every lease that has run out."""
         now = self.clock()
+        self._expire(lambda group: group.expires_ms <= now)
+
+    def expire_held(self, holder: str) -> None:
+        """Free the place in rule F of every lease of a holder."""
+        self._expire(lambda group: group.holder == holder)
+
+    def _expire(self, ends: Callable[[Group], bool]) -> None:
         for group in sorted(self.live(), key=lambda group: (group.expires_ms, group.group)):
-            if group.expires_ms <= now:
+            if ends(group):
                 group.expired = True
                 self.append(ExpireEvent(group=group.group))
 
@@ -192,6 +200,11 @@ class RunState:
         if found.token != token:
             raise Refused(Reason.NOT_HELD, f"group {group} is not held by {token}")
         return found
+
+    def has_ended(self, group: int) -> bool:
+        """Return whether a group is DROPPED, or finished and forgotten."""
+        found = self.groups.get(group)
+        return group < self.issued if found is None else found.state is GroupState.DROPPED
 
     def drop(
         self,

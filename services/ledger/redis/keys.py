@@ -4,12 +4,12 @@ Every key carries the hash tag `{tether:RUN}`, so that one cluster slot holds th
 
 | key | type | holds |
 |---|---|---|
-| `run` | hash | what the run is and where it stands: spec, bound, pending bound, version, epoch, counters |
+| `run` | hash | what the run is and where it stands: spec, bounds, version, epoch, counters, clock |
 | `lineage` | set | epochs whose branch is the current one; engines that serve one of them get leases |
 | `epochs` | set | every epoch that ever claimed the run, so that none is used twice |
 | `groups` | hash | padded group id -> JSON record; TRAINED and DROPPED ones until a checkpoint covers them |
 | `waiting` | zset | WAITING groups; all scores 0, so in order of id |
-| `leases` | zset | live leases by expiry (ms of the server's clock) |
+| `leases` | zset | live leases by expiry (ms of the run's clock, see `lua/_shared.lua`) |
 | `live` | zset | the same leases by deadline (version): they hold a place in rule F |
 | `expired` | zset | LEASED groups whose lease has run out; all scores 0; they hold no place in rule F |
 | `scored` | zset | SCORED groups by deadline: they hold a place in rule F |
@@ -26,7 +26,7 @@ Every key carries the hash tag `{tether:RUN}`, so that one cluster slot holds th
 | `reports` | hash | step -> encoded StepReport of a committed step that no checkpoint covers |
 | `manifest` | string | newest published WeightManifest, encoded |
 | `engines` | hash | engine incarnation -> "epoch version" last acknowledged |
-| `peers` | zset | process incarnations by the time at which they are taken for dead (ms) |
+| `peers` | zset | process incarnations by the time at which they are taken for dead (ms of the run's clock) |
 | `peer_info` | hash | incarnation -> JSON of role and info |
 | `endpoints` | hash | incarnation -> JSON {topic: endpoint}; the field with the empty name counts changes |
 | `requests` | hash | lease request -> JSON of the lease granted for it, while the group is LEASED by it |

@@ -1,7 +1,7 @@
 """Implements the ledger on Redis or Valkey: each transition is one Lua script, atomic and safe to repeat."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -39,7 +39,7 @@ from services.ledger.redis.keys import Keys
 from services.ledger.redis.scripts import script
 from services.ledger.redis.server_fence import SERVER_FIELD
 
-_READ = 512  # step fields read by one command
+_READ = 512  # steps or groups that one command reads
 REREAD_S = 10.0
 """Seconds after which endpoints are read again although their number of changes is the same.
 
@@ -247,6 +247,12 @@ class RedisLedger:
         while (await self._run("checkpointed", version))[0]:
             pass
 
+    async def ended(self, groups: Collection[int]) -> set[int]:
+        asked, found = sorted(groups), set()
+        for start in range(0, len(asked), _READ):
+            found |= {int(group) for group in await self._run("ended", *asked[start : start + _READ])}
+        return found
+
     # -- settings
 
     async def set_bound(
@@ -276,6 +282,11 @@ class RedisLedger:
         await self._run("archived", sequence)
 
     # -- the server
+
+    async def wall_ms(self) -> int:
+        """Return the server's wall clock, in milliseconds; events are dated by it, and it may jump."""
+        seconds, micros = await self._connection.command("TIME")
+        return int(seconds) * 1000 + int(micros) // 1000
 
     async def guard(self) -> None:
         """Use from now on only a server process on which the run was reconciled.

@@ -62,10 +62,10 @@ export const PANELS = [
     series: [{ name: "importance_ess", label: "effective", color: "c3" }, { name: "importance_capped", label: "capped", color: "c5" }, { name: "importance_rejected", label: "rejected", color: "c4" }],
   },
   {
-    id: "tokens", section: "speed", title: "Throughput", zero: true, help: "Trained tokens per second of wall clock; all tokens of the batch per second of training.",
-    series: [{ name: "tokens_per_s", label: "while it trains", color: "c1" }, {
-      id: "trained_tokens_per_s", label: "tokens/s", color: "c3", from: ["trained_tokens", "wait_s", "train_s", "publish_s"],
-      compute: (tokens, wait, train, publish) => (wait + train + publish > 0 ? tokens / (wait + train + publish) : null),
+    id: "tokens", section: "speed", title: "Throughput", zero: true, help: "Tokens of the batch per second of the whole step and of training; trained ones per second of the step.",
+    series: [{ name: "tokens_per_s", label: "tokens/s", color: "c2" }, { name: "train_tokens_per_s", label: "while it trains", color: "c1" }, {
+      id: "trained_tokens_per_s", label: "trained", color: "c3", from: ["trained_tokens", "step_s"],
+      compute: (tokens, step) => (step > 0 ? tokens / step : null),
     }],
   },
   {

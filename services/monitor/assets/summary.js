@@ -38,7 +38,7 @@ function facts(state) {
 export function showTiles(store, state) {
   const last = store.last;
   const has = Object.keys(last).length > 0;
-  const total = last.wait_s + last.train_s + last.publish_s;
+  const total = last.step_s ?? last.wait_s + last.train_s + last.publish_s; // the parts, in lines of older releases
   const tiles = [
     { id: "reward_mean", label: "Reward", value: has ? last.reward_mean : null, note: change(store, "reward_mean") },
     { id: "lag_mean", label: "Mean lag", value: has ? last.lag_mean : null, note: has ? `largest ${number(last.lag_max)}${state ? `, bound ${state.bound.max_staleness}` : ""}` : "" },

@@ -56,14 +56,19 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
         "algorithm.importance_cap=2",
         "algorithm.proximal_policy=interpolated",
     ),
-    "m2po": ("algorithm.name=m2po", "algorithm.second_moment_threshold=0.04"),
+    "m2po": (
+        "algorithm.name=m2po",
+        "algorithm.second_moment_threshold=0.04",
+        "algorithm.clip_low=0.3",
+        "algorithm.clip_high=0.5",
+    ),
     "clip-ess": ("algorithm.ess_scaling=sqrt",),
 }
 """Correction -> its settings.
 
 `none` trains stale tokens as if they were fresh; `clip` clips the ratio to the engine's policy; the others
 have the decoupled objective with recomputed log-probabilities, whose weight is truncated or, outside of a
-half to two, masked. `m2po` leaves out the tokens that have moved the most; `clip-ess` makes smaller steps the
+half to two, masked. `m2po` clips by the second moment of log ratios; `clip-ess` makes smaller steps the
 more the weights differ.
 """
 LEVEL_FREE = ("none", "clip", "truncated", "masked-token", "m2po")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import psutil
 
 from tests.chaos.gpu_kills.layouts import Part, Target
+from tests.integration.command import service_of
 
 
 def find_process(up: int, target: Target, trainer_ranks: int) -> psutil.Process | None:
@@ -57,7 +58,7 @@ def _is_untitled_core(process: psutil.Process, target: Target) -> bool:
 def _service(up: int, role: str) -> psutil.Process | None:
     for child in _children(up):
         with contextlib.suppress(psutil.Error):
-            if f"services.{role}" in child.cmdline():
+            if service_of(child.pid).partition(".")[0] == role:
                 return child
     return None
 

@@ -28,7 +28,7 @@ def test_init_with_deadline_returns_the_group_or_raises_the_error() -> None:
         )
 
 
-def test_what_a_failed_call_has_created_is_discarded_and_not_kept_by_its_error() -> None:
+def test_tensors_of_a_failed_call_are_discarded_and_not_kept_by_its_error() -> None:
     created: list[weakref.ref[Library]] = []
     discarded: list[int] = []
 

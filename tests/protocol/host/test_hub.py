@@ -51,7 +51,7 @@ def test_a_hub_name_is_an_owner_and_a_name(text: str, wanted: bool) -> None:
     assert is_hub_name(text) is wanted
 
 
-def test_what_exists_here_is_not_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_path_is_not_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("openai/gsm8k")
     (tmp_path / "openai/gsm8k").mkdir(parents=True)
@@ -132,7 +132,7 @@ def test_without_a_network_the_name_and_the_remedy_are_said(
         resolve_commit(Kind.DATASET, "openai/gsm8k", "")
 
 
-def test_what_the_hub_does_not_have_is_said(hub: HubServer) -> None:
+def test_missing_hub_name_is_said(hub: HubServer) -> None:
     hub.repository("model", MODEL).commit(FILES)
     hub.gated.add("meta/gated")
     for name, revision, why in (

@@ -18,7 +18,7 @@ def test_report_of_an_older_release_is_read() -> None:
     assert (report.behaviour_kl_k3, report.mismatch, report.warnings) == (None, {}, ())
 
 
-def test_what_was_not_measured_is_null() -> None:
+def test_unmeasured_value_of_a_step_is_null() -> None:
     report = StepReport(step=0, version=1, epoch="e1", reward_mean=0.5)
     line = json.loads(msgspec.json.encode(report))
     assert {line[name] for name in ("loss", "entropy", "lag_mean", "pause_ms", "engine_busy")} == {None}

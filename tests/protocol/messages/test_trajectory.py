@@ -18,6 +18,13 @@ def test_a_scored_rollout_of_a_release_without_remarks_is_read() -> None:
     assert message.rollout == old
 
 
+def test_a_rollout_of_a_release_without_lengths_of_prompts_is_read() -> None:
+    for name in ("rollout", "scored"):
+        _, message = decode((GOLDEN / f"{name}.v2.without_own_prompts.msgpack").read_bytes())
+        rollout = message.rollout if isinstance(message, ScoredRollout) else message
+        assert rollout == msgspec.structs.replace(ROLLOUT, own_prompts=None)
+
+
 def test_a_rollout_of_a_release_that_did_not_count_what_was_read_is_read() -> None:
     for name in ("rollout", "scored"):
         _, message = decode((GOLDEN / f"{name}.v2.without_read_tokens.msgpack").read_bytes())

@@ -38,7 +38,7 @@ async def test_logits_of_vllm_are_those_of_transformers(kind: str, pad: int | No
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_what_vllm_cannot_load_is_named(tmp_path: Path) -> None:
+def test_classifier_that_vllm_cannot_load_is_named(tmp_path: Path) -> None:
     path = write_reward_model(tmp_path / "model", hidden=128)
     code = (
         "import json, sys\n"

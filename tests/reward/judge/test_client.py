@@ -95,7 +95,7 @@ async def test_an_answer_is_read_and_its_tokens_are_counted() -> None:
         "I like it",
     ],
 )
-async def test_what_may_pass_is_asked_again(failure: Any) -> None:
+async def test_temporary_error_is_asked_again(failure: Any) -> None:
     async with asking(failure, "1") as (server, client):
         notes = Notes()
         assert await client.ask(MESSAGES, one, notes) == 1.0
@@ -125,9 +125,7 @@ async def test_a_server_that_hangs_is_asked_again_after_the_limit() -> None:
         (status(302, Location="http://127.0.0.1:1/"), "status 302", 1),
     ],
 )
-async def test_what_does_not_pass_is_an_error_that_names_the_url(
-    failure: Any, says: str, requests: int
-) -> None:
+async def test_permanent_error_names_the_url(failure: Any, says: str, requests: int) -> None:
     async with asking(failure) as (server, client):
         with pytest.raises(RewardError, match=says):
             await client.ask(MESSAGES, one, Notes())

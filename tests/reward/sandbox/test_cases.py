@@ -110,7 +110,7 @@ def test_tests_keep_their_builtins_and_were_compiled_before() -> None:
     assert passed(patched, "assert sum([f(2)]) == 5", "assert sum([f(2)]) == 4") == 1
 
 
-def test_what_is_expected_is_not_in_the_sandbox() -> None:
+def test_expected_output_is_not_in_the_sandbox() -> None:
     searching = (
         "import sys\ndef f():\n    frame, found = sys._getframe(), ''\n    while frame:\n"
         "        found += repr(frame.f_locals)\n        frame = frame.f_back\n"

@@ -138,7 +138,7 @@ def test_a_group_needs_as_many_scores_as_responses(load: Load, returned: str, sh
         ("def score(:", "own_reward:score", r"own_reward\.py:1: SyntaxError"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_called_is_refused_at_the_start_and_names_the_file(
+def test_reward_that_cannot_be_called_is_refused_at_the_start_and_names_the_file(
     load: Load, code: str, path: str, why: str
 ) -> None:
     with pytest.raises(SettingsError, match=why):

@@ -83,7 +83,7 @@ def test_fallbacks_that_lead_nowhere_are_refused(fallbacks: dict[str, str], says
         ScorePool(RewardConfig(verifiers=verifiers))
 
 
-async def test_what_a_judge_said_is_kept_with_its_sample(tmp_path: Path) -> None:
+async def test_remark_of_a_judge_is_kept_with_its_sample(tmp_path: Path) -> None:
     texts = {"7": "Right. 1", "8": "Wrong. 0"}
     async with judge_server(lambda request: texts[asked(request)]) as server:
         options = judging(server.url, cache=str(tmp_path / "cache"), output_price=1e6)

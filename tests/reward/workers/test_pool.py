@@ -215,7 +215,7 @@ async def test_only_the_late_samples_of_an_asynchronous_function_are_scored_for_
     assert components["timed_out"] == [0.0, 1.0]
 
 
-async def test_what_a_verifier_prints_does_not_get_between_the_frames(pool: ScorePool) -> None:
+async def test_output_of_a_verifier_does_not_get_between_the_frames(pool: ScorePool) -> None:
     assert (await pool.score("q", ["print", "noise"], METADATA))[1]["unruly.verifier"] == [1.0, 1.0]
 
 

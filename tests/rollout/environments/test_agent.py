@@ -70,7 +70,7 @@ async def test_an_agent_that_never_asks_has_failed(tmp_path: Path) -> None:
         pytest.param(10**400, "10{59}", id="huge"),
     ],
 )
-async def test_what_an_agent_returns_that_is_no_reward_is_named_with_its_place(
+async def test_result_of_an_agent_that_is_no_reward_is_named_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: object, shown: str
 ) -> None:
     monkeypatch.setattr(agents, "outcome", returned)

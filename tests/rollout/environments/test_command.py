@@ -56,6 +56,8 @@ async def test_the_calls_of_a_program_are_its_sample(tmp_path: Path, monkeypatch
     [
         (ASKS + "\nprint('no idea'); sys.exit(3)", r"ended with status 3: no idea"),
         (ASKS + "\nopen(os.environ['TETHER_OUTCOME'], 'w').write('[]')", "the outcome is not"),
+        (ASKS + "\nos.mkfifo(os.environ['TETHER_OUTCOME'])", "no regular file"),
+        (ASKS + "\nos.symlink('/etc/hostname', os.environ['TETHER_OUTCOME'])", "the outcome is not"),
         ("pass", "without a call of the model"),
     ],
 )
@@ -64,7 +66,7 @@ async def test_a_program_that_fails_has_no_reward(tmp_path: Path, program: str, 
         await generated(tmp_path, config(program), n=1)
 
 
-async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
+async def test_processes_of_a_program_end_with_it(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     program = ASKS + (
@@ -98,7 +100,9 @@ async def test_a_program_killed_at_every_call_goes_on_after_it(tmp_path: Path, p
         recording = Worker(store, "t", version=5).recording(group=7)
         killed = EnvironmentConfig("command", options, attempts=TURNS + 1)
         rollout = await generated(tmp_path, killed, n=1, recording=recording)
-        calls = [call for data in store.of_groups([7]) if isinstance(call := decode_payload(data), Call)]
+        calls = [
+            call for item in store.of_groups([7]) if isinstance(call := decode_payload(item.payload), Call)
+        ]
     assert list(kills.iterdir()) == []
     names = [name for turn in range(TURNS) for name in ("", f"turn {turn}")]
     assert [(call.number, call.attempt, call.name) for call in calls] == [

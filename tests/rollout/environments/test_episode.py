@@ -124,3 +124,16 @@ def test_turns_of_an_episode_cannot_overlap(renderer: Renderer) -> None:
     with pytest.raises(ExceptionGroup) as failure:
         played(play, renderer, Slow(renderer, "3", "4"))
     assert failure.group_contains(RuntimeError, match="one after the other")
+
+
+def test_text_that_cannot_fit_ends_the_episode_before_it_is_tokens(renderer: Renderer) -> None:
+    async def play(episode: Episode) -> None:
+        await episode.generate()
+        episode.insert("1" * 10**8)
+        with pytest.raises(EpisodeOver, match=r"at least \d+ tokens fill engine.max_model_len 64"):
+            await episode.generate()
+
+    player = Player(renderer, "3")
+    player.max_model_len = 64  # type: ignore[attr-defined]
+    assert played(play, renderer, player).finish_reason == "stop"
+    assert len(player.asked) == 1

@@ -74,7 +74,9 @@ def test_episodes_are_recorded_where_it_is_asked_for(module: str) -> None:
         ("agent", {"function": "tests.rollout.environments.agents:plays"}, "always records its calls; leave"),
     ],
 )
-def test_what_records_nothing_or_always_has_no_choice(name: str, options: dict[str, str], why: str) -> None:
+def test_environment_that_records_nothing_or_always_has_no_choice(
+    name: str, options: dict[str, str], why: str
+) -> None:
     with pytest.raises(
         SettingsError, match=f"^setting environment.record: 'off', but environment '{name}' {why}"
     ):
@@ -100,7 +102,7 @@ def test_a_class_that_is_an_environment_is_used_as_it_is(module: str) -> None:
         ("", {}, "is not MODULE:NAME"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_file(
+def test_environment_that_does_not_fit_is_refused_with_the_file(
     module: str, named: str, options: dict[str, object], why: str
 ) -> None:
     with pytest.raises(SettingsError, match=why):

@@ -108,7 +108,9 @@ async def test_the_weighted_rewards_of_the_trace_are_the_reward(tmp_path: Path) 
         (b"reply", {"success": False, "error": "ValidationError: answer\n missing"}, "answer missing"),
     ],
 )
-async def test_what_is_no_answer_fails_the_sample(tmp_path: Path, kind: bytes, data: Any, why: str) -> None:
+async def test_reply_without_an_answer_fails_the_sample(
+    tmp_path: Path, kind: bytes, data: Any, why: str
+) -> None:
     async def answer(request: dict[str, Any], say: Say) -> None:
         await say(kind, data)
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.programs.folder import PREFIX, ProgramFolder, clear_left_folders
+from protocol.errors import SettingsError
+from rollout.programs.folder import PREFIX, ProgramFolder, clear_left_folders, programs_directory
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +23,45 @@ def test_a_folder_is_removed_with_what_is_in_it() -> None:
     assert not folder.path.exists()
 
 
-def test_only_a_folder_that_nobody_has_is_cleared(temporary: Path) -> None:
+def test_only_a_folder_that_nobody_has_is_cleared(temporary: Path, caplog: pytest.LogCaptureFixture) -> None:
     used = ProgramFolder()
-    (temporary / f"{PREFIX}left").mkdir()
-    (temporary / f"{PREFIX}file").touch()
-    (temporary / f"{PREFIX}link").symlink_to(temporary)
-    (temporary / "other").mkdir()
-    assert (clear_left_folders(), clear_left_folders()) == (1, 0)
-    assert sorted(path.name for path in temporary.iterdir()) == sorted(
+    place = programs_directory()
+    (place / f"{PREFIX}left").mkdir()
+    (place / f"{PREFIX}left" / "task.json").touch()
+    (place / f"{PREFIX}fresh").mkdir()
+    (place / f"{PREFIX}file").touch()
+    (place / f"{PREFIX}link").symlink_to(temporary)
+    (place / "other").mkdir()
+    assert (clear_left_folders(), clear_left_folders()) == (2, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"program.left folder={place / f'{PREFIX}left'} killed=0"
+    ]
+    assert sorted(path.name for path in place.iterdir()) == sorted(
         [used.path.name, f"{PREFIX}file", f"{PREFIX}link", "other"]
     )
     used.close()
+
+
+def test_folders_are_where_no_other_user_can_change_or_list_them(temporary: Path) -> None:
+    folder = ProgramFolder()
+    assert folder.path.parent == programs_directory()
+    assert [path.stat().st_mode & 0o777 for path in (folder.path, folder.path.parent)] == [0o700, 0o700]
+    folder.close()
+
+
+def test_folders_beside_the_directory_are_not_touched(temporary: Path) -> None:
+    (temporary / f"{PREFIX}evil").mkdir()
+    assert clear_left_folders() == 0
+    assert (temporary / f"{PREFIX}evil").exists()
+
+
+def test_a_directory_that_others_may_change_is_refused(temporary: Path) -> None:
+    place = programs_directory()
+    place.chmod(0o777)
+    with pytest.raises(SettingsError, match="set TMPDIR"):
+        ProgramFolder()
+    place.rmdir()
+    place.symlink_to(temporary)
+    with pytest.raises(SettingsError, match="set TMPDIR"):
+        clear_left_folders()
+    assert [path.name for path in temporary.iterdir()] == [place.name]

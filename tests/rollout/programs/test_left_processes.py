@@ -20,7 +20,7 @@ left = subprocess.Popen([sys.executable, "-c", child], cwd="/", start_new_sessio
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_what_left_the_group_and_the_directory_ends_with_the_program(
+async def test_process_that_left_the_group_and_the_directory_ends_with_the_program(
     tmp_path: Path, *, ends: bool
 ) -> None:
     pipe = tmp_path / "pipe"

@@ -81,7 +81,7 @@ def test_a_directory_without_a_card_has_the_splits_of_its_file_names(tmp_path: P
         ({"path": "/nowhere"}, r"'/nowhere' does not exist.*data set of the hub"),
     ],
 )
-def test_what_cannot_be_read_is_said(local: Path, change: dict[str, str], why: str) -> None:
+def test_unreadable_data_set_is_said(local: Path, change: dict[str, str], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         make_source(replace(CONFIG, **{"path": str(local), **change}))  # type: ignore[arg-type]
 

@@ -29,7 +29,7 @@ def rows(path: Path, first: int = 0) -> str:
         ("params", {"chain_sum": {"min_terms": 2}}),
     ],
 )  # fmt: skip
-def test_what_a_file_of_lines_does_not_use_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+def test_setting_unused_by_a_file_of_lines_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     config = PromptConfig(path=rows(tmp_path / "a.jsonl"), prompt_field="question", split="train", params={})
     assert make_source(replace(config, passes=1)).size == 5
     with pytest.raises(SettingsError) as refused:
@@ -41,7 +41,7 @@ def test_what_a_file_of_lines_does_not_use_is_refused(tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("source", ["reasoning_gym", "textarena"])
 @pytest.mark.parametrize("name", ["path", "prompt_field", "answer_field", "split"])
-def test_what_a_generator_of_prompts_does_not_use_is_refused(source: str, name: str) -> None:
+def test_setting_unused_by_a_generator_of_prompts_is_refused(source: str, name: str) -> None:
     with pytest.raises(
         SettingsError, match=rf"prompts\.{name}: 'x', but prompts\.source '{source}' does not"
     ):
@@ -49,7 +49,7 @@ def test_what_a_generator_of_prompts_does_not_use_is_refused(source: str, name: 
 
 
 @pytest.mark.parametrize(("name", "value"), [("families", ("gcd",)), ("params", {"gcd": {}})])
-def test_what_a_data_set_does_not_use_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+def test_setting_unused_by_a_data_set_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     config = PromptConfig(source="hf", path=rows(tmp_path / "a.jsonl"), prompt_field="question")
     with pytest.raises(
         SettingsError, match=rf"prompts\.{name}: .*'gcd'.*, but prompts\.source 'hf' does not"

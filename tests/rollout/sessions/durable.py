@@ -36,7 +36,7 @@ class Journal:
 
     async def recall(self, sample: int) -> Recalled:
         self.store.hold(self.group, self.token)
-        calls = [decode_payload(data) for data in self.store.of_sample(self.group, sample)]
+        calls = [decode_payload(data) for data in self.store.recall(self.group, sample)]
         return recalled([call for call in calls if isinstance(call, Call)], self.epoch)
 
     async def store_call(self, call: Call) -> None:

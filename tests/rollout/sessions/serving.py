@@ -31,11 +31,14 @@ async def served(
     generate: Generate = says,
     limits: SessionLimits | None = None,
     reader: AnswerReader | None = None,
+    max_model_len: int = 0,
     **options: Any,
 ) -> AsyncIterator[tuple[AsyncOpenAI, Session, SessionEndpoint, str]]:
     endpoint = SessionEndpoint(**options)
     await endpoint.start()
-    session = Session(generate, renderer("tool use"), limits or SessionLimits(), reader)
+    session = Session(
+        generate, renderer("tool use"), limits or SessionLimits(), reader, max_model_len=max_model_len
+    )
     key = endpoint.open(session)
     try:
         async with AsyncOpenAI(base_url=endpoint.url(key), api_key=key, max_retries=2) as client:

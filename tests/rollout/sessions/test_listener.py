@@ -19,6 +19,18 @@ APIS = {
 }
 
 
+async def test_a_malformed_request_leaves_no_line_and_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    async with served() as (client, _, _, key):
+        for text in (f"GET /s/{key}/v1/models HTTP/1.1\nHost: x\n\n", f"GET /s/{key} \x00 x\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+            writer.write(text.encode())
+            async with asyncio.timeout(60):
+                assert (await reader.read(12)).startswith(b"HTTP/1.0 400")
+            writer.close()
+    assert key not in caplog.text
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("path", APIS)
 async def test_every_api_refuses_strangers_and_large_bodies_in_its_own_shape(path: str) -> None:
     async def endless() -> AsyncIterator[bytes]:

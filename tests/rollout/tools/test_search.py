@@ -48,7 +48,7 @@ def test_an_index_is_built_and_asked_on_the_command_line(
     assert main(["ask", index]) == 2
 
 
-def test_what_is_no_index_or_no_document_is_refused(tmp_path: Path) -> None:
+def test_file_without_an_index_or_a_document_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"search index .*absent\.db: unable to open"):
         SearchTool(tmp_path / "absent.db", 3, 100)
     assert not (tmp_path / "absent.db").exists()

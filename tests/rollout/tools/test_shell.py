@@ -73,7 +73,7 @@ async def test_a_hostile_command_is_answered_and_leaves_nothing(command: str) ->
     assert leftovers() <= before
 
 
-async def test_what_cannot_be_read_or_changed_is_outside_of_the_directory() -> None:
+async def test_files_outside_of_the_directory_cannot_be_read_or_changed() -> None:
     tool = shell()
     attempts = [
         f"cat /proc/{os.getpid()}/environ",

@@ -146,7 +146,7 @@ async def test_noise_is_counted() -> None:
         assert trainer.peers == ()
 
 
-async def test_what_the_topic_does_not_carry_is_refused() -> None:
+async def test_message_of_another_topic_is_refused() -> None:
     async with broadcaster() as trainer, listener(Registry()) as engine:
         with pytest.raises(TypeError):
             trainer.publish(score(1))

@@ -113,7 +113,7 @@ def test_wrapped_payload_is_the_frame_that_encode_makes() -> None:
     assert wrap(encode_payload(score(5)), **names) == encode(score(5), **names)  # type: ignore[arg-type]
 
 
-async def test_what_cannot_be_sent_is_refused_at_once() -> None:
+async def test_unsendable_message_is_refused_at_once() -> None:
     async with sender(Registry(), config=replace(QUICK, max_frame_bytes=1000)) as outbox:
         with pytest.raises(FrameTooLarge):
             await outbox.send(score(1, "x" * 2000))

@@ -29,7 +29,7 @@ def test_stderr_of_a_share_is_the_closed_form() -> None:
     assert stderr == pytest.approx(math.sqrt(0.3 * 0.7 / 99))
 
 
-def test_what_was_not_measured_is_none() -> None:
+def test_unmeasured_estimate_is_none() -> None:
     assert mean_and_stderr([]) == (None, None)
     assert mean_and_stderr([0.5]) == (0.5, None)
 

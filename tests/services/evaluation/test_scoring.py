@@ -14,7 +14,8 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.prompts.base import Prompt
 from services.evaluation import scoring as scoring_module
-from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
+from services.evaluation.estimates import PromptScore
+from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_scorer
 from services.runtime.errors import innermost
 from services.settings.load import load_settings
 from services.settings.sections import Settings
@@ -83,6 +84,19 @@ async def test_prompt_that_cannot_be_generated_or_scored_is_in_no_mean(tmp_path:
     assert row.error.startswith("prompt 1: ")
 
 
+def test_all_means_are_over_the_prompts_without_any_failure(tmp_path: Path) -> None:
+    """The first fails greedily, the second sampled: both kinds of mean are of the third."""
+    failed = PromptScore(error="late")
+    greedy = [failed, *(PromptScore((reward,), (2,), (True,)) for reward in (1.0, 0.25))]
+    sampled = [PromptScore((reward,) * 2, (4, 6), (False, False)) for reward in (1.0, 0.0, 0.5)]
+    sampled[1] = failed
+    manifest = version(tmp_path / "versions", 3)
+    settings = settings_of(tmp_path, "eval.samples=2")
+    row = evaluation_of(settings, manifest, "held_out", SetScores(greedy, sampled, 1.0))
+    assert (row.n, row.failed, row.greedy, row.sampled) == (1, 2, 0.25, 0.5)
+    assert (row.length, row.truncated, row.sampled_length, row.pass_at_k) == (2.0, 1.0, 5.0, {1: 0.0, 2: 0.0})
+
+
 async def test_sample_of_another_version_is_an_error(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, "eval.samples=0")
 
@@ -130,7 +144,7 @@ async def test_engine_that_does_not_start_is_started_once_more_and_that_is_said(
     assert "evaluation.engine_failed error=engine hf cannot load" in repair.said[0]
 
 
-async def test_what_an_engine_refuses_is_not_tried_again(
+async def test_request_refused_by_an_engine_is_not_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = settings_of(tmp_path, "engine.name=hf", "engine.dtype=float32")

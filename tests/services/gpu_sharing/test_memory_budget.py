@@ -73,7 +73,7 @@ def test_the_turns_are_added_up_from_the_settings() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_settings_and_numbers(
+def test_budget_that_does_not_fit_is_refused_with_settings_and_numbers(
     given: dict[str, object], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(SettingsError) as error:

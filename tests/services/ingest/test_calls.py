@@ -22,6 +22,11 @@ WRONG: dict[str, tuple[Call, dict[str, Any], str]] = {
     "no tokens": (CALL, {"tokens": Array.of([], "int32")}, "logprobs"),
     "another count": (CALL, {"logprobs": Array.of([-0.5], "float32")}, "logprobs"),
     "not finite": (CALL, {"logprobs": Array.of([-0.5, float("nan")], "float32")}, "logprobs is not finite"),
+    "above 0": (
+        CALL,
+        {"logprobs": Array.of([-0.5, 2.64], "float32")},
+        "logprobs of sample 0 has 2.64 for token 1, above 0",
+    ),
     "spans": (CALL, {"spans": Array.of([[1, 3]], "int32")}, "spans do not cover 2 tokens"),
     "parent": (CALL, {"parent": 1}, "parent is 1 of call 1"),
     "result of a call": (CALL, {"result": b"1"}, "result has no name"),

@@ -1,15 +1,25 @@
 """A supervisor for the tests to kill: `python -m tests.services.launcher.child_parent LOG` keeps one child
-running."""
+running, which was a spare, and another spare."""
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
+from services.launcher import spare
 from services.launcher.child import ServiceSpec, SupervisedProcess
+from tests.services.launcher.patient_spares import PROGRAM, PatientSpares, kept_spares
+
+
+async def main(log: Path) -> None:
+    """Run until killed."""
+    spare.AFTER_S = 0.0
+    spares = PatientSpares(log.parent)
+    environ = {name: os.environ[name] for name in ("BEHAVIOUR", "ROLL", "PYTHONPATH")}
+    async with kept_spares(spares):
+        spec = ServiceSpec("orphan", PROGRAM, environ)
+        await SupervisedProcess(spec, log, restarts=0, spares=spares).keep_running()
+
 
 if __name__ == "__main__":
-    asyncio.run(
-        SupervisedProcess(
-            ServiceSpec("orphan", "tests.services.launcher.child_program", {}), Path(sys.argv[1]), restarts=0
-        ).keep_running()
-    )
+    asyncio.run(main(Path(sys.argv[1])))

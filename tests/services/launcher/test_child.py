@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from protocol.errors import SettingsError
@@ -30,8 +31,7 @@ from services.launcher.child import (
 )
 from tests.integration.loop import ROOT
 from tests.services.bus.harness import eventually
-
-PROGRAM = "tests.services.launcher.child_program"
+from tests.services.launcher.patient_spares import PROGRAM, PatientSpares, kept_spares
 
 
 @dataclass
@@ -82,17 +82,30 @@ async def roll(tmp_path: Path) -> AsyncIterator[Roll]:
         await roll.close()
 
 
-@pytest.fixture
-def make(tmp_path: Path, roll: Roll) -> Callable[..., SupervisedProcess]:
+@pytest.fixture(params=["anew", "from a spare"])
+async def make(
+    tmp_path: Path, roll: Roll, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Callable[..., SupervisedProcess]]:
+    """Makes children that are started anew each time, or were spares each time."""
+    monkeypatch.setattr("services.launcher.spare.AFTER_S", 0.0)
+    spares = None if request.param == "anew" else PatientSpares(tmp_path)
+
     def child(
         behaviour: str, *, restarts: int = 2, finishes: bool = False, optional: bool = False
     ) -> SupervisedProcess:
         environ = {"BEHAVIOUR": behaviour, "ROLL": str(roll.path), "PYTHONPATH": str(ROOT)}
         return SupervisedProcess(
-            ServiceSpec("worker.0", PROGRAM, environ, finishes, optional), tmp_path / "worker.0.log", restarts
+            ServiceSpec("worker.0", PROGRAM, environ, finishes, optional),
+            tmp_path / "worker.0.log",
+            restarts,
+            spares=spares,
         )
 
-    return child
+    if spares is None:
+        yield child
+        return
+    async with kept_spares(spares):
+        yield child
 
 
 @asynccontextmanager
@@ -279,11 +292,25 @@ async def test_a_child_drains_when_its_supervisor_is_killed(tmp_path: Path, roll
         sys.executable, "-m", "tests.services.launcher.child_parent", str(log), env=environ, cwd=ROOT
     )
     caller = await roll.caller()
+    spare = await waiting_spare(parent.pid, besides=caller.pid)
     os.kill(caller.helper, signal.SIGKILL)  # a service ends its own helpers; this one's knows nothing of that
     parent.kill()
     await parent.wait()
     await caller.gone()
     assert log.read_text() == "drained\n"
+    await eventually(lambda: not psutil.pid_exists(spare))
+
+
+async def waiting_spare(parent: int, besides: int) -> int:
+    """The pid of the spare that a supervisor has started after the child."""
+    found: set[int] = set()
+
+    def is_there() -> bool:
+        found.update({child.pid for child in psutil.Process(parent).children()} - {besides})
+        return bool(found)
+
+    await eventually(is_there)
+    return found.pop()
 
 
 def test_last_log_line_is_the_last_one_that_is_not_empty(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ PROGRESS = ["lease"] * 4 + ["accept"] * 4 + ["apply"] * 2 + ["take"] + ["commit"
 DISTURB = [
     "expire",
     "expire",
+    "jump",
     "extend",
     "release",
     "accept_old",

@@ -16,6 +16,7 @@ from tests.contracts.ledger_rebuild import builder_of, journal_of, snapshot_of
 from tests.contracts.ledger_rig import MemoryRig, RedisRig, spec
 
 HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
 ENGINES = ("a", "b", "c")
 REASONS = ("filter", "reward")
 Pick = Callable[[Sequence[Any]], Any]
@@ -89,7 +90,7 @@ class Moves(RuleBasedStateMachine):
         request = self.request if again else f"r{self.calls}"
         self.request = request
         lease = self.both(
-            lambda ledger: ledger.lease(request=request, engine=engine, holder="w", lease_ms=HOUR_MS)
+            lambda ledger: ledger.lease(request=request, engine=engine, holder=engine, lease_ms=HOUR_MS)
         )
         if isinstance(lease, Lease):
             self.leases.append(lease)
@@ -144,6 +145,11 @@ class Moves(RuleBasedStateMachine):
             group = pick(live)
             self.memory.expire(group.group)
             self.redis.expire(group.group)
+
+    def jump(self, pick: Pick) -> None:
+        ms = pick((DAY_MS, -DAY_MS, 2 * DAY_MS, -HOUR_MS))
+        self.memory.jump(ms)
+        self.redis.jump(ms)
 
     def extend(self, pick: Pick) -> None:
         if lease := self.chosen(pick):

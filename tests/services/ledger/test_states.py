@@ -18,11 +18,14 @@ from protocol.lifecycle import ACTIVE, GroupState
 from protocol.staleness import Policy, holds, trainable_counts
 from services.ledger.interface import Taken
 from services.ledger.memory.ledger import MemoryLedger
+from services.ledger.memory.run_clock import LEAP_MS, RunClock
 from tests.contracts.ledger_rig import spec
 
 MOST_E = 1
 """Largest bound that a change sets."""
 MOST_STATES = 500_000
+LEASE_MS = 2 * LEAP_MS
+DAY_MS = 86_400_000
 Edge = tuple[str, MemoryLedger, int]
 
 
@@ -36,7 +39,7 @@ def now(call: Coroutine[Any, Any, Any]) -> Any:
 
 
 def start(E: int, B: int, policy: Policy, **values: Any) -> MemoryLedger:
-    ledger = MemoryLedger(clock=lambda: 0, archive_limit=1 << 60, tokens=lambda: "t")
+    ledger = MemoryLedger(clock=RunClock(lambda: 0), archive_limit=1 << 60, tokens=lambda: "t")
     now(
         ledger.create(
             spec(
@@ -135,10 +138,8 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
 
     for engine in "ab":
         version = run_state.engines[engine][1]
-        yield from attempt(
-            f"lease {engine}",
-            lambda t, e=engine: t.lease(request=f"{run_state.sequence}", engine=e, holder="w", lease_ms=1),
-        )
+        asked = {"request": f"{run_state.sequence}", "engine": engine, "holder": "w", "lease_ms": LEASE_MS}
+        yield from attempt(f"lease {engine}", lambda t, a=asked: t.lease(**a))
         if (
             run_state.engines[engine] != (run_state.epoch, run_state.version)
             and run_state.resumed[0] == run_state.epoch
@@ -147,6 +148,7 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
                 f"apply {engine}", lambda t, e=engine: t.applied(e, run_state.epoch, run_state.version)
             )
         assert version <= run_state.version
+    yield from attempt("jump", lambda t: jump(t, DAY_MS), lambda t: jump(t, -2 * DAY_MS))
     yield from attempt("take", lambda t: t.take(run_state.epoch))
     if run_state.running is not None:
         yield from attempt("commit", lambda t: commit(t, run_state.running))
@@ -184,7 +186,20 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
 
 
 async def expire(ledger: MemoryLedger, number: int) -> None:
+    """A lease ends: by its time, or because its holder was unregistered."""
     ledger.run_state.groups[number].expired = True
+
+
+async def jump(ledger: MemoryLedger, ms: int) -> None:
+    """The wall clock jumps, and ends no lease; then every live holder extends its own, as it does before a
+    third of it is over."""
+    run_state = ledger.run_state
+    live = [group.group for group in run_state.live()]
+    ledger.clock = run_state.clock = RunClock(lambda: 0, run_state.clock(), wall_reading=-ms)
+    run_state.expire_leases()
+    assert [group.group for group in run_state.live()] == live
+    for number in live:
+        await ledger.extend(number, "t", LEASE_MS)
 
 
 async def commit(ledger: MemoryLedger, taken: Taken) -> None:
@@ -219,6 +234,7 @@ def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ..
                     parents, state, label
                 )
             found = key(there, after)
+            assert label != "jump" or found == state, trace(parents, state, label)
             before.setdefault(found, []).append(state)
             if label == "commit":
                 committing.add(state)

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import signal
+import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,4 +223,24 @@ async def test_a_hole_between_archive_and_journal_is_refused_and_changes_nothing
             SettingsError, match=rf"{FILE} ends at event \d+, and the journal begins after event \d+"
         ):
             await LedgerReconciler(here.driver.ledger, here.settings, here.spool).reconcile_and_archive()
+        assert here.command("DBSIZE") == 0
+
+
+async def test_a_damaged_entry_of_the_journal_is_named_by_a_rebuild_and_by_nothing_else(
+    tmp_path: Path,
+) -> None:
+    async with kept(tmp_path) as here:
+        here.spool.append([accept_entry("e1", [], seen) for seen in (1, 2)])
+        with closing(sqlite3.connect(here.spool.path)) as connection:
+            connection.execute(
+                "UPDATE journal SET payload = zeroblob(20), ledger_seq = 1 << 40 WHERE seq = 2"
+            )
+            connection.commit()
+        await here.restart()
+        await here.reconciler.reconcile_and_archive()
+        await here.archived()
+        assert here.rebuilds() == 0
+        here.command("FLUSHALL")
+        with pytest.raises(SettingsError, match=r"entry 2 of the journal in .*sqlite is damaged"):
+            await here.reconciler.reconcile_and_archive()
         assert here.command("DBSIZE") == 0

@@ -20,6 +20,7 @@ from services.settings.sections import Settings
 from tests.integration.loop import ROOT
 from tests.protocol.samples import BRANCHED
 from trainer.storage.archive import Archive
+from trainer.storage.stored import StoredMessage
 
 PACKED = ROOT / "tests/fixtures/run_1a6dd8a.tar.gz"
 
@@ -40,7 +41,7 @@ def put_branched(run_dir: Path) -> int:
     remarks = (Remark(verifier="quality", sample=0, text="Good <b>indeed</b>."),)
     message = ScoredRollout(rollout=rollout, rewards=Array.of([1.0, 0.0], "float32"), remarks=remarks)
     (run_dir / "spool.sqlite").unlink()
-    archive.put(2, [(record.group, record.token, encode_payload(message))])
+    archive.put(2, [StoredMessage.received(record.group, record.token, encode_payload(message))])
     return record.group
 
 
@@ -68,6 +69,7 @@ def step_line(step: int, epoch: str = "e1", **fields: Any) -> dict[str, Any]:
         "train_s": draw.random(),
         "publish_s": draw.random() / 10,
         "wait_s": draw.random() / 10,
+        "step_s": 2 + draw.random(),
         "pause_ms": draw.random(),
         "engine_busy": draw.random(),
         "lag_in_flight_mean": draw.random(),

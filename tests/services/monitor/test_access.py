@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import aiohttp
-import pytest
 
-from protocol.errors import SettingsError
-from services.monitor.access import KEY_FILE, access_key, page_url
+from services.monitor.access import page_url
+from services.run_files.page_key import KEY_FILE
 from tests.services.monitor.runs import monitored, offline_settings, recorded_run
 
 GUARDED = (
@@ -26,36 +25,6 @@ OPEN = ("health", "assets/main.js")
 async def get(url: str, **options: object) -> tuple[int, dict[str, str], str]:
     async with aiohttp.ClientSession() as session, session.get(url, **options) as answer:  # type: ignore[arg-type]
         return answer.status, dict(answer.headers), await answer.text()
-
-
-def test_loopback_needs_no_key(tmp_path: Path) -> None:
-    assert access_key("127.0.0.1", "", tmp_path) == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
-    key = access_key("0.0.0.0", "", tmp_path)
-    assert len(key) >= 24
-    assert access_key("0.0.0.0", "", tmp_path) == key
-    assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize(
-    ("text", "mode", "said"),
-    [("short\n", 0o600, "at least 16"), ("x" * 30, 0o644, "chmod 600"), (None, 0o600, "No such file")],
-)
-def test_bad_key_is_refused(tmp_path: Path, text: str | None, mode: int, said: str) -> None:
-    path = tmp_path / "key"
-    if text is not None:
-        path.write_text(text)
-        path.chmod(mode)
-    with pytest.raises(SettingsError, match=said):
-        access_key("0.0.0.0", str(path), tmp_path)
-
-
-def test_directory_that_cannot_be_written_binds_nothing_off_loopback(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="needs a key"):
-        access_key("0.0.0.0", "", tmp_path / "missing")
 
 
 def test_url_quotes_the_key() -> None:

@@ -50,7 +50,7 @@ def test_work_of_others_is_not_known() -> None:
     assert activity.shares("nobody.1") == {"working": None, "waits": {}, "window_s": 0.0}
 
 
-def test_what_ended_long_ago_does_not_count() -> None:
+def test_activity_that_ended_long_ago_does_not_count() -> None:
     clock = Clock()
     activity = Activity(clock)
     for second in range(int(3 * WINDOW_S)):

@@ -109,7 +109,7 @@ async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme:
         assert await page.evaluate(f"({PANEL_OF})('eval_held_out_greedy')") == "reward"
         assert await tile(page, "reward_mean") == last["reward_mean"]
         assert await tile(page, "lag_mean") == last["lag_mean"]
-        seconds = last["wait_s"] + last["train_s"] + last["publish_s"]
+        seconds = last["wait_s"] + last["train_s"] + last["publish_s"]  # of a run without `step_s`
         assert await tile(page, "tokens_per_s") == pytest.approx(last["trained_tokens"] / seconds)
         assert await tile(page, "wait_share") == pytest.approx(last["wait_s"] / seconds)
         assert await page.evaluate("document.getElementById('version').textContent") == "version 7 of 1,000"

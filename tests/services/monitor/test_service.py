@@ -39,7 +39,7 @@ def test_every_prometheus_metric_is_documented() -> None:
     assert set(documented("Prometheus")) == known
 
 
-def test_what_was_not_measured_has_no_sample() -> None:
+def test_unmeasured_metric_has_no_sample() -> None:
     registry = CollectorRegistry()
     gauges = RunGauges(registry)
 

@@ -66,7 +66,7 @@ def test_versions_that_a_rewind_abandoned_do_not_count_once_a_step_proves_it(tmp
     assert counted_evaluations(tmp_path, rewound) == [*first[:3], rewound]
 
 
-def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
+def test_unmeasured_value_of_an_evaluation_is_null(tmp_path: Path) -> None:
     append_evaluation(tmp_path, Evaluation(version=0, set="math"))
     line = msgspec.json.decode((tmp_path / FILE).read_bytes())
     assert (line["step"], line["greedy"], line["sampled_stderr"], line["pass_at_k"]) == (None, None, None, {})

@@ -124,6 +124,29 @@ async def test_a_taken_port_is_named(served: Served) -> None:
         await second.start("127.0.0.1", served.port)
 
 
+async def test_other_names_of_loopback_are_refused(served: Served) -> None:
+    url = f"http://127.0.0.1:{served.port}/health"
+    async with aiohttp.ClientSession() as session:
+        for host, status in (("evil.example", 403), ("localhost:80", 200), ("[::1]", 200)):
+            async with session.get(url, headers={"Host": host}) as answer:
+                assert answer.status == status
+
+
+async def test_slow_heads_and_too_many_connections_are_closed(served: Served) -> None:
+    server = HttpServer(served.metrics.registry, dict, max_connections=2, header_s=0.2)
+    port = await server.start("127.0.0.1", 0)
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    for _, writer in opened:
+        writer.write(b"GET /health HTTP/1.1\r\n")
+    async with asyncio.timeout(60):
+        answers = [await reader.read() for reader, _ in opened]
+    assert answers[:2] == [b"", b""]
+    assert answers[2].startswith(b"HTTP/1.1 503 ")
+    for _, writer in opened:
+        writer.close()
+    await server.close()
+
+
 async def test_requests_that_are_no_http_leave_no_lines(caplog: pytest.LogCaptureFixture) -> None:
     server = HttpServer(Metrics("reward").registry, lambda: {})
     port = await server.start("127.0.0.1", 0)

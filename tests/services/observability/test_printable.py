@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.observability.printable import ESCAPED, KEPT, printable
+from services.observability.printable import ESCAPED, KEPT, one_line, printable
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,9 @@ def test_text_has_no_control_character_left(text: str) -> None:
     shown = printable(text)
     assert not [char for char in shown if unicodedata.category(char) in ESCAPED and char not in KEPT]
     assert printable(shown) == shown
+
+
+@given(st.text(alphabet=st.characters()))
+def test_a_line_has_no_line_end(text: str) -> None:
+    assert len(one_line(f"a{text}b").splitlines()) == 1
+    assert one_line("a\tb\nc") == "a\\x09b\\x0ac"

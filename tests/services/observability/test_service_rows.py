@@ -26,6 +26,11 @@ def peer(role: str, name: str = "x", **info: Any) -> Peer:
             "waits",
             "x: waits for rollouts and rewards: group 7 is late, 4 s so far",
         ),
+        (
+            peer("trainer", work={"step 3": (1, 120.4)}, waits={"room: the disk of d is full": 4.0}),
+            "waits",
+            "x: waits for room: the disk of d is full, 4 s so far",
+        ),
         (peer("trainer", waits={"model load": 9.0}), "starts", "x: loads the model, 9 s so far"),
         (peer("rollout", groups=12, waits={"a lease: bound": 8.0}), "works", "x: generates 12 groups"),
         (

@@ -82,7 +82,7 @@ def test_a_line_after_a_torn_one_is_not_lost(path: Path) -> None:
     assert made(path) == [(1, "e1")]
 
 
-def test_what_a_crash_kept_from_being_written_is_filled_in_once(path: Path) -> None:
+def test_steps_unwritten_at_a_crash_are_filled_in_once(path: Path) -> None:
     log = StepLog(path)
     log.append(report(0))
     path.write_bytes(path.read_bytes() + b'{"step":1,"ver')

@@ -85,7 +85,7 @@ def of_model(directory: Path, config: dict[str, Any], *overrides: str) -> Settin
     return settings(f'model.path="{directory}"', *overrides)
 
 
-def test_what_no_host_has_is_refused_before_a_start_and_at_the_start(tmp_path: Path) -> None:
+def test_memory_that_no_host_has_is_refused_before_a_start_and_at_the_start(tmp_path: Path) -> None:
     (problem,) = host_memory_problems(settings(), replace(FACTS, config=HUGE))
     assert f"and this host has {memory_limit() / GIB:.1f} GiB; no setting" in str(problem)
     with pytest.raises(SettingsError, match="of its memory, and this host has free "):
@@ -99,7 +99,7 @@ def test_other_backends_are_not_checked(backend: str) -> None:
     check_host_memory(given, 1)  # without a model
 
 
-def test_what_a_host_has_is_no_problem(tmp_path: Path) -> None:
+def test_memory_that_a_host_has_is_no_problem(tmp_path: Path) -> None:
     assert not list(host_memory_problems(settings(), FACTS))
     check_host_memory(of_model(tmp_path, QWEN), 1)
 

@@ -69,7 +69,7 @@ def test_more_rows_than_tokens_are_padding(tmp_path: Path) -> None:
         (('environment.name="given"',), "they go together"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_incompatible_roles_are_refused(
     overrides: tuple[str, ...], words: str, teacher: Path, tmp_path: Path
 ) -> None:
     given = [override.replace("TEACHER", str(teacher)) for override in overrides]
@@ -93,7 +93,6 @@ def test_training_on_data_refuses_what_it_does_not_use(tmp_path: Path) -> None:
         "trainer.recompute_logprobs": "true",
         "algorithm.ess_scaling": '"sqrt"',
         "algorithm.entropy_target": "0.1",
-        "algorithm.second_moment_threshold": "0.04",
     }
     for setting, value in wrong.items():
         assert setting in problems(f"{setting}={value}")

@@ -1,7 +1,10 @@
-"""Tests that a worker learns how full its engine is, and knows whether it may have its connections."""
+"""Tests that a worker learns how full its engine is, knows whether it may have its connections, and what its
+spare imports."""
 
 import asyncio
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,17 @@ from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig, Occupancy
 from rollout.engines.scripted import ScriptedEngine
 from services.rollout.service import RESERVED_FILES, allow_open_files, read_occupancy
+from tests.integration.command import environment
+from tests.integration.loop import ROOT
+
+HUB = "huggingface_hub.constants"
+PRELOAD = f"""
+import sys
+from services.rollout.service import preload
+from services.settings.load import load_settings
+preload(load_settings(overrides=['engine.name="scripted"', *sys.argv[1:]]))
+print({HUB!r} in sys.modules, 'rollout.engines.scripted' in sys.modules)
+"""
 
 
 class Silent(ScriptedEngine):
@@ -53,3 +67,14 @@ def test_a_limit_that_may_be_raised_is_raised() -> None:
 def test_samples_without_connections_need_no_files() -> None:
     allow_open_files(10**6, 10**5, 0)
     allow_open_files(1, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "imported"), [("model.path=owner/name", "True True"), ("run.name=r", "False True")]
+)
+def test_a_spare_imports_the_client_of_the_hub_before_an_engine_sets_it_offline(
+    setting: str, imported: str
+) -> None:
+    words = [sys.executable, "-c", PRELOAD, setting]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == imported.split()

@@ -25,6 +25,7 @@ from tests.rollout.sessions.durable import Worker, play, rollout_of
 from trainer.storage.archive import Archive
 from trainer.storage.calls import CallStore
 from trainer.storage.spool import Spool
+from trainer.storage.stored import StoredMessage
 
 TURNS = 3
 
@@ -64,7 +65,8 @@ async def test_a_record_without_calls_answers_for_those_of_its_own_lease_alone(t
     def audited(token: str) -> CallAudit:
         rollout = msgspec.structs.replace(scored.rollout, token=token, calls=None)
         payload = encode_payload(msgspec.structs.replace(scored, rollout=rollout))
-        edit(tmp_path, "UPDATE records SET token = ?, payload = ?", token, payload)
+        checksum = StoredMessage.received(1, token, payload).checksum.to_bytes(8)
+        edit(tmp_path, "UPDATE records SET token = ?, payload = ?, sum = ?", token, payload, checksum)
         return audit_calls(tmp_path)
 
     assert audited("second") == CallAudit(0, 0)
@@ -76,7 +78,7 @@ async def test_a_record_without_calls_answers_for_those_of_its_own_lease_alone(t
 class Overtaken(CallStore):
     """The calls of a spool of which the trainer forgets group 1 just before they are read."""
 
-    def of_groups(self, groups: Iterable[int]) -> list[bytes]:
+    def of_groups(self, groups: Iterable[int]) -> list[StoredMessage]:
         with closing(Spool(self._spool.path)) as trainer:
             trainer.forget([1])
         return super().of_groups(groups)
@@ -94,7 +96,9 @@ async def test_calls_move_to_the_archive_with_their_record(tmp_path: Path) -> No
     payload = await recorded(tmp_path)
     with closing(Spool(tmp_path / "spool.sqlite")) as spool:
         store = CallStore(spool)
-        Archive(tmp_path / "archive", 1).put(0, [(1, "first", payload)], store.of_groups([1]))
+        Archive(tmp_path / "archive", 1).put(
+            0, [StoredMessage.received(1, "first", payload)], store.of_groups([1])
+        )
         assert audit_calls(tmp_path).calls == TURNS  # both hold it until the spool forgets
         spool.forget([1])
         assert store.groups() == []
@@ -121,7 +125,9 @@ async def test_a_changed_call_in_the_spool_is_named(tmp_path: Path, name: str) -
     await recorded(tmp_path)
     forge, problem = FORGERIES[name]
     call = calls_of_group(tmp_path, 1)[1]
-    edit(tmp_path, "UPDATE calls SET payload = ? WHERE number = 1", forge(call))
+    payload = forge(call)
+    checksum = StoredMessage.received(1, call.token, payload, call.sample, 1).checksum.to_bytes(8)
+    edit(tmp_path, "UPDATE calls SET payload = ?, sum = ? WHERE number = 1", payload, checksum)
     assert any(problem in violation for violation in audit_calls(tmp_path).violations)
 
 

@@ -77,6 +77,36 @@ async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to
         await server.stop()
 
 
+PASSES_ON = """
+import asyncio
+from protocol.topics import Role
+from services.runtime.main import service_main
+
+async def serve(process):
+    assert process.settings.ledger.url
+    await (await asyncio.create_subprocess_exec("env")).wait()
+
+service_main(Role.MONITOR, serve)
+"""
+"""It has a program print the variables that it inherits."""
+
+
+async def test_processes_of_a_service_do_not_inherit_the_url_of_the_ledger(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / "ledger")
+    url = await server.start()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", PASSES_ON, cwd=ROOT, stdout=subprocess.PIPE,
+            env=environment(TETHER_REDIS_URL=url, TETHER_RUN_DIR=str(tmp_path)),
+        )  # fmt: skip
+        said = (await process.communicate())[0].decode()
+        assert process.returncode == 0
+        assert f"TETHER_RUN_DIR={tmp_path}" in said.splitlines()
+        assert url not in said
+    finally:
+        await server.stop()
+
+
 @pytest.mark.slow
 async def test_wrong_settings_of_a_rank_are_reported_once_with_their_exit_code(tmp_path: Path) -> None:
     """torchrun ends with 1 whatever its ranks ended with: `tether up` would start the trainer again and

@@ -96,7 +96,7 @@ async def test_a_bound_that_does_not_hold_yet_is_pending(place: Place) -> None:
     assert line.endswith("pending until rule F holds with it: E=1, B=1, wait")
 
 
-async def test_what_was_set_while_the_run_was_on_lasts_until_the_next_start(place: Place) -> None:
+async def test_setting_changed_during_a_run_lasts_until_the_next_start(place: Place) -> None:
     await place.start()
     await place.ledger.set_bound(max_staleness=4)
     line, changed = await place.start()

@@ -41,7 +41,7 @@ LONG = ["environment.max_turns=257"]
         (["render.suffix= Now."], "setting render.suffix: ' ?Now.' would be in no request"),
     ],
 )  # fmt: skip
-def test_what_a_worker_cannot_serve_is_refused(asked: list[str], why: str) -> None:
+def test_setting_that_a_worker_cannot_serve_is_refused(asked: list[str], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         load_settings(None, [*asked, "environment.name=server"], environ={})
 

@@ -1,6 +1,5 @@
 """Names of the hub in a run: pinned at its first start, recorded, and the same at every later one."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,21 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.host.hub import snapshot_dir
 from services.prepare import prepare
-from services.settings.hub import FILE, fetch_critic, fetch_frozen, fetch_model, pin_names, record_pins
+from services.settings.hub import (
+    FILE,
+    RECORDED,
+    fetch_critic,
+    fetch_frozen,
+    fetch_model,
+    pin_names,
+    read_record,
+    record_pins,
+)
 from services.settings.load import dump_settings, load_settings, run_settings
 from services.settings.sections import Settings
 from tests.data_sets import write_gsm8k, write_model
 from tests.hub_server import HubServer, files_of
 from trainer.roles.config import CriticConfig, ReferenceConfig, TeacherConfig
-
-pytestmark = pytest.mark.xdist_group("hub")  # one fixture for the module
 
 MODEL, DATA = "some-org/tiny", "openai/gsm8k"
 TABLES = f"""
@@ -79,7 +85,7 @@ def test_names_become_commits_and_are_recorded(hub: HubServer, asked: Settings) 
     assert pinned.model.revision == model["main"]
     assert pinned.prompts.revision == data["main"]
     assert [each.revision for each in pinned.eval.sets] == [data["main"], data["v1"]]
-    assert json.loads((asked.run_dir / FILE).read_text()) == {
+    assert read_record(asked.run_dir / FILE, RECORDED) == {
         f"model {MODEL} main": model["main"],
         f"dataset {DATA} main": data["main"],
         f"dataset {DATA} v1": data["v1"],

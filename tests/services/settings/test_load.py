@@ -92,7 +92,7 @@ def test_every_short_name_sets_its_setting(variable: str, text: str, value: obje
 
 
 def test_every_short_name_is_tested_and_documented() -> None:
-    documented = set(re.findall(r"`(TETHER_[A-Z_]+[A-Z])`", (ROOT / "README.md").read_text()))
+    documented = set(re.findall(r"`(TETHER_[A-Z_]+[A-Z])`", (ROOT / "docs/commands.md").read_text()))
     assert set(SHORT_NAMES) <= documented
     compose = set(re.findall(r"\$\{(TETHER_[A-Z_]+)", (ROOT / "deploy/compose.yaml").read_text()))
     assert documented <= set(SHORT_NAMES) | OTHER_VARIABLES | compose | {"TETHER_SECTION__KEY"}
@@ -334,10 +334,10 @@ def test_engines_that_share_a_gpu_can_sleep_and_are_of_one_kind() -> None:
 
 
 # -- documents
-def test_the_readme_names_every_section_and_no_other() -> None:
+def test_page_of_commands_names_every_section_and_no_other() -> None:
     rows = [
         line.split("|")[1]
-        for line in (ROOT / "README.md").read_text().splitlines()
+        for line in (ROOT / "docs/commands.md").read_text().splitlines()
         if line.startswith("| `[")
     ]
     named = {name for row in rows for name in re.findall(r"\[([a-z.]+)\]", row)}

@@ -136,7 +136,7 @@ def test_a_setting_that_an_old_run_did_not_have_was_its_default(tmp_path: Path) 
     ]
 
 
-def test_what_was_allowed_at_the_last_start_can_still_be_compared(tmp_path: Path) -> None:
+def test_setting_allowed_at_the_last_start_can_still_be_compared(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"engine": {"name": "gone"}, "rollout": {"groups_in_flight": 0}}')
     recorded = recorded_settings(tmp_path)
     assert recorded is not None

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from protocol.errors import SettingsError
 from reward.config import RewardConfig
@@ -12,6 +14,7 @@ from rollout.prompts.base import Prompt
 from services.evaluation.estimates import PromptScore
 from services.evaluation.scoring import SetScores
 from services.tools.evaluate import add_gains, best_constant, load_model, newest_export, render_scores
+from trainer.storage.checksums import write_checksums
 
 
 def greedy(*rewards: float | None) -> SetScores:
@@ -92,4 +95,14 @@ def test_newest_export_is_the_one_with_the_highest_step(tmp_path: Path) -> None:
 
 def test_a_directory_without_tensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no safetensors in"):
+        load_model(tmp_path)
+
+
+def test_a_damaged_export_is_not_loaded(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(3)}, weights)
+    write_checksums(tmp_path)
+    assert load_model(tmp_path)["w"].tolist() == [1.0, 1.0, 1.0]
+    weights.write_bytes(weights.read_bytes()[:-1] + b"A")
+    with pytest.raises(SettingsError, match=r"model\.safetensors is damaged"):
         load_model(tmp_path)

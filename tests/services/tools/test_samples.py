@@ -17,6 +17,7 @@ from services.tools.samples import find_samples, render_samples, samples_of_trac
 from tests.protocol.samples import SAMPLES
 from tests.services.monitor.runs import put_branched, recorded_run
 from trainer.storage.archive import Archive
+from trainer.storage.stored import StoredMessage
 
 
 @pytest.fixture
@@ -75,7 +76,9 @@ def test_a_group_is_found_wherever_it_stands_in_a_large_step(run_dir: Path) -> N
     groups = [msgspec.structs.replace(message.rollout, group=1000 + number) for number in range(MAX_GROUPS)]
     last = msgspec.structs.replace(message.rollout, group=6)  # group 6 is of step 2
     records = [
-        (rollout.group, rollout.token, encode_payload(msgspec.structs.replace(message, rollout=rollout)))
+        StoredMessage.received(
+            rollout.group, rollout.token, encode_payload(msgspec.structs.replace(message, rollout=rollout))
+        )
         for rollout in (*groups, last)
     ]
     (run_dir / "spool.sqlite").unlink()
@@ -147,7 +150,7 @@ def test_samples_cannot_drive_the_terminal(run_dir: Path) -> None:
     rollout = msgspec.structs.replace(message.rollout, responses=responses, prompt_text=evil)
     changed = encode_payload(msgspec.structs.replace(message, rollout=rollout))
     (run_dir / "spool.sqlite").unlink()
-    archive.put(2, [(record.group, record.token, changed)])
+    archive.put(2, [StoredMessage.received(record.group, record.token, changed)])
     text = render_samples(find_samples(run_dir, 2, None, 1))
     assert text.replace("\n", "").isprintable()
     assert "| \\x1b[2J\\x1b]52;c;eA==\\x07line\\x0dover\n         |   sample 9: reward 1.000" in text
@@ -227,7 +230,7 @@ def test_a_run_that_filtered_all_groups_says_so(run_dir: Path) -> None:
         find_samples(run_dir, None, None, 8)
 
 
-def test_what_judges_said_is_shown_with_its_sample(run_dir: Path) -> None:
+def test_remark_of_a_judge_is_shown_with_its_sample(run_dir: Path) -> None:
     archive = Archive(run_dir / "archive", 100)
     record = archive.records(2)[0]
     message = decode_payload(record.payload)
@@ -238,7 +241,7 @@ def test_what_judges_said_is_shown_with_its_sample(run_dir: Path) -> None:
     )
     changed = encode_payload(msgspec.structs.replace(message, remarks=remarks))
     (run_dir / "spool.sqlite").unlink()
-    archive.put(2, [(record.group, record.token, changed)])
+    archive.put(2, [StoredMessage.received(record.group, record.token, changed)])
     facts = find_samples(run_dir, 2, record.group, 3)
     said = [[remark["verifier"] for remark in sample["remarks"]] for sample in facts["groups"][0]["samples"]]
     assert said == [["ranking"], ["ranking", "quality"], ["ranking"]]

@@ -1,7 +1,9 @@
 """Tests that checkpoints are written beside the steps: of which weights, one at a time, and what fails."""
 
 import asyncio
+import errno
 import json
+import os
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,12 +40,15 @@ from trainer.weights.files import disk_sender
 
 @dataclass(frozen=True)
 class HeldState(HostState):
-    """Is written only once it may be."""
+    """Is written only once it may be, to a disk that may be full."""
 
     may_write: threading.Event = field(default_factory=threading.Event)
+    is_full: threading.Event = field(default_factory=threading.Event)
 
     def write(self, directory: Path) -> None:
         assert self.may_write.wait(60)
+        if self.is_full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write(directory)
 
 
@@ -52,10 +57,10 @@ class HeldBackend(ScriptedBackend):
 
     def __init__(self) -> None:
         super().__init__(trainer=TrainerConfig())
-        self.may_write = threading.Event()
+        self.may_write, self.is_full = threading.Event(), threading.Event()
 
     def copy_state(self) -> HostState:
-        return HeldState(super().copy_state().tensors, may_write=self.may_write)
+        return HeldState(super().copy_state().tensors, may_write=self.may_write, is_full=self.is_full)
 
 
 @dataclass
@@ -174,3 +179,18 @@ async def test_trainer_that_fails_leaves_a_torn_checkpoint(rig: Rig) -> None:
     async with Checkpointer(rig.run, rig.runner) as checkpointer:
         assert not await checkpointer.is_saved(4, 4)
     assert rig.versions() == []
+
+
+async def test_a_checkpoint_without_room_is_owed_and_the_next_one_waits_for_room(rig: Rig) -> None:
+    before = await rig.ledger.status()
+    async with Checkpointer(rig.run, rig.runner) as checkpointer:
+        await rig.checkpoint(checkpointer, 1)
+        rig.backend.is_full.set()
+        rig.backend.may_write.set()
+        await checkpointer.finish()
+        assert checkpointer.is_owed
+        assert (rig.versions(), await rig.ledger.status()) == ([], before)
+        rig.backend.is_full.clear()
+        await rig.checkpoint(checkpointer, 0)
+        assert not checkpointer.is_owed
+        assert rig.versions() == [0]  # complete, and not only begun

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from protocol.messages import WeightApplied, WeightFailed
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
@@ -33,7 +34,7 @@ TIMES = StepTimes(step_s=6.0, wait_s=1.0, train_s=2.0, publish_s=0.5, checkpoint
 
 def reporter(device: str = "") -> StepReporter:
     process = Process(Role.TRAINER, Settings(), MemoryLedger(), "trainer")  # type: ignore[arg-type]
-    made = StepReporter(process, "e1", device)
+    made = StepReporter(process, device)
     made.start(STATUS)
     return made
 
@@ -48,7 +49,7 @@ def report(
 ) -> Any:
     step = TrainedStep(Taken(0, ()), PLAN, StepStats(trained_tokens=2, **stats), 989e12, lengths)  # type: ignore[arg-type]
     engines = [] if engine is None else [Peer("rollout", "rollout.0.a", engine)]
-    return made.report(step, times=TIMES, status=status, engines=engines)
+    return made.report(step, epoch="e1", times=TIMES, status=status, engines=engines)
 
 
 def test_report_has_nulls_where_nobody_measured() -> None:
@@ -61,15 +62,29 @@ def test_report_has_nulls_where_nobody_measured() -> None:
 
 def test_report_has_speed_of_the_batch_and_use_of_a_known_gpu() -> None:
     found = report(reporter())
-    assert found.tokens_per_s == 4 / 2.0
+    assert (found.tokens_per_s, found.train_tokens_per_s) == (4 / 6.0, 4 / 2.0)
     assert (found.step_s, found.other_s, found.mfu) == (6.0, 2.25, None)
     assert report(reporter("NVIDIA H100 80GB HBM3")).mfu == 0.5
+
+
+def applied(pause_ms: float) -> WeightApplied:
+    return WeightApplied(engine="rollout.0.a", epoch="e1", version=1, pause_ms=pause_ms)
+
+
+def test_an_answer_for_an_engine_that_is_not_registered_is_counted_only() -> None:
+    made = reporter()
+    for message in (applied(7.0), WeightFailed(engine="rollout.0.a", epoch="e1", version=1, error="bad")):
+        made.note_answer(message, {"rollout.1.b"})
+    assert report(made).pause_ms is None
+    counts = made._process.metrics.registry
+    assert counts.get_sample_value("tether_events_total", {"event": "weights.unknown_engine"}) == 2
+    assert counts.get_sample_value("tether_events_total", {"event": "weights.failed"}) is None
 
 
 def test_pause_is_the_longest_since_the_last_report() -> None:
     made = reporter()
     for pause_ms in (3.0, 5.0, 4.0):
-        made.note_pause(pause_ms)
+        made.note_answer(applied(pause_ms), {"rollout.0.a"})
     assert report(made).pause_ms == 5.0
     assert report(made).pause_ms is None
 
@@ -124,7 +139,7 @@ def test_report_counts_groups_without_signal_where_they_are_filtered() -> None:
     assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (None, None, None)
     settings = replace(Settings(), algorithm=AlgorithmConfig(filter_groups=True))
     process = Process(Role.TRAINER, settings, MemoryLedger(), "trainer")  # type: ignore[arg-type]
-    filtering = StepReporter(process, "e1")
+    filtering = StepReporter(process)
     filtering.start(STATUS)
     found = report(filtering, status=now)
     assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (3, 70, 1.0)

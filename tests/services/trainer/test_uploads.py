@@ -82,7 +82,7 @@ def test_a_run_goes_on_while_its_remote_directory_fails(run: Run, tmp_path: Path
     assert RemoteDirectory(run.url).versions() == [2]
 
 
-def test_what_waits_to_be_copied_is_not_pruned_and_gives_way_to_a_newer_one(
+def test_waiting_upload_is_not_pruned_and_gives_way_to_a_newer_one(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "PAUSE_S", 30.0)

@@ -49,6 +49,13 @@ def sums_of_samples(batch: Batch, values: list[Any]) -> list[Any]:
     ]
 
 
+def shares_of_rows(batch: Batch) -> list[float]:
+    """Return the inputs of each row by those of all rows of its sample."""
+    inputs = [length - 1 for length in batch.lengths.tolist()]
+    sums = sums_of_samples(batch, inputs)
+    return [own / sums[sample] for own, sample in zip(inputs, owners(batch), strict=True)]
+
+
 def advantages(config: AlgorithmConfig, rewards: list[float], groups: list[int]) -> list[float]:
     """Return the advantage of each sample."""
     others = [
@@ -58,18 +65,14 @@ def advantages(config: AlgorithmConfig, rewards: list[float], groups: list[int])
     whole = [[*rest, reward] for rest, reward in zip(others, rewards, strict=True)]
     centred = [reward - mean(group) for reward, group in zip(rewards, whole, strict=True)]
     eps = config.advantage_eps
-    if config.name == "dr_grpo":
+    if config.name in ("dr_grpo", "reinforce_plus_plus_baseline"):  # the latter before the whitening
         return centred
     if config.name == "on_policy_distillation":  # beside the teacher's
         return [config.opd_reward_coef * value for value in centred]
-    if config.name == "ppo":  # before a critic says what a state is worth
+    if config.name in ("ppo", "reinforce_plus_plus"):  # before a critic, or the whitening
         return rewards
     if config.name == "rloo":
         return [reward - mean(rest) if rest else 0.0 for reward, rest in zip(rewards, others, strict=True)]
-    if config.name == "reinforce_plus_plus":
-        return [(reward - mean(rewards)) / (deviation(rewards) + eps) for reward in rewards]
-    if config.name == "reinforce_plus_plus_baseline":
-        return [(value - mean(centred)) / (deviation(centred) + eps) for value in centred]
     return [value / (deviation(group) + eps) for value, group in zip(centred, whole, strict=True)]
 
 
@@ -93,20 +96,24 @@ def token_weight(config: AlgorithmConfig, sampled: list[int], sample: int) -> fl
 
 
 def policy_losses(
-    config: AlgorithmConfig, logprobs: list[torch.Tensor], old: list[torch.Tensor], scores: list[float]
+    config: AlgorithmConfig,
+    logprobs: list[torch.Tensor],
+    old: list[torch.Tensor],
+    scores: list[float],
+    cap: float,
 ) -> list[torch.Tensor]:
-    """Return the loss of each trained token of a row; `scores` are their advantages."""
+    """Return the loss of each trained token of a row; `scores` are their advantages, `cap` is M2PO's."""
     ratios = [torch.exp(new - before) for new, before in zip(logprobs, old, strict=True)]
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    low, high = edges(config, cap)
     if config.name == "gspo":
         ratios = [torch.stack(ratios).prod() ** (1 / len(ratios))] * len(ratios)
     if config.name == "cispo":
         weights = [min(max(ratio.item(), low), high) for ratio in ratios]
         return [-w * score * new for w, score, new in zip(weights, scores, logprobs, strict=True)]
-    pairs = list(zip(ratios, scores, strict=True))
-    if config.name == "m2po":
-        return [-ratio * score for ratio, score in pairs]
-    return [-torch.minimum(ratio * score, ratio.clamp(low, high) * score) for ratio, score in pairs]
+    return [
+        -torch.minimum(ratio * score, ratio.clamp(low, high) * score)
+        for ratio, score in zip(ratios, scores, strict=True)
+    ]
 
 
 def at_level(ratios: list[float], level: str) -> list[float]:
@@ -122,16 +129,42 @@ KL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def trusted(batch: Batch, threshold: float) -> set[int]:
-    """Return the tokens that are left as the one with the largest second moment goes, until the mean fits."""
-    assert batch.start_logprobs is not None
-    rest = {
-        token: (batch.start_logprobs[token].item() - batch.behaviour_logprobs[token].item()) ** 2
-        for token in batch.loss_mask.nonzero()[:, 0].tolist()
-    }
-    while rest and mean(list(rest.values())) > threshold:
-        del rest[max(rest, key=lambda token: rest[token])]
-    return set(rest)
+def clip_of(
+    config: AlgorithmConfig, batch: Batch, logprobs: list[float], of_tokens: dict[int, float]
+) -> float:
+    """Return M2PO's cap of |log ratio| for an update, by bisection; `logprobs` [t] are the present ones.
+
+    Of tokens with A > 0 whose ratio is above 1, and of those with A < 0 whose ratio is below it, the mean
+    square of the capped log ratios is the threshold.
+    """
+    leaving = []
+    for token in batch.loss_mask.nonzero()[:, 0].tolist():
+        gap = logprobs[token] - batch.behaviour_logprobs[token].item()
+        if (of_tokens[token] > 1e-6 and gap > 0) or (of_tokens[token] < -1e-6 and gap < 0):
+            leaving.append(abs(gap))
+    if not leaving or mean([gap**2 for gap in leaving]) <= config.second_moment_threshold:
+        return math.inf
+    low, high = 0.0, max(leaving)
+    for _ in range(100):
+        middle = (low + high) / 2
+        fits = mean([min(gap, middle) ** 2 for gap in leaving]) <= config.second_moment_threshold
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def edges(config: AlgorithmConfig, cap: float) -> tuple[float, float]:
+    """Return what a ratio is clipped to: of M2PO the wider of the cap and the least clip."""
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    return (min(low, math.exp(-cap)), max(high, math.exp(cap))) if config.name == "m2po" else (low, high)
+
+
+def whitened(config: AlgorithmConfig, of_tokens: dict[int, float]) -> dict[int, float]:
+    """Return the advantages of tokens, less their mean and divided by their deviation."""
+    if not of_tokens:
+        return {}
+    center = mean(list(of_tokens.values()))
+    scale = deviation(list(of_tokens.values())) + config.advantage_eps
+    return {token: (value - center) / scale for token, value in of_tokens.items()}
 
 
 def proximal(
@@ -151,7 +184,7 @@ def step_loss(
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
     scores: list[float] | None = None,
-    trust: set[int] | None = None,
+    cap: float = math.inf,
     of_tokens: dict[int, float] | None = None,
 ) -> torch.Tensor:
     """Return the loss of an update.
@@ -163,7 +196,7 @@ def step_loss(
         entropy: of the distribution that each token was drawn from.
         scores: advantages of the samples, whose branches share them; None: the batch is whole groups, from
             whose rewards they follow.
-        trust: tokens that M2PO keeps; None: all.
+        cap: M2PO's of |log ratio|.
         of_tokens: advantages of the trained tokens; None: those of their samples.
     """
     counts = [int(mask.sum()) for mask in batch.sampled_mask.split(batch.lengths.tolist())]
@@ -189,13 +222,12 @@ def step_loss(
             rows = zip(tokens, new, started, strict=True)
             old = [proximal(config, batch, token, now, start) for token, now, start in rows]
         own = [scores[sample] if of_tokens is None else of_tokens[token] for token in tokens]
-        losses = policy_losses(config, new, old, own)
+        losses = policy_losses(config, new, old, own, cap)
         weights = [math.exp(now.item() - then.item()) for now, then in zip(old, engine, strict=True)]
         gaps = [math.exp(now.item() - then.item()) for now, then in zip(started, engine, strict=True)]
         for place, (token, loss) in enumerate(zip(tokens, losses, strict=True)):
             if batch.decoupled and config.importance_cap:
                 loss = loss * min(at_level(weights, config.importance_level)[place], config.importance_cap)
-            loss = loss * (trust is None or token in trust)
             if config.rejection_level:
                 gap = at_level(gaps, config.rejection_level)[place]
                 loss = loss * (config.rejection_low <= gap <= config.rejection_high)

@@ -51,7 +51,7 @@ LATE = encode_payload(scored(GroupSpec(samples=[SampleSpec([5], [0])])))
         (train([b"\x00"]), ProtocolError, "not a message"),
     ],
 )
-def test_what_cannot_be_planned_changes_nothing(
+def test_step_that_cannot_be_planned_changes_nothing(
     made: TrainCommand, kind: type[TetherError], said: str
 ) -> None:
     backend = ScriptedBackend(trainer=TrainerConfig(backend="scripted"))

@@ -12,8 +12,10 @@ from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from tests.trainer.measured import expected, flat
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.algorithms.base import TokenLoss
+from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import Backend
 from trainer.backends.step_measures import StepMeasures
+from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.data.step_plan import is_measured
@@ -123,6 +125,25 @@ def test_a_batch_without_fresh_tokens_has_no_mismatch_at_lag_0(backend: Backend)
     assert (stats.logprob_error_max, stats.mismatch_mean, stats.token_mult_prob_error) == (None, None, None)
 
 
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - {"sft"}))
+def test_predicted_clipping_equals_actual_clipping_where_nothing_is_recomputed(name: str) -> None:
+    config = AlgorithmConfig(name=name, clip_low=0.05, clip_high=0.05)
+    batch = replace(made_batch(), log_ratio_limit=0.1)
+    tokens = trained_tokens(batch)
+    noise = torch.randn(len(tokens.lags), generator=torch.Generator().manual_seed(1))
+    logprobs = tokens.behaviour_logprobs + 0.2 * noise
+    found = {}
+    for decoupled in (False, True):
+        given = replace(tokens, decoupled=decoupled)
+        measures = StepMeasures.of_batch(batch, config)
+        vector = micro_batch_loss(make_algorithm(config), measures, given, logprobs, logprobs)[1]
+        found[decoupled] = measures.stats(vector, grad_norm=0.0, skipped="")
+    assert found[False].clip_fraction == found[False].behaviour_clip_fraction
+    assert 0 < found[False].behaviour_clip_fraction < 1
+    assert found[True].behaviour_clip_fraction == found[False].behaviour_clip_fraction
+    assert found[True].clip_fraction == 0
+
+
 def test_micro_batches_are_joined_by_sums_and_maxima() -> None:
     batch = made_batch()
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
@@ -132,7 +153,7 @@ def test_micro_batches_are_joined_by_sums_and_maxima() -> None:
         tokens = trained_tokens(part)
         entropy = (part.tokens[tokens.place] * 0.37) % 1
         logprobs = tokens.behaviour_logprobs - 0.1 * part.tokens[tokens.place]
-        terms = TokenLoss(loss=entropy, ratio=entropy, clipped=entropy)
+        terms = TokenLoss(entropy, entropy, entropy, entropy)
         return measures.measure(tokens, entropy.sum(), terms, logprobs, entropy)
 
     whole = measures.join([measured(range(12))], torch.device("cpu"))

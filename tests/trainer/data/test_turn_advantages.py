@@ -50,7 +50,6 @@ def naive(algorithm: str, turn_rewards: list[list[list[float]]]) -> list[list[li
     """Advantages [groups][samples][turns], by loops: what a turn returns against the same turn of others."""
     returns = [[[sum(turns[k:]) for k in range(len(turns))] for turns in samples] for samples in turn_rewards]
     found = []
-    everything = [value for samples in returns for turns in samples for value in turns]
     for samples in returns:
         found.append([[0.0] * len(turns) for turns in samples])
         for i, turns in enumerate(samples):
@@ -62,7 +61,7 @@ def naive(algorithm: str, turn_rewards: list[list[list[float]]]) -> list[list[li
                     "grpo": centred / (np.std(same) + EPS),
                     "dr_grpo": centred,
                     "rloo": value - np.mean(others) if others else 0.0,
-                    "reinforce_plus_plus": (value - np.mean(everything)) / (np.std(everything) + EPS),
+                    "reinforce_plus_plus": value,  # before tokens are whitened
                 }[algorithm]
     return found
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from jaxtyping import jaxtyped
 
-from trainer.functional.advantages import batch_normalised, group_centred, group_normalised, leave_one_out
-from trainer.functional.corrections import kept_tokens, level_ratio, truncated_weight
+from trainer.functional.advantages import group_centred, group_normalised, leave_one_out
+from trainer.functional.corrections import kept_tokens, level_ratio, log_ratio_limit, truncated_weight
 from trainer.functional.logprobs import token_logprobs
 from trainer.functional.losses import cispo_loss, clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
 from trainer.functional.weights import constant, sample_mean, sample_sum, token_mean
@@ -25,13 +25,13 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (level_ratio, (K, "geometric", lambda x: x)),
     (truncated_weight, (K, "token", 2.0, lambda x: x)),
     (kept_tokens, (K, "sequence", 0.5, 2.0, lambda x: x)),
+    (log_ratio_limit, (K, 0.1)),
     (k1_kl, (K, K)),
     (k2_kl, (K, K)),
     (k3_kl, (K, K)),
     (group_normalised, (N, INDEX, 1e-4)),
     (group_centred, (N, INDEX)),
     (leave_one_out, (N, INDEX)),
-    (batch_normalised, (N, 1e-4)),
     (sample_mean, (INDEX,)),
     (token_mean, (INDEX,)),
     (sample_sum, (INDEX,)),

@@ -66,7 +66,7 @@ class PlainTrainer:
         logprobs, entropy = plain_logprobs(self.model, batch)
         loss = plain_loss(self.algorithm, batch, logprobs, entropy)
         self.optimizer.zero_grad()
-        (loss + sum(self.extra) / len(batch.lengths)).backward()
+        (loss + self._spread(batch)).backward()
         self.extra.clear()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.clip_grad)
         self.steps += 1
@@ -79,6 +79,18 @@ class PlainTrainer:
             **expected(batch, logprobs, entropy, clip=self.algorithm.config.clip_low),
             **self.loads(),
         }
+
+    def _spread(self, batch: Batch) -> torch.Tensor | int:
+        """The mean over samples of what their tokens' routers lost, in the order of rows."""
+        rows = range(len(batch.lengths)) if batch.rows is None else batch.rows.tolist()
+        tokens = [length - 1 for length in batch.lengths.tolist()]
+        losses = len(self.extra) // len(tokens)
+        total: torch.Tensor | int = 0
+        for place, (row, own) in enumerate(zip(rows, tokens, strict=True)):
+            of_sample = sum(n for n, other in zip(tokens, rows, strict=True) if other == row)
+            mean = sum(self.extra[place * losses : (place + 1) * losses])
+            total = total + mean * own / of_sample / len(set(rows))
+        return total
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in tensors_of(self.model).items()}

@@ -128,7 +128,7 @@ def ranks_of(layout: Layout, rule: Rule) -> range:
     st.sampled_from(PIPELINE_SIZES),
     st.sampled_from(EXPERT_SIZES),
 )
-def test_what_is_loaded_is_exported(
+def test_loaded_checkpoint_is_exported(
     architecture: Architecture, tp: int, pp: int, sizes: tuple[int, int]
 ) -> None:
     source, layout = numbered(architecture), layout_of(architecture, tp, pp, *sizes)

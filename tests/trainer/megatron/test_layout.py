@@ -91,7 +91,7 @@ def test_chunks_by_hand() -> None:
         (pipeline(1, 1, 8), 8, "num_layers_in_first_pipeline_stage = 8 with pipeline_model_parallel_size"),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_both_numbers(
+def test_indivisible_layout_is_refused_with_both_numbers(
     parallel: ParallelConfig, layers: int, words: str
 ) -> None:
     with pytest.raises(SettingsError, match=words):

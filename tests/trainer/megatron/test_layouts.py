@@ -223,7 +223,7 @@ def test_recorded_experts_are_chosen_again(runs: Runs, layout: str) -> None:
 @pytest.mark.parametrize(
     "layout", of_layouts(lambda size: size.context_parallel_size > size.expert_model_parallel_size)
 )
-def test_what_counts_whole_samples_counts_them_over_context_ranks(runs: Runs, layout: str) -> None:
+def test_measures_of_whole_samples_add_up_over_context_ranks(runs: Runs, layout: str) -> None:
     name = one_of(layout)
     loss, norm, ratio, rejected = json.loads((runs(layout) / "by-sample.json").read_text())
     model, batch = make_model(name), make_batch(name, 0)

@@ -289,7 +289,7 @@ def test_a_tensor_in_unequal_turns_cannot_be_shared() -> None:
             parts_of([TensorPlan("q", (6,), 0, 0, "p", (*equal[:2], unequal))], {"p": parameter})
 
 
-def test_what_does_not_go_with_sharing_is_refused(place: Place) -> None:
+def test_setting_incompatible_with_sharing_is_refused(place: Place) -> None:
     with pytest.raises(SettingsError, match=r"weights\.transport.*does not share weights"):
         place.trainer(shared=False).masters()
     with pytest.raises(SettingsError, match="stays where the engine reads it"):

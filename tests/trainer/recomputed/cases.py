@@ -141,7 +141,10 @@ CASES = {
     "rejection-geometric": Case(
         {"name": "gspo", "importance_cap": 1.3, "rejection_level": "geometric", **NARROW}, decoupled=True
     ),
-    "m2po": Case({"name": "m2po", "second_moment_threshold": 0.04}),
+    "m2po": Case(
+        {"name": "m2po", "second_moment_threshold": 0.04, "clip_low": 0.05, "clip_high": 0.05}, epochs=2
+    ),
+    "m2po-least-clip": Case({"name": "m2po", "second_moment_threshold": 1e-4}),
     "interpolated": Case(
         {"name": "grpo", "proximal_policy": "interpolated", "importance_cap": 1.1}, decoupled=True
     ),
@@ -172,6 +175,9 @@ CASES = {
     ),
     "branches-kl-in-reward": Case(
         {"name": "reinforce_plus_plus", "kl_coef": 0.05, "use_kl_in_reward": True}, branched=True
+    ),
+    "branches-baseline-kl-in-reward": Case(
+        {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.05, "use_kl_in_reward": True}, branched=True
     ),
     "branches-ppo": Case({**GAE, "kl_coef": 0.1, "use_kl_in_reward": True}, reference=True, branched=True),
 }

@@ -4,6 +4,7 @@ Of the trainer only the settings are used: reading records, masking, the passes 
 losses, the optimizers and what a step reports are written again here, a sample and a token at a time.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,11 @@ class NaiveTrainer:
         logprobs, entropy = self.forward(self.model, batch)
         if batch.start_logprobs is None:
             batch.start_logprobs = logprobs.detach()
-        trust = None
+        cap = math.inf
         if config.second_moment_threshold:
-            trust = naive.trusted(batch, config.second_moment_threshold)  # type: ignore[arg-type]
-        loss = naive.step_loss(config, batch, logprobs, entropy, trust=trust, of_tokens=scores)  # type: ignore[arg-type]
-        found = measured(config, batch, logprobs.tolist(), entropy.tolist(), scores, trust)
+            cap = naive.clip_of(config, batch, logprobs.tolist(), scores)  # type: ignore[arg-type]
+        loss = naive.step_loss(config, batch, logprobs, entropy, cap=cap, of_tokens=scores)  # type: ignore[arg-type]
+        found = measured(config, batch, logprobs.tolist(), entropy.tolist(), scores, cap)
         norm = self.adam.step(loss, found.get("lr_scale", 1.0))
         return {**found, "loss": loss.item(), "grad_norm": norm}
 

@@ -13,7 +13,7 @@ def measured(
     logprobs: list[float],
     entropy: list[float],
     scores: dict[int, float],
-    trust: set[int] | None,
+    cap: float,
 ) -> dict[str, float]:
     """Return what a step reports of its tokens, but for loss and gradient; names are those of the report.
 
@@ -26,18 +26,24 @@ def measured(
     rows: dict[str, list[float]] = {}
     by_lag: dict[int, dict[str, list[float]]] = {}
     samples: list[float] = []
+    shares: list[float] = []
+    part = naive.shares_of_rows(batch)  # type: ignore[arg-type]
 
     def note(name: str, value: float, into: dict[str, list[float]] = rows) -> None:
         into.setdefault(name, []).append(float(value))
 
-    for tokens in batch.trained:
+    for row, tokens in enumerate(batch.trained):
         if not tokens:
             continue
+        shares.append(part[row])
         gaps = [math.exp(logprobs[token] - engine[token]) for token in tokens]
         old = [_weight_of_old(config, batch, token, gap) for token, gap in zip(tokens, gaps, strict=True)]
         ratios = [gap / before for gap, before in zip(gaps, old, strict=True)]
         if config.name == "gspo":
             ratios = naive.at_level(ratios, "geometric")
+            compared = naive.at_level(gaps, "geometric")
+        else:
+            compared = gaps
         weights = naive.at_level(old, config.importance_level)
         kept = naive.at_level(gaps, config.rejection_level or "token")
         samples.append(math.prod(gaps))
@@ -45,15 +51,13 @@ def measured(
             gap = gaps[place]
             note("entropy", entropy[token])
             note("ratio_mean", ratios[place])
-            note("clip_fraction", _clipped(config, ratios[place], scores[token]))
-            note("behaviour_clip_fraction", _outside(config, gap, scores[token]))
+            note("clip_fraction", _clipped(config, ratios[place], scores[token], cap))
+            note("behaviour_clip_fraction", _clipped(config, compared[place], scores[token], cap))
             note("behaviour_kl_k3", gap - 1 - math.log(gap))
             note("importance_mean", gap)
             if batch.decoupled and config.importance_cap:
                 note("importance_capped", weights[place] > config.importance_cap)
-            if trust is not None:
-                note("importance_rejected", token not in trust)
-            elif config.rejection_level:
+            if config.rejection_level:
                 note("importance_rejected", not config.rejection_low <= kept[place] <= config.rejection_high)
             if batch.reference_logprobs is not None:
                 q = math.exp(batch.reference_logprobs[token].item() - logprobs[token])
@@ -66,7 +70,7 @@ def measured(
     found["importance_max"] = max(rows["importance_mean"])
     found["importance_ess"] = _ess(rows["importance_mean"])
     if config.ess_scaling:
-        found["lr_scale"] = _ess(samples) ** (0.5 if config.ess_scaling == "sqrt" else 1.0)
+        found["lr_scale"] = _ess(samples, shares) ** (0.5 if config.ess_scaling == "sqrt" else 1.0)
     for lag, at in by_lag.items():
         found |= {f"mismatch.{lag}.{name}": value for name, value in _mismatch(at).items()}
     if 0 in by_lag:
@@ -96,17 +100,16 @@ def _mismatch(at: dict[str, list[float]]) -> dict[str, float]:
     }
 
 
-def _outside(config: AlgorithmConfig, ratio: float, advantage: float) -> bool:
-    """Return whether PPO's clip takes the gradient."""
-    up, down = ratio > 1 + config.clip_high, ratio < 1 - config.clip_low
-    return (advantage > 1e-9 and up) or (advantage < -1e-9 and down)  # not of rounding alone
-
-
-def _clipped(config: AlgorithmConfig, ratio: float, advantage: float) -> bool:
+def _clipped(config: AlgorithmConfig, ratio: float, advantage: float, cap: float) -> bool:
+    """Return whether the recipe's clip bounds a weight, or takes a gradient."""
+    low, high = naive.edges(config, cap)
     if config.name == "cispo":
-        return not 1 - config.clip_low <= ratio <= 1 + config.clip_high
-    return config.name != "m2po" and _outside(config, ratio, advantage)
+        return not low <= ratio <= high
+    return (advantage > 1e-9 and ratio > high) or (advantage < -1e-9 and ratio < low)  # not of rounding alone
 
 
-def _ess(weights: list[float]) -> float:
-    return sum(weights) ** 2 / (len(weights) * sum(weight**2 for weight in weights))
+def _ess(weights: list[float], counts: list[float] | None = None) -> float:
+    """Return (sum w)^2 / (n sum w^2); a weight may count for less than one."""
+    pairs = list(zip(weights, counts or [1.0] * len(weights), strict=True))
+    total, squares = (sum(count * weight**power for weight, count in pairs) for power in (1, 2))
+    return total**2 / (sum(count for _, count in pairs) * squares)

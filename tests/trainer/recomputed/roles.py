@@ -4,6 +4,8 @@ from tests.trainer.algorithms import naive
 from tests.trainer.recomputed.records import NaiveBatch
 from trainer.config import AlgorithmConfig
 
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
 
 def with_a_teacher(
     config: AlgorithmConfig, batch: NaiveBatch, teacher: list[float] | None
@@ -18,6 +20,8 @@ def with_a_teacher(
         sums = penalties_of_samples(batch)
         rewards = [reward - config.kl_coef * total for reward, total in zip(rewards, sums, strict=True)]
         found["reward_kl_k1"] = naive.mean(sums)
+    if config.name in WHITENED:
+        return with_whitening(config, batch), found
     groups = naive.of_samples(batch, batch.group_index.tolist())  # type: ignore[arg-type]
     scores = naive.advantages(config, rewards, groups)
     owners = naive.owners(batch)  # type: ignore[arg-type]
@@ -28,6 +32,24 @@ def with_a_teacher(
         found["teacher_kl_k1"] = naive.mean(list(gaps.values()))
         advantages = {token: score - config.opd_kl_coef * gaps[token] for token, score in advantages.items()}
     return advantages, found
+
+
+def with_whitening(config: AlgorithmConfig, batch: NaiveBatch) -> dict[int, float]:
+    """Return REINFORCE++'s advantages of trained tokens (Hu et al. 2025, section 3).
+
+    A token's penalty is that of all sampled tokens of its row from it on.
+    """
+    gaps = penalties(batch) if config.use_kl_in_reward else {}
+    rewards = naive.of_samples(batch, batch.rewards.tolist())  # type: ignore[arg-type]
+    groups = naive.of_samples(batch, batch.group_index.tolist())  # type: ignore[arg-type]
+    scores = naive.advantages(config, rewards, groups)
+    returns: dict[int, float] = {}
+    owners = naive.owners(batch)  # type: ignore[arg-type]
+    for sample, sampled, trained in zip(owners, batch.sampled, batch.trained, strict=True):
+        for token in trained:
+            later = sum(gaps.get(other, 0.0) for other in sampled if other >= token)
+            returns[token] = scores[sample] - config.kl_coef * later
+    return naive.whitened(config, returns)
 
 
 def with_a_critic(
@@ -47,10 +69,8 @@ def with_a_critic(
         advantages |= dict(zip(tokens, own, strict=True))
     returns = {token: score + values[token] for token, score in advantages.items()}
     trained = {token: advantages[token] for tokens in batch.trained for token in tokens}
-    if config.whiten_advantages and trained:
-        scores = list(trained.values())
-        center, scale = naive.mean(scores), naive.deviation(scores) + config.advantage_eps
-        trained = {token: (score - center) / scale for token, score in trained.items()}
+    if config.whiten_advantages:
+        trained = naive.whitened(config, trained)
     found = {"reward_kl_k1": naive.mean(penalties_of_samples(batch))} if gaps else {}
     return trained, returns, found
 

@@ -189,6 +189,6 @@ def test_a_backend_that_was_not_made_for_it_refuses(model_dir: Path) -> None:
         make(model_dir).masters()
 
 
-def test_what_an_engine_reads_does_not_leave_the_device(model_dir: Path) -> None:
+def test_tensors_that_an_engine_reads_stay_on_the_device(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match="stays where the engine reads it"):
         shared(model_dir).offload()

@@ -27,7 +27,9 @@ RECIPES = {
         entropy_coef_delta=0.004,
         entropy_coef_max=0.03,
     ),
-    "m2po": AlgorithmConfig(name="m2po", second_moment_threshold=0.02, ess_scaling="sqrt"),
+    "m2po": AlgorithmConfig(
+        name="m2po", second_moment_threshold=0.02, clip_low=0.05, clip_high=0.05, ess_scaling="sqrt"
+    ),
     "interpolated": AlgorithmConfig(name="dr_grpo", proximal_policy="interpolated", importance_cap=1.2),
 }
 STEPS = 3
@@ -96,11 +98,6 @@ class PlainLoop:
         scores = naive.advantages(config, rewards, groups)
         with torch.no_grad():
             start = self.forward(batch)[0].float()
-        trust = None
-        if config.second_moment_threshold:
-            trust = naive.trusted(
-                dataclasses.replace(batch, start_logprobs=start), config.second_moment_threshold
-            )
         losses, scales = [], []
         seen, tokens, bonus = 0.0, 0, self.bonus if self.below else 0.0
         for number in plan.mini_batches.order(made.epochs):
@@ -108,9 +105,12 @@ class PlainLoop:
             rows = chosen[torch.tensor(naive.owners(batch))]
             of_tokens = rows[batch.sample_index]
             part = dataclasses.replace(batch.select(rows.nonzero()[:, 0]), start_logprobs=start[of_tokens])
-            places = of_tokens.nonzero()[:, 0].tolist()
-            kept = None if trust is None else {places.index(token) for token in trust if token in places}
             logprobs, entropy = self.forward(part)
+            cap = math.inf
+            if config.second_moment_threshold:
+                cap = naive.clip_of(
+                    config, part, logprobs.tolist(), dict(enumerate(part.advantages.tolist()))
+                )
             loss = naive.step_loss(
                 dataclasses.replace(
                     config, entropy_coef=bonus if config.entropy_target else config.entropy_coef
@@ -119,7 +119,7 @@ class PlainLoop:
                 logprobs,
                 entropy,
                 scores=[score for score, own in zip(scores, chosen.tolist(), strict=True) if own],
-                trust=kept,
+                cap=cap,
             )
             self.optimizer.zero_grad()
             loss.backward()
@@ -139,8 +139,6 @@ class PlainLoop:
             self.below = below
         report = {"loss": sum(losses) / len(losses), "entropy": seen / tokens}
         report["trained_tokens"] = int(batch.loss_mask.sum())
-        if trust is not None:
-            report["importance_rejected"] = 1 - len(trust) / report["trained_tokens"]
         if config.ess_scaling:
             report["lr_scale"] = sum(scales) / len(scales)
         if config.entropy_target:
@@ -148,13 +146,16 @@ class PlainLoop:
         return report
 
     def share(self, part: Batch, logprobs: torch.Tensor) -> float:
-        """The root of the effective sample size as a share of the rows."""
+        """The root of the effective sample size as a share of the samples; a row counts by its tokens."""
         if not self.config.ess_scaling:
             return 1.0
         moved = (logprobs - part.behaviour_logprobs) * part.loss_mask
         samples = part.sample_index[part.loss_mask].unique().tolist()
         weights = [math.exp(float(moved[part.sample_index == sample].sum())) for sample in samples]
-        return math.sqrt(sum(weights) ** 2 / (len(weights) * sum(w**2 for w in weights)))
+        parts = naive.shares_of_rows(part)
+        counts = [parts[row] for row in samples]
+        pairs = list(zip(weights, counts, strict=True))
+        return math.sqrt(sum(w * n for w, n in pairs) ** 2 / (sum(counts) * sum(n * w**2 for w, n in pairs)))
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach() for name, tensor in self.model.named_parameters()}

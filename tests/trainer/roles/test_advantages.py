@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.trainer.groups import by_sample, whole
+from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, by_sample, scored, whole
 from tests.trainer.roles.ppo_steps import ALGORITHM, command
 from trainer.algorithms import make_algorithm
 from trainer.backends.step import plan_command
 from trainer.batch import Batch
-from trainer.roles.advantages import token_rewards, whitened, with_advantages
+from trainer.config import AlgorithmConfig
+from trainer.roles.advantages import token_rewards, whitened, with_advantages, with_whitened
 
 ALONE = ((0,),)
 
@@ -64,6 +65,30 @@ def test_a_part_without_samples_has_no_advantages(batch: Batch) -> None:
     part = batch.select(torch.zeros(0, dtype=torch.int64))
     made = with_advantages(part, torch.zeros(0), ALGORITHM, ALONE)
     assert [len(made.advantages), len(token_rewards(part, ALGORITHM))] == [0, 0]
+
+
+def test_reinforce_plus_plus_whitens_over_tokens_by_hand() -> None:
+    """Four samples of 10 tokens with reward 1, four of 90 with 0: mean 0.1, deviation 0.3."""
+    long, short = SampleSpec([5] * 90, [0] * 90, 0.0), SampleSpec([5] * 10, [0] * 10, 1.0)
+    config = AlgorithmConfig(name="reinforce_plus_plus", advantage_eps=1e-8)
+    groups = [(scored(GroupSpec(n, samples=[row])), 0) for n, row in enumerate([long, short] * 4)]
+    batch = batch_of(groups, step=0, algorithm=make_algorithm(config))
+    advantages = with_whitened(batch, config, ALONE).advantages[batch.loss_mask]
+    assert sorted(set(advantages.tolist())) == pytest.approx([-1 / 3, 3.0])
+    assert float(advantages.sum()) == pytest.approx(0, abs=1e-3)
+
+
+def test_reinforce_plus_plus_penalises_a_token_for_itself_and_later_ones_by_hand() -> None:
+    """Penalties of 0.1 a sampled token: 0.3, 0.2, - and 0.1 are subtracted from 1, and none of it from 0."""
+    rows = [SampleSpec([5, 6, 7, 8], [0] * 4, 1.0, mask=[1, 1, 0, 1]), SampleSpec([5], [0], 0.0)]
+    config = AlgorithmConfig(name="reinforce_plus_plus", kl_coef=0.5, use_kl_in_reward=True)
+    batch = batch_of([(scored(GroupSpec(samples=rows)), 0)], step=0, algorithm=make_algorithm(config))
+    gap = torch.tensor([0.0, 0.0, 0.2, 0.2, 9.0, 0.2, 0.0, 0.0, 0.0])
+    batch = replace(batch, reference_logprobs=batch.behaviour_logprobs - gap)
+    values = torch.tensor([0.7, 0.8, 0.9, 0.0])
+    expected = (values - values.mean()) / (values.std(correction=0) + config.advantage_eps)
+    found = with_whitened(batch, config, ALONE).advantages[batch.loss_mask]
+    torch.testing.assert_close(found, expected)
 
 
 def test_nothing_is_whitened_where_nothing_is_trained() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.base import StepStats
+from trainer.backends.base import NOTHING_TRAINED, StepStats
 from trainer.backends.rank_commands import StepCommand
 from trainer.backends.step_measures import StepMeasures
 from trainer.backends.token_loss import micro_batch_loss
@@ -57,6 +57,20 @@ def test_tokens_are_compared_with_the_engine_under_the_policy_at_the_start_alone
     assert merged.mismatch == FIRST.mismatch
     assert merged.importance_mean == FIRST.importance_mean
     assert merged.entropy == pytest.approx((1 + 0.5 + 1 + 1 + 3) / 5)
+
+
+def test_tokens_are_compared_in_the_first_update_that_has_any() -> None:
+    """The first mini-batch trains nothing, so the second starts from the same weights."""
+    nothing = StepTotals(1, 0, 1, False)
+    empty = StepStats(trained_tokens=0, skipped=NOTHING_TRAINED)
+    totals = (nothing, *TOTALS)
+    merged = merged_updates(
+        CONFIG, [empty, FIRST, SECOND], StepCommand(False, updates=(0, 1, 2), mini_batches=totals)
+    )
+    assert merged.mismatch == FIRST.mismatch
+    assert merged.token_mult_prob_error == FIRST.token_mult_prob_error
+    assert merged.logprob_error_max == 0.5
+    assert merged.importance_mean == FIRST.importance_mean
 
 
 def test_a_second_epoch_counts_no_token_twice() -> None:

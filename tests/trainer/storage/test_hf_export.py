@@ -11,6 +11,7 @@ from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import Backend
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend
+from trainer.storage.checksums import FILE
 from trainer.storage.hf_export import write_hf
 
 
@@ -58,4 +59,4 @@ def test_an_export_that_fails_leaves_the_one_before(model_dir: Path, tmp_path: P
 
 def test_the_scripted_backend_can_be_exported(tmp_path: Path) -> None:
     write_hf(backend(tmp_path, name="scripted").export_model(), tmp_path / "out", tmp_path)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [FILE, "model.safetensors"]

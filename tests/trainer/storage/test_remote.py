@@ -50,7 +50,7 @@ def files_of(directory: Path, text: str = "weights") -> dict[str, Path]:
     return files
 
 
-def test_what_is_uploaded_is_downloaded(remote: RemoteDirectory, tmp_path: Path) -> None:
+def test_uploaded_files_are_downloaded(remote: RemoteDirectory, tmp_path: Path) -> None:
     assert remote.versions() == []
     for version in (8, 20):
         remote.upload(version, files_of(tmp_path / "local", f"weights {version}"))

@@ -6,19 +6,25 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from protocol.errors import SpoolError, TetherError
-from trainer.storage.spool import JournalEntry, MissingRecord, Spool
+from protocol.errors import SettingsError, SpoolError, TetherError
+from trainer.storage.journal import JournalEntry
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
 
 ROOT = Path(__file__).resolve().parents[3]
 
 WRITER = """
 import sys
 from pathlib import Path
-from trainer.storage.spool import JournalEntry, Spool
+from trainer.storage.journal import JournalEntry
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
 spool = Spool(Path(sys.argv[1]))
 for group in range(1000000):
     spool.put_many([(group, "a", bytes([group % 256]) * 5000), (group, "b", b"late")])
@@ -62,13 +68,22 @@ def test_records_are_found_by_group_whatever_their_lease(tmp_path: Path) -> None
     assert spool.find([]) == []
 
 
+def test_the_newest_record_is_found_whatever_the_clock_said(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    for token, payload in (("a", b"older"), ("b", b"newer")):
+        spool.put_many([(1, token, payload)])
+    with spool.transaction("write") as connection:
+        connection.execute("UPDATE records SET accepted_ms = 0 WHERE token = 'b'")
+    assert spool.find([1]) == [b"newer"]
+
+
 def test_a_missing_record_names_its_group(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
     spool.put_many([(1, "a", b"x")])
     with pytest.raises(LookupError, match="group 2: the spool has no record of it under lease a") as caught:
         spool.get_many([(1, "a"), (2, "a")])
-    assert isinstance(caught.value, MissingRecord)
-    assert (caught.value.group, caught.value.token) == (2, "a")
+    assert isinstance(caught.value, MissingRecords)
+    assert list(caught.value.causes) == [(2, "a")]
 
 
 def test_forget_removes_covered_groups_only(tmp_path: Path) -> None:
@@ -111,7 +126,7 @@ def test_the_journal_forgets_only_what_the_archive_has_and_keeps_the_newest_of_i
         assert [entry.ledger_sequence for entry in spool.journal()] == left
 
 
-def test_what_put_returned_from_survives_kill_9(tmp_path: Path) -> None:
+def test_record_survives_kill_9_after_put_returned(tmp_path: Path) -> None:
     path = tmp_path / "spool.sqlite"
     process = writer(path)
     assert process.stdout is not None
@@ -201,7 +216,7 @@ def test_a_read_only_spool_refuses_writes(tmp_path: Path) -> None:
     assert records(reader) == 1
 
 
-def test_what_is_not_a_spool_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_not_a_spool_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpoolError, match=r"absent\.sqlite: cannot open"):
         Spool(tmp_path / "absent.sqlite", read_only=True)
     assert not (tmp_path / "absent.sqlite").exists()
@@ -227,3 +242,108 @@ def test_writes_are_synchronous_in_wal_mode(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "spool.sqlite") as other:
         assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     other.close()
+
+
+def edit(path: Path, statement: str, *values: object) -> None:
+    """Change a spool as a fault of the disk would."""
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(statement, values)
+        connection.commit()
+
+
+@pytest.mark.parametrize("damage", [b"on\x00", b"", "text", 5, None], ids=repr)
+def test_all_damaged_and_missing_records_are_named_at_once(tmp_path: Path, damage: object) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"one"), (2, "a", b"two"), (3, "a", b"three")])
+    column = "sum" if damage is None else "payload"
+    edit(spool.path, f"UPDATE records SET {column} = ? WHERE grp = 1", b"" if damage is None else damage)
+    with pytest.raises(MissingRecords) as caught:
+        spool.get_many([(1, "a"), (2, "a"), (3, "b")])
+    assert caught.value.causes == {
+        (1, "a"): "group 1: its record under lease a does not match its checksum",
+        (3, "b"): "group 3: the spool has no record of it under lease b",
+    }
+    assert spool.find([1, 2]) == [b"two"]
+    assert [(item.group, item.what) for item in spool.damaged()] == [
+        (1, "the record of group 1 under lease a")
+    ]
+
+
+def test_a_record_of_another_group_or_lease_is_damaged(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"one"), (2, "a", b"two")])
+    edit(spool.path, "UPDATE records SET token = 'b' WHERE grp = 1")
+    edit(spool.path, "UPDATE records SET grp = 3 WHERE grp = 2")
+    for key in ((1, "b"), (3, "a")):
+        with pytest.raises(MissingRecords, match="does not match its checksum"):
+            spool.get_many([key])
+
+
+def test_a_damaged_entry_of_the_journal_is_known_by_its_position(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.append([JournalEntry("accept", "e1", -1, (group,), 10 + group) for group in range(3)])
+    edit(spool.path, "UPDATE journal SET payload = CAST(replace(payload, '12', '92') AS BLOB) WHERE seq = 3")
+    assert [entry and entry.position for entry in spool.journal()] == [1, 2, None]
+    assert spool.ledger_sequence == 11
+    assert [item.what for item in spool.damaged()] == ["entry 3 of the journal"]
+
+
+def test_every_process_reads_the_same_id_of_a_spool(tmp_path: Path) -> None:
+    spool, again = Spool(tmp_path / "spool.sqlite"), Spool(tmp_path / "spool.sqlite", create=False)
+    other = Spool(tmp_path / "other.sqlite")
+    assert spool.id == again.id != other.id
+
+
+def test_a_spool_of_another_version_is_refused_and_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "spool.sqlite"
+    edit(path, "CREATE TABLE records (grp INTEGER, token TEXT, payload BLOB, accepted_ms INTEGER)")
+    before = path.read_bytes()
+    for read_only in (False, True):
+        with pytest.raises(SpoolError, match=r"another version of tether \(schema 0, this one reads 2\)"):
+            Spool(path, read_only=read_only)
+    assert path.read_bytes() == before
+
+
+def test_a_spool_is_made_only_by_who_may(tmp_path: Path) -> None:
+    with pytest.raises(SpoolError, match="cannot open"):
+        Spool(tmp_path / "spool.sqlite", create=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def replace_by_another(path: Path) -> None:
+    for part in path.parent.glob(f"{path.name}*"):
+        part.unlink()
+    Spool(path)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "replaced": replace_by_another,
+    "log deleted": lambda path: path.with_name(f"{path.name}-wal").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_acknowledged_into_a_file_that_is_not_at_its_path(tmp_path: Path, change: str) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    spool.put_many([(1, "a", b"x")])
+    spool.check_place()
+    CHANGES[change](spool.path)
+    for use in (
+        spool.check_place,
+        lambda: spool.put_many([(2, "a", b"x")]),
+        lambda: spool.append([JournalEntry("accept", "e1", -1, (2,), 3)]),
+    ):
+        with pytest.raises(SettingsError, match=f"the spool {spool.path} was deleted or replaced"):
+            use()
+
+
+def test_a_place_stays_the_same_while_others_open_and_close(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool.sqlite")
+    for read_only in (True, False):
+        other = Spool(spool.path, read_only=read_only)
+        other.find([1])
+        other.close()
+        spool.put_many([(1, "a", bytes(5_000_000))])
+        spool.forget([1])
+        spool.check_place()

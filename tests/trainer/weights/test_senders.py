@@ -59,7 +59,7 @@ def assert_arrived(manifest: WeightManifest, sent: list[tuple[str, torch.Tensor]
         assert torch.equal(got[name], tensor)
 
 
-def test_what_is_published_arrives_byte_for_byte(sender: WeightSender) -> None:
+def test_published_version_arrives_byte_for_byte(sender: WeightSender) -> None:
     sent = tensors()
     manifest = sender.publish(
         "e1", 3, iter(sent), base_model="Qwen2ForCausalLM", tied=(("lm_head.weight", "embed"),)

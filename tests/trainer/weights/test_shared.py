@@ -129,7 +129,7 @@ def test_nothing_is_read_as_a_version_once_it_is_withdrawn(
         receiver.masters(second)
 
 
-def test_what_is_not_a_master_is_not_published(
+def test_tensor_without_a_master_is_not_published(
     sender: SharedSender, masters: dict[str, torch.Tensor]
 ) -> None:
     for wrong in (

@@ -2,11 +2,13 @@
 --
 -- KEYS: those of services/ledger/redis/keys.py in the order of NAMES, which scripts.py prepends.
 -- A script returns {'ok', ...} or {'refused', reason, detail}; reasons are those of protocol.errors.Reason.
--- Times are milliseconds of the server's clock. Versions, deadlines and steps are integers. Group ids are padded strings inside.
+-- Times are milliseconds of the run's clock, see now(); `time_ms` of events alone is the server's. Versions, deadlines and steps are integers.
+-- Group ids are padded strings inside.
 
 local NUMBERS = {'prompts', 'steps', 'max_staleness', 'groups_per_step', 'max_attempts', 'drop_share', 'drop_window', 'version',
   'sequence', 'archived', 'issued', 'trained', 'dropped', 'wasted_tokens', 'draining', 'running', 'checkpoint', 'pending',
-  'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued', 'filtered'}
+  'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued', 'filtered', 'clock',
+  'clock_time'}
 local MOST = 128 -- leases reaped, or groups dropped for their attempts, in one call
 
 local K = {}
@@ -18,7 +20,7 @@ do
   for i = 1, #flat, 2 do R[flat[i]] = flat[i + 1] end
   for _, name in ipairs(NUMBERS) do R[name] = tonumber(R[name]) end
   local time = redis.call('TIME')
-  R.now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+  R.time = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000) -- the server's clock: for people, nothing decides by it
 end
 
 local function refuse(reason, detail)
@@ -34,10 +36,24 @@ local function put(name, value)
   redis.call('HSET', K.run, name, type(value) == 'number' and string.format('%.0f', value) or value)
 end
 
+-- Return the run's clock (ms), by which leases and registrations end. It never goes back: it adds up how far the server's clock moved
+-- between two calls. A move back counts 0. A move ahead counts at most LEAP: the server's clock jumped, or the server was away, or no
+-- process called. A live run calls more often (the ingest alone three times a second), so its clock keeps pace with the server's, and no
+-- jump ends what has more than LEAP left. Moves below TICK wait, so that a call that changes nothing else seldom writes.
+local LEAP, TICK = 1000, 100
+local function now()
+  local moved = R.time - (R.clock_time or R.time)
+  if not R.clock or moved < 0 or moved >= TICK then
+    put('clock', (R.clock or R.time) + math.max(0, math.min(moved, LEAP)))
+    put('clock_time', R.time)
+  end
+  return R.clock
+end
+
 -- Append one event to the log. Lists in `fields` are left out when they are empty (an empty table is ambiguous in JSON).
 local function append(event, fields)
   put('sequence', R.sequence + 1)
-  fields.seq, fields.time_ms, fields.event = R.sequence, R.now, event
+  fields.seq, fields.time_ms, fields.event = R.sequence, R.time, event
   redis.call('XADD', K.events, string.format('%.0f-0', R.sequence), 'e', cjson.encode(fields))
 end
 
@@ -146,14 +162,17 @@ local function apply_pending()
   return true
 end
 
--- Free the place in rule F of leases that have run out; they stay valid until the group is leased again.
+-- Free a live lease's place in rule F; it stays valid until the group is leased again.
+local function expire(id)
+  redis.call('ZREM', K.leases, id)
+  redis.call('ZREM', K.live, id)
+  redis.call('ZADD', K.expired, 0, id)
+  append('expire', {group = tonumber(id)})
+end
+
+-- Expire the leases that have run out.
 local function reap()
-  for _, id in ipairs(redis.call('ZRANGEBYSCORE', K.leases, '-inf', R.now, 'LIMIT', 0, MOST)) do
-    redis.call('ZREM', K.leases, id)
-    redis.call('ZREM', K.live, id)
-    redis.call('ZADD', K.expired, 0, id)
-    append('expire', {group = tonumber(id)})
-  end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', K.leases, '-inf', now(), 'LIMIT', 0, MOST)) do expire(id) end
 end
 
 local function expired(id)
@@ -224,7 +243,7 @@ end
 
 -- Forget at most 128 processes whose time-to-live is over.
 local function reap_peers()
-  for _, dead in ipairs(redis.call('ZRANGEBYSCORE', K.peers, '-inf', R.now, 'LIMIT', 0, MOST)) do forget_peer(dead) end
+  for _, dead in ipairs(redis.call('ZRANGEBYSCORE', K.peers, '-inf', now(), 'LIMIT', 0, MOST)) do forget_peer(dead) end
 end
 
 -- Return all counters as JSON.

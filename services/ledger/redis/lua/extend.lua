@@ -8,7 +8,7 @@ local group, refusal = held(ARGV[1], ARGV[2])
 if refusal then return refusal end
 if group.state ~= 'leased' then return refuse('not_held', 'group ' .. ARGV[1] .. ' is ' .. group.state) end
 reap()
-local id, expiry = pad(ARGV[1]), R.now + tonumber(ARGV[3])
+local id, expiry = pad(ARGV[1]), now() + tonumber(ARGV[3])
 if not expired(id) then
   redis.call('ZADD', K.leases, expiry, id)
   return {'ok'}

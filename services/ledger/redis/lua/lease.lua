@@ -56,7 +56,7 @@ if group.request then redis.call('HDEL', K.requests, group.request) end
 group.request = ARGV[6]
 group.token, group.holder, group.deadline, group.version = ARGV[4], ARGV[2], deadline, version
 group.max_staleness, group.attempt = R.max_staleness, group.attempt + 1
-move(id, group, 'leased', R.now + tonumber(ARGV[3]))
+move(id, group, 'leased', now() + tonumber(ARGV[3]))
 append('lease', {group = tonumber(id), token = group.token, holder = ARGV[2], engine = ARGV[1], epoch = epoch, version = version,
   deadline = deadline, bound = R.max_staleness, groups_per_step = R.groups_per_step, policy = R.policy, attempt = group.attempt})
 local answer = cjson.encode({group = tonumber(id), token = group.token, epoch = epoch, version = version, deadline = deadline,

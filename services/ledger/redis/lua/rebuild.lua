@@ -1,5 +1,5 @@
 -- Replace the run by a snapshot, after the server lost acknowledged writes: no lease, no running step, no
--- epoch that may take or commit, no engine that may lease; the registry stays.
+-- epoch that may take or commit, no engine that may lease; the registry stays, and so does the run's clock, by which it ends.
 -- ARGV: 1-9 as those of create (4-6 the bound in force), 10 JSON of the snapshot (see encode_snapshot), then alternately a step and its StepReport
 -- Returns nothing; repeating it with the same epoch changes nothing.
 -- Refuses wrong_state (an event was written since the ledger was read). Work: all active groups and what no checkpoint covers.
@@ -8,6 +8,7 @@ if R.epoch == S.epoch then return {'ok'} end
 if (R.sequence or -1) ~= S.found then
   return refuse('wrong_state', 'the ledger is at event ' .. (R.sequence or -1) .. ', not at ' .. S.found)
 end
+local clock = now()
 local registry = {peers = true, peer_info = true, endpoints = true}
 for _, name in ipairs(NAMES) do
   if not registry[name] then redis.call('DEL', K[name]) end
@@ -16,7 +17,8 @@ redis.call('HSET', K.run, 'fingerprint', ARGV[1], 'prompts', ARGV[2], 'steps', A
   'groups_per_step', ARGV[5], 'policy', ARGV[6], 'max_attempts', ARGV[7], 'drop_share', ARGV[8], 'drop_window', ARGV[9],
   'epoch', S.epoch, 'digest', S.digest, 'resumed', '', 'halted', S.halted)
 for name, value in pairs({version = S.version, sequence = S.sequence, archived = S.after, issued = S.issued, trained = S.trained,
-  dropped = S.dropped, wasted_tokens = S.wasted_tokens, draining = S.draining, running = -1, checkpoint = S.checkpoint, pending = 0}) do
+  dropped = S.dropped, wasted_tokens = S.wasted_tokens, draining = S.draining, running = -1, checkpoint = S.checkpoint, pending = 0,
+  clock = clock, clock_time = R.time}) do
   put(name, value)
 end
 for _, epoch in ipairs(S.epochs) do redis.call('SADD', K.epochs, epoch) end

@@ -2,7 +2,7 @@
 -- ARGV: 1 incarnation, 2 JSON of role and info, 3 ttl (ms), 4 JSON {topic: endpoint} of what it serves, or empty
 -- Returns nothing. Refuses nothing; the run need not exist.
 reap_peers()
-redis.call('ZADD', K.peers, R.now + tonumber(ARGV[3]), ARGV[1])
+redis.call('ZADD', K.peers, now() + tonumber(ARGV[3]), ARGV[1])
 redis.call('HSET', K.peer_info, ARGV[1], ARGV[2])
 if ARGV[4] ~= (redis.call('HGET', K.endpoints, ARGV[1]) or '') then
   redis.call('HINCRBY', K.endpoints, '', 1)

@@ -47,5 +47,5 @@ def test_answers_of_people_are_read(text: str) -> None:
         ("1+" * LONGEST, "characters"),
     ],
 )
-def test_what_would_take_too_long_is_not_read(text: str, why: str) -> None:
+def test_expression_that_would_take_too_long_is_not_read(text: str, why: str) -> None:
     assert why in why_too_costly(text)

@@ -77,7 +77,7 @@ def test_another_number_of_rows_is_refused(rows: np.ndarray | None, words: str) 
         recorded_experts("r", ROWS, Mixture((2, 12), 13, 2), 5)
 
 
-def test_what_an_aborted_request_lacks_is_unknown() -> None:
+def test_experts_missing_from_an_aborted_request_are_unknown() -> None:
     found = recorded_experts("r", ROWS, MIXTURE, 7, aborted=True)
     np.testing.assert_array_equal(found[:5], ROWS[:, [2, 10]])
     assert (found[5:] == UNKNOWN_EXPERT).all()

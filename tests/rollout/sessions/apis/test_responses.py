@@ -121,7 +121,7 @@ async def test_a_response_is_kept_while_its_request_and_the_session_want_it() ->
         ({"instructions": ["x"]}, "instructions must be text"),
     ],
 )
-async def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], why: str) -> None:
+async def test_unsupported_field_is_refused_by_name(fields: dict[str, Any], why: str) -> None:
     async with served() as (client, session, _, _):
         with pytest.raises(openai.BadRequestError, match=why):
             await client.responses.create(**{"model": "m", "input": "abc", **fields})

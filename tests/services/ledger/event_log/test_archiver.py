@@ -31,7 +31,7 @@ async def test_archive_cuts_off_a_torn_line(driver: Driver, tmp_path: Path) -> N
     await driver.begin(B=1)
     path = tmp_path / FILE
     events = await driver.ledger.events(0, 100)
-    append(path, events[:3])
+    append(path, [json.dumps(event).encode() for event in events[:3]])
     with path.open("ab") as file:
         file.write(json.dumps(events[3]).encode()[:20])
     assert verify(path).violations == []

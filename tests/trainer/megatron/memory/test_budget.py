@@ -25,7 +25,7 @@ def test_the_largest_multiple_that_fits_is_chosen() -> None:
     assert choose_tokens(HOST, 10_000 * GIB) == TOKENS_MOST
 
 
-def test_what_does_not_fit_is_refused_with_the_cheapest_settings_that_would() -> None:
+def test_budget_that_does_not_fit_is_refused_with_the_cheapest_settings_that_would() -> None:
     with pytest.raises(SettingsError) as error:
         choose_tokens(workload(), 71 * GIB)
     text, tokens = str(error.value), largest_budget(HOST, 71 * GIB)

@@ -104,7 +104,7 @@ def test_hosts_divide_the_ranks_and_the_first_one_exports() -> None:
     assert expected_host_memory(other).checkpoint == pytest.approx(6 * PARAMETERS_7B, abs=100)
 
 
-def test_what_leaves_the_gpu_in_turns_is_on_the_host_and_on_a_cpu_everything_is() -> None:
+def test_state_that_leaves_the_gpu_in_turns_is_on_the_host_and_on_a_cpu_everything_is() -> None:
     device = HostWorkload(work=workload())
     assert expected_host_memory(device).model == 0
     assert expected_host_memory(replace(device, turns=True)).model == (2 + 12) * PARAMETERS_7B
@@ -119,7 +119,7 @@ def test_adapters_take_little() -> None:
     assert found.export == 2 * PARAMETERS_7B
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_host_memory_that_suffices_is_not_refused() -> None:
     assert host_refusal(HOST, expected_host_memory(HOST).total, "has") == ""
 
 

@@ -1,6 +1,7 @@
 """Defines what keeps the tokens of a step spread over the experts.
 
-Shapes: T tokens of this rank, S samples of the micro-batch, E experts of the layer, k of them for a token.
+Shapes: T tokens of this rank, S rows of the micro-batch (samples, or branches of them), E experts of the
+layer, k of them for a token.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def set_balance(config: Any, experts: Experts, trainer: TrainerConfig) -> None:
 
 
 def tokens_by_sample(chosen: torch.Tensor, experts: int, tokens: RoutedTokens) -> torch.Tensor:
-    """Count which experts the tokens of each sample chose; those of padding count nowhere.
+    """Count which experts the tokens of each row chose; those of padding count nowhere.
 
     Args:
         chosen: int64 [T, k].
@@ -57,8 +58,9 @@ def auxiliary_loss(
     """Return this rank's summand of the balancing loss of a layer.
 
     It is the mean over the samples of the step of E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961,
-    equations 4 to 6, for each sequence), f_e being the share of the sample's choices that expert e got and
-    P_e the mean of its score. Samples are the same in every layout, and so is the loss.
+    equations 4 to 6, for each sequence), f_e being the share of the row's choices that expert e got and P_e
+    the mean of its score. A sample of several rows has their mean, each by its share of the tokens. Rows are
+    the same in every layout, and so is the loss.
 
     Args:
         scores: float32 [T, E], with a sum of 1 for each token.

@@ -8,15 +8,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Which sample each token of a rank belongs to. Shapes: T tokens of this rank, S samples."""
+    """Which row each token of a rank belongs to. Shapes: T tokens of this rank, S rows.
+
+    A row is a sample, or a branch of one.
+    """
 
     samples: torch.Tensor
     """int64 [T], on the device: a number below S, or S for padding."""
     weights: torch.Tensor
-    """float32 [S + 1], on the device: what a token of each sample counts in a mean over the samples of a step
-    of means over their tokens; 0 for padding."""
+    """float32 [S + 1], on the device: what a token of each row counts in a mean over the samples of a step of
+    means over the tokens of all their rows; 0 for padding."""
     lengths: torch.Tensor
-    """float32 [S + 1], on the device: tokens of each sample over all ranks; 1 for padding."""
+    """float32 [S + 1], on the device: tokens of each row over all ranks; 1 for padding."""
     experts: torch.Tensor | None = None
     """int64 [layers with experts, T, k], on the device: the experts that every router has to choose, -1 where
     it chooses itself; None: it does everywhere."""
@@ -31,6 +34,7 @@ def routed_tokens(
     owners: torch.Tensor,
     samples: int,
     *,
+    shares: torch.Tensor | None = None,
     experts: torch.Tensor | None = None,
     part: int = 0,
     parts: int = 1,
@@ -38,9 +42,10 @@ def routed_tokens(
     """Describe this rank's part of a micro-batch, on the host.
 
     Args:
-        lengths: tokens of each of the S samples, over all ranks.
-        owners: int64: the sample of each token that this context rank has, from 0; S for padding.
+        lengths: tokens of each of the S rows, over all ranks.
+        owners: int64: the row of each token that this context rank has, from 0; S for padding.
         samples: those of the whole step; at least 1.
+        shares: float32 [S]: what part of its sample's tokens each row has; None: each row is a sample.
         experts: int16 [tokens without padding, layers with experts, k]: what was chosen for them, if it is to
             be chosen again.
         part: number of this rank among those that divide these tokens into equal pieces.
@@ -49,6 +54,8 @@ def routed_tokens(
     whole = torch.tensor([*lengths, 1], dtype=torch.float32).clamp_min(1)
     weights = 1 / (whole * max(samples, 1))
     weights[-1] = 0
+    if shares is not None:
+        weights[:-1] *= shares
     given = None
     if experts is not None:
         filled = torch.nn.functional.pad(experts, (0, 0, 0, 0, 0, len(owners) - len(experts)), value=-1)

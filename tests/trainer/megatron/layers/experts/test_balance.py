@@ -1,11 +1,19 @@
 """Tests the losses that spread tokens over experts against numbers worked out by hand."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from protocol.errors import SettingsError
-from trainer.config import TrainerConfig
+from tests.trainer.megatron.models import BALANCE, OPTIMIZER, make_batch, save_model
+from tests.trainer.megatron.plain import PlainTrainer
+from tests.trainer.megatron.ranks import ALGORITHM
+from trainer.batch import Batch
+from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.architecture.experts import Experts
+from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.layers.experts.balance import (
     auxiliary_loss,
     extremes,
@@ -17,6 +25,7 @@ from trainer.megatron.layers.experts.balance import (
 )
 from trainer.megatron.layers.experts.tokens import routed_tokens
 
+MODEL = "qwen3-moe"
 CHOSEN = torch.tensor([[0, 1], [0, 2], [1, 0], [2, 2]])
 """Two samples of two tokens and one, and one token of padding."""
 OWNERS = torch.tensor([0, 0, 1, 2])
@@ -43,6 +52,36 @@ def test_the_losses_of_parts_add_up_to_that_of_the_whole() -> None:
     by_hand = logits.logsumexp(-1).square() * torch.tensor([1 / 8, 1 / 8, 1 / 4, 0])
     assert float(sum(parts)) == pytest.approx(float(by_hand.sum()))
     assert [half.samples.tolist() for half in halves] == [[0, 0], [1, 2]]
+
+
+def branched(copies: int) -> Batch:
+    """Two samples without an advantage, the first of which has so many equal rows, and one more."""
+    batch = make_batch(MODEL, samples=3)
+    batch = batch.select(torch.tensor([0] * copies + [1, 2]))
+    rows, weights = torch.tensor([5] * (copies + 1) + [7]), torch.zeros_like(batch.weights)
+    inputs = (batch.lengths - 1).float()
+    shares = inputs / torch.cat([inputs[:-1].sum().expand(copies + 1), inputs[-1:]])
+    totals = replace(batch.totals, samples=2)
+    return replace(batch, rows=rows, shares=shares, weights=weights, totals=totals)
+
+
+@pytest.mark.parametrize("trainer", [{}, {"micro_batch_size": 1}], ids=["together", "apart"])
+def test_a_sample_counts_once_however_many_rows_it_has(tmp_path: Path, trainer: dict[str, int]) -> None:
+    directory = save_model(MODEL, tmp_path)
+    for copies in (1, 3):
+        settings = TrainerConfig(device="cpu", **BALANCE[MODEL], **trainer)
+        backend = MegatronBackend(
+            directory, parallel=ParallelConfig(), optimizer=OPTIMIZER, trainer=settings, algorithm=ALGORITHM
+        )
+        stats = backend.train_step(branched(copies))
+        backend.close()
+        plain = PlainTrainer(MODEL, ALGORITHM).step(branched(copies))
+        assert stats.grad_norm == pytest.approx(plain["grad_norm"], rel=1e-5)
+    # equal rows alone change nothing
+    expected = torch.tensor([1 / 8, 1 / 8, 0])
+    one, two = (routed_tokens([2] * k, torch.tensor([0]), 4, shares=torch.ones(k) / k) for k in (1, 2))
+    torch.testing.assert_close(one.weights, expected[1:])
+    torch.testing.assert_close(two.weights, expected / torch.tensor([2, 2, 1]))
 
 
 def test_biases_move_towards_an_even_spread() -> None:

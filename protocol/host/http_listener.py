@@ -1,0 +1,101 @@
+"""Listens for a web server, with a limit on connections and on the time until the first request."""
+
+import asyncio
+import logging
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: all harnesses of a worker may begin at once."""
+
+
+def request_logger(name: str) -> logging.Logger:
+    """Return a logger for aiohttp that leaves out requests that are no HTTP.
+
+    Port scanners would fill the log, and what is quoted of a request may have a key in its path.
+    """
+    logger = logging.getLogger(name)
+    if _is_no_bad_request not in logger.filters:
+        logger.addFilter(_is_no_bad_request)
+    return logger
+
+
+def _is_no_bad_request(record: logging.LogRecord) -> bool:
+    """Return whether a record says something else than that a request is no HTTP."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+class LimitedListener:
+    """Accepts connections for the application of a runner, on one address."""
+
+    def __init__(self, *, max_connections: int, header_s: float, full: bytes) -> None:
+        """Create a listener that is not started.
+
+        Args:
+            max_connections: open at once; one more is answered 503 and closed.
+            header_s: how long a connection may take to send the head of its first request, seconds. One that
+                takes longer is closed.
+            full: body of the answer 503, JSON.
+        """
+        self._max, self._header_s, self._full = max_connections, header_s, full
+        self._silent: set[asyncio.Protocol] = set()
+        """Connections that have not sent the head of a request yet, for at most `header_s`."""
+        self._server: asyncio.Server | None = None
+
+    async def start(self, runner: web.AppRunner, host: str, port: int) -> str:
+        """Bind and accept, and return the address as a URL.
+
+        Raises:
+            OSError: host or port cannot be bound.
+        """
+        loop, server = asyncio.get_running_loop(), runner.server
+        if server is None:
+            raise RuntimeError("the runner is not set up")
+        served = server
+
+        def connected() -> asyncio.Protocol:
+            if len(served.connections) >= self._max:
+                return _Full(self._full)
+            handler = served()
+            self._silent.add(handler)
+            loop.call_later(self._header_s, self._close_silent, handler)
+            return handler
+
+        self._server = await loop.create_server(connected, host, port, backlog=BACKLOG)
+        found = self._server.sockets[0].getsockname()
+        return f"http://{f'[{found[0]}]' if ':' in found[0] else found[0]}:{found[1]}"
+
+    def close(self) -> None:
+        """Accept no more. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+
+    @web.middleware
+    async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Note that a connection has sent a request; has to be a middleware of the application."""
+        self._silent.discard(request.protocol)
+        return await handler(request)
+
+    def _close_silent(self, handler: web.RequestHandler) -> None:
+        if handler in self._silent:
+            self._silent.remove(handler)
+            if handler.transport is not None:
+                handler.transport.abort()
+
+
+class _Full(asyncio.Protocol):
+    """Answers a connection that is one too many."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        head = (
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(self._body)}\r\n\r\n"
+        )
+        if isinstance(transport, asyncio.WriteTransport):
+            transport.write(head.encode() + self._body)
+            transport.close()

@@ -1,0 +1,86 @@
+"""Imports vLLM for an engine: which variables have to be set before, and what is left out.
+
+Nothing of vLLM is imported before one of these functions is called.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rollout.engines.base import EngineConfig
+from rollout.engines.multi_process.parent_watch import OWNER
+from rollout.engines.vllm.core_server import run_server, without_compiler
+
+
+def set_environment(config: EngineConfig) -> None:
+    """Set what vLLM reads from the environment, before it is imported; its processes inherit it."""
+    # On a CPU vLLM runs a single rank in a process of its own, so as to bind threads, which is off here: that
+    # process would import vLLM once more, 10 s of computing. AsyncLLM has its engine process in any case.
+    one_process = config.tensor_parallel_size == 1 and not torch.cuda.is_available()
+    os.environ.update(
+        {
+            OWNER: str(os.getpid()),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(config.threads),
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
+            "VLLM_ENGINE_READY_TIMEOUT_S": str(max(1, int(config.start_timeout_s))),
+        }
+    )
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+
+
+def runs_eagerly(eager: bool) -> bool:
+    """Return whether nothing at all is compiled: an eager engine on a CPU."""
+    return eager and not torch.cuda.is_available()
+
+
+@contextmanager
+def eager_environment(eager: bool) -> Iterator[None]:
+    """Keep an eager engine on a CPU from compiling its sampler, for half a minute, while processes start."""
+    if not runs_eagerly(eager):
+        yield
+        return
+    from rollout.engines.vllm import eager_core
+
+    with without_compiler():
+        eager_core.use_here()
+        yield
+
+
+def import_vllm(config: EngineConfig) -> None:
+    """Import what an engine's start will, and let the server import it where the engine is forked from it."""
+    set_environment(config)
+    if has_server(config.enforce_eager, config.tensor_parallel_size):
+        run_server()
+    with eager_environment(config.enforce_eager):
+        import vllm.engine.arg_utils
+        import vllm.v1.engine.async_llm  # noqa: F401
+
+        cpu_head_sizes()
+
+
+def has_server(eager: bool, ranks: int) -> bool:
+    """Return whether the engine process is forked from the server."""
+    return runs_eagerly(eager) and ranks == 1
+
+
+def cpu_head_sizes() -> list[int]:
+    """Return the sizes of an attention head that vLLM supports on a CPU; none if it does not say."""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    except ImportError:
+        return []
+    return list(CPUAttentionBackend.get_supported_head_sizes())

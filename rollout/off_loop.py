@@ -1,0 +1,51 @@
+"""Runs the work of large texts beside the event loop, which extends leases meanwhile.
+
+Two threads do it for all sessions of a process. Work that waits is given up with its caller; so no more waits
+than there are connections and episodes.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+LARGE = 8192
+"""Characters of text; more of them are parsed, rendered and tokenized beside the event loop. Less takes some
+milliseconds, and the way to a thread and back takes a tenth of one."""
+TOKEN = 8
+"""Characters that count for a token."""
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="large-text")
+
+
+async def off_loop(size: int, work: Callable[[], Result]) -> Result:
+    """Return what `work` returns; it runs in a thread if it is about more than `LARGE` characters.
+
+    Cancelled, work that has begun runs to its end, and its result is lost.
+
+    Raises:
+        Exception: whatever `work` raises.
+    """
+    if size <= LARGE:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
+
+def size_of(value: Any) -> int:
+    """Return how many characters a JSON value has, roughly; some number over `LARGE` if there are more."""
+    size, left = 0, [value]
+    while left and size <= LARGE:
+        found = left.pop()
+        size += TOKEN
+        if isinstance(found, str | bytes):
+            size += len(found)
+        elif isinstance(found, dict | list | tuple):
+            size += TOKEN * len(found)
+            if size <= LARGE:
+                left += _inside(found)
+    return size
+
+
+def _inside(found: Any) -> Iterable[Any]:
+    return (*found.keys(), *found.values()) if isinstance(found, dict) else found

@@ -1,0 +1,44 @@
+"""Decides which credentials among the variables of `tether up` are withheld from which services.
+
+A variable is a credential if its name says so (`WANDB_API_KEY`), or a judge's `key_env` names it. A service
+gets a credential only if the table here, or its own work, needs it.
+"""
+
+import re
+from collections.abc import Iterable
+
+from protocol.topics import Role
+from services.settings.sections import Settings
+
+CREDENTIAL = re.compile(
+    r"(^|_)(KEYS?|[A-Z]*APIKEY|TOKENS?|SECRETS?|[A-Z]*PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIALS?|PAT|CONNECTION_STRING)(_|$)"
+)
+"""What the names of variables with credentials contain."""
+WORKING_DIRECTORIES = ("PWD", "OLDPWD")
+"""Variables of shells that `CREDENTIAL` matches although they hold none."""
+READS_MODELS = frozenset({Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.EVALUATION})
+USERS_CODE = frozenset({Role.ROLLOUT, Role.REWARD, Role.EVALUATION})
+"""Services that run environments and rewards of the user, which may need any credential."""
+HOLDERS = {
+    ("WANDB_", "MLFLOW_", "DATABRICKS_", "TRACKIO_"): frozenset({Role.TRACKING}),
+    ("HF_", "HUGGING_FACE_", "HUGGINGFACE_"): READS_MODELS,
+    ("AWS_", "GOOGLE_", "GCS_", "AZURE_"): frozenset({Role.TRAINER}),
+}
+"""How names begin -> services that get such a credential; others go to the user's code."""
+SCORES = frozenset({Role.REWARD, Role.EVALUATION})
+"""Services that ask judges."""
+
+
+def withheld_from(role: Role, settings: Settings, names: Iterable[str]) -> frozenset[str]:
+    """Return the variables, of these names, that a service must not get."""
+    judges = {str(verifier.options.get("key_env", "")) for verifier in settings.reward.verifiers}
+    return frozenset(name for name in names if role not in _holders(name, judges))
+
+
+def _holders(name: str, judges: set[str]) -> frozenset[Role]:
+    """Return the services that get a variable."""
+    if name in judges:
+        return SCORES
+    if name in WORKING_DIRECTORIES or not CREDENTIAL.search(name.upper()):
+        return frozenset(Role)
+    return next((roles for prefixes, roles in HOLDERS.items() if name.startswith(prefixes)), USERS_CODE)

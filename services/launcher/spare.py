@@ -1,0 +1,201 @@
+"""Keeps spares: processes that have imported what a service needs, and replace one that dies.
+
+A spare is of a kind: a module and its environment variables, which libraries read as they are imported. It is
+started in the session that the service will have. Each kind has one spare at most.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.host.memory import memory_available
+from services.launcher.session import kill_session, start_session
+from services.spare import READY
+
+log = logging.getLogger("tether.up")
+
+AFTER_S = 5.0
+"""Seconds after which a spare that was used has a successor, which would slow down the service's start."""
+AGAIN_S = 60.0
+"""Seconds after which a spare that ended by itself, or for which there was no memory, is started again."""
+TRIES = 3
+"""Spares of a kind that may end by themselves, one after the other, before no more are started."""
+READY_S = 300.0
+"""Seconds that a spare has for its imports."""
+ORDER_S = 1.0
+"""Limit of handing a spare its name, seconds."""
+ROOM_BYTES = 4 << 30
+"""Memory that has to be free on the host before a spare is started."""
+
+Kind = tuple[str, tuple[tuple[str, str], ...], frozenset[str]]
+"""Module, variables, and names of variables that are withheld."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """A process that waits to become a service."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    used: asyncio.Event
+    """Set once it is to become a service: its life is that of the service from then on."""
+
+
+class Spares:
+    """The spares of a fleet."""
+
+    def __init__(self, logs: Path) -> None:
+        """Start nothing yet; `logs` is where spares write `spare.NAME.log`, NAME being a service."""
+        self._logs = logs
+        self._kinds: dict[Kind, str] = {}
+        """Kinds to keep a spare of -> the first service of that kind."""
+        self._ready: dict[Kind, Spare] = {}
+        self._imports: dict[Kind, asyncio.Event] = {}
+        """Kind whose spare imports now -> set once it is ready, or has failed."""
+        self._tasks: asyncio.TaskGroup | None = None
+        self._importing = asyncio.Lock()
+        """Held by the one spare that imports: together they would leave the run no processor."""
+
+    def add(
+        self, name: str, module: str, environ: Mapping[str, str], withheld: frozenset[str] = frozenset()
+    ) -> None:
+        """Keep a spare for the service `name`, and for others of its kind."""
+        kind = _kind(module, environ, withheld)
+        if kind in self._kinds:
+            return
+        self._kinds[kind] = name
+        if self._tasks is not None:
+            self._tasks.create_task(self._keep_loop(kind), name=f"spare-{name}")
+
+    async def run(self, begun: Callable[[], Awaitable[None]]) -> None:
+        """Keep the spares until cancelled; then those that were not used are killed.
+
+        Args:
+            begun: returns once the run makes steps. The first spares are started then, as they would slow
+                down its start.
+        """
+        await begun()
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for kind, name in self._kinds.items():
+                    self._tasks.create_task(self._keep_loop(kind), name=f"spare-{name}")
+                await asyncio.Event().wait()
+        finally:
+            self._tasks = None
+
+    async def take(
+        self,
+        name: str,
+        module: str,
+        environ: Mapping[str, str],
+        log_path: Path,
+        withheld: frozenset[str] = frozenset(),
+    ) -> asyncio.subprocess.Process | None:
+        """Have the spare of a kind become the service `name`, and append its output to `log_path`.
+
+        It waits for one that imports already, at most `READY_S`: the service, started anew, would import the
+        same beside it. Returns None if there is none.
+        """
+        kind = _kind(module, environ, withheld)
+        if importing := self._imports.get(kind):
+            await importing.wait()
+        spare = self._ready.pop(kind, None)
+        if spare is None:
+            return None
+        spare.used.set()
+        try:
+            async with asyncio.timeout(ORDER_S):
+                spare.writer.write(json.dumps({"name": name, "log": str(log_path)}).encode() + b"\n")
+                await spare.writer.drain()
+        except (OSError, TimeoutError):  # it has died just now
+            kill_session(spare.process)
+            return None
+        log.info("service.from_spare name=%s pid=%d", name, spare.process.pid)
+        return spare.process
+
+    async def _keep_loop(self, kind: Kind) -> None:
+        name, tries = self._kinds[kind], 0
+        while tries < TRIES:
+            if not _has_room():
+                log.warning("spare.no_memory name=%s needs_mb=%d", name, ROOM_BYTES >> 20)
+            elif await self._keep_one(kind):
+                tries = 0
+                await asyncio.sleep(AFTER_S)
+                continue
+            else:
+                tries += 1
+                log.warning("spare.died name=%s tries=%d see=%s", name, tries, self._log(name))
+            await asyncio.sleep(AGAIN_S)
+
+    async def _keep_one(self, kind: Kind) -> bool:
+        """Start a spare and wait until it is used; return False if it could not start, or ended before."""
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                async with self._importing, asyncio.timeout(READY_S):
+                    with self._import_noted(kind):
+                        spare = await self._start(kind)
+                        stack.push_async_callback(self._end, kind, spare)
+                        if await spare.reader.readline() != READY:
+                            return False
+                        self._ready[kind] = spare
+                log.info("spare.ready name=%s pid=%d", self._kinds[kind], spare.process.pid)
+                await spare.reader.read()  # it closes its end when it becomes the service, and as it dies
+            except ConnectionError:  # it was killed before it has read its order
+                pass
+            except (OSError, TimeoutError) as error:
+                log.warning("spare.not_ready name=%s error=%r", self._kinds[kind], error)
+                return False
+            return spare.used.is_set()
+
+    @contextlib.contextmanager
+    def _import_noted(self, kind: Kind) -> Iterator[None]:
+        """Have `take` wait for the spare that imports within the block."""
+        self._imports[kind] = ended = asyncio.Event()
+        try:
+            yield
+        finally:
+            del self._imports[kind]
+            ended.set()
+
+    async def _end(self, kind: Kind, spare: Spare) -> None:
+        """Forget a spare, and kill it unless it has become a service."""
+        self._ready.pop(kind, None)
+        spare.writer.close()
+        if not spare.used.is_set():
+            kill_session(spare.process)
+            await spare.process.wait()
+
+    async def _start(self, kind: Kind) -> Spare:
+        module, environ, withheld = kind
+        name = self._kinds[kind]
+        mine, its = socket.socketpair()
+        with its, contextlib.ExitStack() as opened:
+            opened.callback(mine.close)
+            with self._log(name).open("wb") as output:
+                process = await start_session(
+                    ("services.spare", module), dict(environ), f"spare.{name}", output, its.fileno(), withheld
+                )
+            opened.callback(kill_session, process)
+            reader, writer = await asyncio.open_unix_connection(sock=mine)
+            opened.pop_all()
+        return Spare(process, reader, writer, asyncio.Event())
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"spare.{name}.log"
+
+
+def _kind(module: str, environ: Mapping[str, str], withheld: frozenset[str]) -> Kind:
+    return module, tuple(sorted(environ.items())), withheld
+
+
+def _has_room() -> bool:
+    try:
+        return memory_available() >= ROOM_BYTES
+    except OSError:  # not Linux: it cannot be known
+        return True

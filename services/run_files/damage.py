@@ -1,0 +1,132 @@
+"""Finds files of a run's directory that are not what was written, for `tether verify --files`.
+
+Every byte of the files in `CHECKS` is read. A file that a run removes meanwhile is left out.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import SpoolError
+from services.ledger.event_log.hash_chain import damaged_lines, head_of
+from trainer.storage.archive import Archive
+from trainer.storage.checkpoints import MANIFEST
+from trainer.storage.checksums import FILE, damaged_document, damaged_files, listed_files
+from trainer.storage.spool import Spool, is_made
+from trainer.storage.write_ahead_log import damage_in_log
+
+Damage = Iterator[tuple[Path, str]]
+"""The path of a damaged file, and where it is damaged or how."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFiles:
+    """What was read of a run's directory. Paths are relative to it."""
+
+    checked: int
+    """Files that were read."""
+    checked_bytes: int
+    damaged: list[str]
+    """A sentence for each damaged place, which begins with the file's path."""
+    not_covered: list[str]
+    """Files that have no checksum, and folders in which no file has one."""
+
+
+def check_files(run_dir: Path) -> CheckedFiles:
+    """Read all files of a run that have checksums, and compare them."""
+    checked: set[Path] = set()
+    damaged: list[str] = []
+    for pattern, check, read_with in CHECKS:
+        for path in sorted(run_dir.glob(pattern)):
+            if path.is_symlink() or path.suffix == ".tmp":
+                continue
+            found = [f"{file.relative_to(run_dir)}: {problem}" for file, problem in check(path)]
+            damaged += found if path.exists() else []
+            checked |= {path, *read_with(path)}
+    checked = {path for path in checked if path.is_file()}
+    left = {path for path in run_dir.rglob("*") if path.is_file() and not path.is_symlink()} - checked
+    return CheckedFiles(
+        checked=len(checked),
+        checked_bytes=sum(path.stat().st_size for path in checked),
+        damaged=damaged,
+        not_covered=_summed_up(run_dir, left, checked),
+    )
+
+
+def _lost_log(head: Path) -> Damage:
+    if not head.with_suffix(".jsonl").is_file():
+        yield head.with_suffix(".jsonl"), f"is missing, and {head.name} is there"
+
+
+def _archived_step(path: Path) -> Damage:
+    step = path.stem.removeprefix("step_")
+    try:
+        Archive(path.parent).read(int(step))
+    except (SpoolError, ValueError) as error:
+        yield path, str(error)
+
+
+def _spool(path: Path) -> Damage:
+    log = path.with_name(f"{path.name}-wal")
+    try:
+        # before SQLite opens the log, and cuts it off there; twice, as a run may be writing to it
+        if (problem := damage_in_log(log)) is not None and problem == damage_in_log(log):
+            yield log, problem
+        elif is_made(path):
+            with closing(Spool(path, read_only=True)) as spool:
+                for item in spool.damaged():
+                    yield path, f"{item.what} is not what was written"
+    except (SpoolError, OSError) as error:
+        yield path, str(error)
+
+
+def _model(directory: Path) -> Damage:
+    return damaged_files(directory / FILE)
+
+
+def _listed_of_model(directory: Path) -> set[Path]:
+    return {directory / FILE, *_listed(directory / FILE)}
+
+
+def _listed(path: Path) -> set[Path]:
+    return {path.parent / part.name for part in listed_files(path)}
+
+
+def _head(path: Path) -> set[Path]:
+    return {head_of(path)}
+
+
+def _beside_spool(path: Path) -> set[Path]:
+    return {path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")}
+
+
+def _alone(_: Path) -> set[Path]:
+    return set()
+
+
+CHECKS: tuple[tuple[str, Callable[[Path], Damage], Callable[[Path], set[Path]]], ...] = (
+    ("audit.jsonl", damaged_lines, _head),
+    ("metrics.jsonl", damaged_lines, _head),
+    ("eval.jsonl", damaged_lines, _head),
+    ("*.head", _lost_log, _alone),
+    ("settings.json", damaged_document, _alone),
+    ("hub.json", damaged_document, _alone),
+    ("frozen_models.json", damaged_document, _alone),
+    ("exports/best.json", damaged_document, _alone),
+    ("exports/*/", _model, _listed_of_model),
+    (f"checkpoints/step_*/{MANIFEST}", damaged_files, _listed),
+    ("archive/step_*.msgpack", _archived_step, _alone),
+    ("spool.sqlite", _spool, _beside_spool),
+)
+"""Pattern of paths, what finds damage in one, and the files that are read with it."""
+
+
+def _summed_up(run_dir: Path, left: set[Path], checked: set[Path]) -> list[str]:
+    """Return names of files; a folder without a checked file stands for all that is in it."""
+    kept = {parent for path in checked for parent in path.parents} | {run_dir}
+    names = set()
+    for path in left:
+        whole = [folder for folder in path.parents if folder not in kept and folder.is_relative_to(run_dir)]
+        names.add(f"{whole[-1].relative_to(run_dir)}/" if whole else str(path.relative_to(run_dir)))
+    return sorted(names)

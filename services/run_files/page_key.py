@@ -1,0 +1,79 @@
+"""Makes, checks and reads the key of the page, which only a file of the run's user has.
+
+The registry has the page's URL without it: everybody who reads the ledger or its files would have the key.
+"""
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from yarl import URL
+
+from protocol.errors import SettingsError
+from services.bus.config import is_loopback
+
+KEY_FILE = "monitor.key"
+"""Name of the generated key's file in the run directory."""
+SHORTEST_KEY = 16
+
+
+def access_key(host: str, key_file: str, run_dir: Path) -> str:
+    """Return the key that readers need; empty on loopback, unless a file is configured.
+
+    Args:
+        host: the address that the page is served on.
+        key_file: `monitor.key_file`; empty: `KEY_FILE` in the run directory, made if it is not there.
+        run_dir: directory of the run.
+
+    Raises:
+        SettingsError: the key cannot be read or made, is short, or others can read it.
+    """
+    if is_loopback(host) and not key_file:
+        return ""
+    path = Path(key_file) if key_file else run_dir / KEY_FILE
+    try:
+        if not key_file:
+            _make_key(path)
+        return _read_key(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(
+            f"monitor.host = {host!r} needs a key: {path}: {getattr(error, 'strerror', None) or error}"
+        ) from None
+
+
+def add_key(page: str, host: str, key_file: str, run_dir: Path) -> str:
+    """Return the URL of a page with its key, as far as one is needed and this user can read it.
+
+    Args:
+        page: the URL as the registry has it, without a key.
+        host: as for `access_key`.
+        key_file: likewise.
+        run_dir: likewise.
+    """
+    if not is_loopback(host) or key_file:
+        with suppress(OSError, UnicodeDecodeError, SettingsError):
+            return str(
+                URL(page).with_query(key=_read_key(Path(key_file) if key_file else run_dir / KEY_FILE))
+            )
+    return page
+
+
+def _read_key(path: Path) -> str:
+    """Return the key in a file. Raises SettingsError: it is short, or others can read it."""
+    mode, key = path.stat().st_mode, path.read_text().strip()
+    if mode & 0o077:
+        raise SettingsError(f"{path}: others can read the key of the monitor's page: chmod 600 {path}")
+    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable():
+        raise SettingsError(f"{path}: a key has at least {SHORTEST_KEY} printable characters")
+    return key
+
+
+def _make_key(path: Path) -> None:
+    """Write a random key unless the file exists; readable by its owner only."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with open(descriptor, "w") as file:
+        file.write(secrets.token_urlsafe(24) + "\n")

@@ -1,0 +1,69 @@
+"""Writes to the run directory: repeatedly while its disk is full, which every process shows that waits."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from protocol.errors import SpoolError, TetherError
+from protocol.host.full_disk import describe_full, is_for_want_of_room
+from services.observability.service_rows import ROOM
+from services.runtime.process import Process
+
+log = logging.getLogger("tether")
+T = TypeVar("T")
+
+RETRY_S = 1.0
+"""Seconds between two attempts."""
+
+
+async def until_written(process: Process, write: Callable[[], T]) -> T:
+    """Do blocking work that writes to the run directory, repeatedly while the disk or the spool refuses it.
+
+    Nothing that depends on it is acknowledged meanwhile, so senders keep what they have. Cancelled, it leaves
+    an attempt to its end.
+
+    Args:
+        process: shows the wait.
+        write: changes nothing if it raises, or may be repeated.
+
+    Returns:
+        What `write` returned.
+
+    Raises:
+        Exception: what `write` raised, if it is not for want of room or a SpoolError.
+    """
+    try:
+        return await asyncio.to_thread(write)
+    except Exception as error:
+        if not _is_waited_for(error):
+            raise
+        refused = error
+    async with waiting_for_room(process, refused):
+        while True:
+            await asyncio.sleep(RETRY_S)
+            try:
+                return await asyncio.to_thread(write)
+            except Exception as error:
+                if not _is_waited_for(error):
+                    raise
+
+
+@contextlib.asynccontextmanager
+async def waiting_for_room(process: Process, error: BaseException) -> AsyncIterator[None]:
+    """Show that the process waits because a write was refused, at once and until the block ends."""
+    process.metrics.count("writes.refused")
+    log.error("write.refused error=%s", error)
+    is_full = is_for_want_of_room(error)
+    what = f"{ROOM}: {describe_full(process.settings.run_dir)}" if is_full else "the spool"
+    with process.waiting(what):
+        with contextlib.suppress(TetherError, TimeoutError):  # the ledger may be on the same disk
+            async with asyncio.timeout(RETRY_S):
+                await process.register()
+        yield
+    log.info("write.continues")
+
+
+def _is_waited_for(error: BaseException) -> bool:
+    return isinstance(error, SpoolError) or is_for_want_of_room(error)

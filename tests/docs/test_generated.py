@@ -1,0 +1,60 @@
+"""Checks drawings, the API page and the table of commands against the code."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from protocol.lifecycle import TRANSITIONS
+from protocol.topics import TOPICS
+from services.cli import app
+from tests.docs.pages import DOCS
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["architecture", "group", "weights"])
+def test_drawing_is_current(name: str) -> None:
+    drawn = load("diagrams").DRAWINGS[name]()
+    assert (DOCS / f"diagrams/{name}.svg").read_text() == drawn, "run `python docs/diagrams.py`"
+
+
+def test_drawings_show_every_topic_state_and_event() -> None:
+    drawings = load("diagrams")
+    assert all(f">{topic}</text>" in drawings.architecture() for topic in TOPICS)
+    group = drawings.group_life()
+    assert all(state.value in group for state in TRANSITIONS)
+    assert all(event.value in group for row in TRANSITIONS.values() for event in row)
+
+
+def test_api_page_is_current() -> None:
+    assert (DOCS / "api.md").read_text() == load("api_page").render(), "run `python docs/api_page.py`"
+
+
+def test_api_page_has_every_member_that_it_selects() -> None:
+    page = load("api_page")
+    text = page.render()
+    for classes in page.CLASSES.values():
+        for module, name, members in classes:
+            assert (Path(page.ROOT) / module).is_file()
+            section = text.partition(f"### {name}\n")[2].partition("\n### ")[0]
+            assert all(
+                f"#### `{member}" in section or f"#### `async {member}" in section for member in members or ()
+            )
+
+
+def test_commands_page_has_every_command() -> None:
+    page = (DOCS / "commands.md").read_text()
+    names = [
+        command.name or command.callback.__name__ for command in app.registered_commands if command.callback
+    ]
+    assert len(names) > 10
+    assert [name for name in names if f"| `tether {name} " not in page] == []

@@ -1,0 +1,68 @@
+"""kill -9 of a trainer and a rollout worker that have spares: these become them, and the run finishes.
+
+Leases of the killed worker would last longer than the test.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+from services.observability.steps import read_steps
+from tests.integration.command import audit, pids, processes_of, tether_up, until
+from tests.integration.loop import ROOT
+
+STEPS = 40
+KILLED = ("trainer", "rollout.1")
+OVERRIDES = (
+    "engine.name=hf",
+    "trainer.backend=reference",
+    "trainer.checkpoint_every=5",
+    "bound.groups_per_step=8",
+    "eval.at_end=false",
+    "monitor.enabled=false",
+    "rollout.lease_s=600",
+    "rollout.groups_in_flight=8",
+    "bus.peer_timeout_s=2",
+    'reward.verifiers=[{name="tests.integration.slow_verifier"}]',
+)
+ARGUMENTS = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--rollouts", "2"]
+ARGUMENTS += [word for override in OVERRIDES for word in ("--set", override)]
+
+
+def spare_pids(log: Path) -> dict[str, int]:
+    """Spares that are ready, by the service that each is named after, as `tether up` has logged them."""
+    lines = [line.split() for line in log.read_text().splitlines() if "spare.ready" in line]
+    return {words[-2].removeprefix("name="): int(words[-1].removeprefix("pid=")) for words in lines}
+
+
+def test_a_spare_replaces_a_trainer_and_a_rollout_worker_that_are_killed(tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "up.log"
+    with tether_up(*ARGUMENTS, "--run-dir", str(run_dir), output=log) as up:
+        spares = until(
+            lambda: (found := spare_pids(log)).keys() >= {"trainer", "rollout.0"} and found,
+            seconds=240,
+            what="the spares",
+        )
+        alive = until(
+            lambda: (found := pids(run_dir)).keys() >= set(KILLED) and found, seconds=60, what="both services"
+        )
+        for name in KILLED:
+            os.kill(alive[name], signal.SIGKILL)
+        now = until(
+            lambda: (
+                (found := pids(run_dir)) and all(found.get(n, alive[n]) != alive[n] for n in KILLED) and found
+            ),
+            seconds=120,
+            what="their restart",
+        )
+        assert (now["trainer"], now["rollout.1"]) == (spares["trainer"], spares["rollout.0"])
+        assert up.wait(400) == 0, log.read_text()
+    said = log.read_text()
+    for name in KILLED:
+        assert f"service.died name={name} code=-9 restarts=1" in said
+        assert f"service.from_spare name={name} pid={now[name]}" in said
+    assert (run_dir / "logs/rollout.1.log").read_text().count("ready part=engine") == 2
+    assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    result = audit(run_dir)
+    assert (result["code"], result["violations"], result["steps"]) == (0, [], STEPS)
+    assert processes_of(run_dir) == []

@@ -1,0 +1,110 @@
+"""Tests how spares are kept: one for each kind, another after it was used, none after too many failures."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.launcher import spare
+from services.launcher.spare import Spares
+from tests.services.bus.harness import eventually
+from tests.services.launcher.patient_spares import PROGRAM, kept_spares
+
+PYTHONPATH = {"PYTHONPATH": os.getcwd()}
+
+
+@pytest.fixture
+def spares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spares:
+    monkeypatch.setattr(spare, "AFTER_S", 0.0)
+    monkeypatch.setattr(spare, "AGAIN_S", 0.0)
+    return Spares(tmp_path)
+
+
+def waiting(spares: Spares) -> list[int]:
+    """Pids of the spares that are ready."""
+    return [ready.process.pid for ready in spares._ready.values()]
+
+
+async def test_services_of_one_kind_share_a_spare_which_is_replaced(spares: Spares, tmp_path: Path) -> None:
+    one, other = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, {**PYTHONPATH, "BEHAVIOUR": "0 other"}
+    for name, environ in (("worker.0", one), ("worker.1", one), ("worker.2", other)):
+        spares.add(name, PROGRAM, environ)
+    async with kept_spares(spares):
+        await eventually(lambda: len(waiting(spares)) == 2)
+        before = set(waiting(spares))
+        process = await spares.take("worker.1", PROGRAM, one, tmp_path / "worker.1.log")
+        assert process is not None
+        assert await process.wait() == 0
+        assert (tmp_path / "worker.1.log").read_text() == "one\n"
+        await eventually(lambda: len(waiting(spares)) == 2)
+        assert len(before & set(waiting(spares))) == 1
+        assert await spares.take("worker.3", PROGRAM, PYTHONPATH, tmp_path / "worker.3.log") is None
+        left = waiting(spares)
+    assert not any(psutil.pid_exists(pid) for pid in left)
+    assert sorted(path.name for path in tmp_path.glob("spare.*")) == [
+        "spare.worker.0.log",
+        "spare.worker.2.log",
+    ]
+
+
+async def test_a_spare_waits_until_the_run_has_begun(spares: Spares, tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def wait() -> None:
+        await begun.wait()
+
+    spares.add("worker.0", PROGRAM, PYTHONPATH)
+    async with asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(spares.run(wait))
+        await asyncio.sleep(0)
+        assert not psutil.Process().children()
+        begun.set()
+        await eventually(lambda: bool(waiting(spares)))
+        keeping.cancel()
+
+
+async def test_a_service_that_dies_waits_for_a_spare_that_imports_already(
+    spares: Spares, tmp_path: Path
+) -> None:
+    environ, others = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, set(psutil.Process().children())
+    spares.add("worker.0", PROGRAM, environ)
+    async with kept_spares(spares):
+        await eventually(lambda: len(psutil.Process().children()) > len(others))
+        assert not waiting(spares)
+        (importing,) = {*psutil.Process().children()} - others
+        process = await spares.take("worker.0", PROGRAM, environ, tmp_path / "worker.0.log")
+        assert process is not None
+        assert (process.pid, await process.wait()) == (importing.pid, 0)
+
+
+async def test_a_spare_that_was_killed_is_replaced_and_never_used(spares: Spares, tmp_path: Path) -> None:
+    spares.add("worker.0", PROGRAM, PYTHONPATH)
+    async with kept_spares(spares):
+        await eventually(lambda: bool(waiting(spares)))
+        (first,) = waiting(spares)
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: bool(waiting(spares)) and waiting(spares) != [first])
+
+
+async def test_spares_that_cannot_import_are_given_up_and_their_log_says_why(
+    spares: Spares, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spares.add("worker.0", "tests.no_such", PYTHONPATH)
+    async with kept_spares(spares):
+        await eventually(lambda: f"tries={spare.TRIES}" in caplog.text)
+        assert await spares.take("worker.0", "tests.no_such", PYTHONPATH, tmp_path / "worker.0.log") is None
+    assert caplog.text.count("spare.died name=worker.0") == spare.TRIES
+    assert "No module named 'tests.no_such'" in (tmp_path / "spare.worker.0.log").read_text()
+
+
+async def test_no_spare_is_started_without_memory_for_it(
+    spares: Spares, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare, "ROOM_BYTES", 1 << 60)
+    spares.add("worker.0", PROGRAM, PYTHONPATH)
+    async with kept_spares(spares):
+        await eventually(lambda: "spare.no_memory name=worker.0" in caplog.text)
+        assert not psutil.Process().children()

@@ -1,0 +1,47 @@
+"""Log lines: nobody who wrote an argument can forge one, or drive the terminal."""
+
+import io
+import logging
+
+import pytest
+
+from protocol.errors import SettingsError
+from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, LineFormatter, describe_error
+
+FORGED = "evil\n12:00:00 ingest E forged.line \x1b[31m\u2028x\r"
+
+
+@pytest.fixture
+def lines() -> tuple[logging.Logger, io.StringIO]:
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(LineFormatter("ingest %(levelname).1s %(message)s"))
+    logger = logging.Logger("forged")
+    logger.addHandler(handler)
+    return logger, out
+
+
+def test_arguments_stay_on_their_line(lines: tuple[logging.Logger, io.StringIO]) -> None:
+    logger, out = lines
+    logger.warning("bus.refused message=%s", FORGED)
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("ingest W bus.refused message=evil\\x0a12:00:00 ingest E forged.line \\x1b[31m")
+
+
+def test_lines_of_a_traceback_look_like_no_record(lines: tuple[logging.Logger, io.StringIO]) -> None:
+    logger, out = lines
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        logger.exception("process.failed")
+    first, *others = out.getvalue().splitlines()
+    assert first == "ingest E process.failed"
+    assert len(others) > 3
+    assert all(line.startswith("    ") for line in others)
+    assert "\x1b" not in out.getvalue()
+
+
+def test_an_error_is_described_in_one_line() -> None:
+    for error, code in ((SettingsError(FORGED), EXIT_SETTINGS), (RuntimeError(FORGED), EXIT_FAILED)):
+        line, found = describe_error(ExceptionGroup("", [error]))
+        assert (len(line.splitlines()), found) == (1, code)

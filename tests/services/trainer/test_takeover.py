@@ -1,0 +1,84 @@
+"""Tests that a batch with groups that cannot be trained is given back, and the trainer holds the run."""
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import Reason, Refused, TetherError
+from protocol.lifecycle import GroupState
+from protocol.messages import WeightManifest
+from protocol.topics import WEIGHTS, Role
+from services.bus.broadcast import Broadcaster
+from services.runtime.process import Process
+from services.trainer.model_runner import ModelRunner
+from services.trainer.open_run import OpenRun
+from services.trainer.takeover import reclaim
+from tests.contracts.ledger_rig import Driver, MemoryRig
+from tests.integration.loop import settings_for
+from trainer.algorithms.registry import make_algorithm
+from trainer.backends.leader import LeaderRank
+from trainer.backends.scripted import ScriptedBackend
+from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
+from trainer.roles.models import RankModels
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
+from trainer.weights.disk import DiskSender
+
+Held = tuple[OpenRun, ModelRunner, Driver, WeightManifest]
+
+
+@pytest.fixture
+async def held(tmp_path: Path) -> AsyncIterator[Held]:
+    """A trainer at version 0 that has taken a batch of three groups."""
+    settings = settings_for(tmp_path, "stragglers.toml")
+    driver = await Driver(MemoryRig()).begin(B=3)
+    ledger: Any = driver.ledger
+    process = Process(Role.TRAINER, settings, ledger, "trainer")
+    rank = LeaderRank(RankModels(ScriptedBackend(trainer=TrainerConfig())), make_algorithm(AlgorithmConfig()))
+    with ThreadPoolExecutor(1) as thread, closing(Spool(tmp_path / "spool.sqlite")) as spool:
+        runner = ModelRunner(rank, DiskSender(WeightConfig(), tmp_path), thread, engine_dtype="float32")
+        async with Broadcaster(WEIGHTS, run="r", incarnation="trainer", config=settings.bus) as broadcaster:
+            run = OpenRun(process, "e1", spool, None, None, None, broadcaster)  # type: ignore[arg-type]
+            await driver.scored(3)
+            yield run, runner, driver, await runner.publish("e1", 0)
+        await runner.close()
+
+
+async def test_only_the_groups_that_cannot_be_trained_are_generated_again(held: Held) -> None:
+    run, runner, driver, manifest = held
+    batch = (await driver.ledger.take("e1")).groups
+    lost = {(group.group, group.token): f"group {group.group}: damaged" for group in batch[:2]}
+    again = await reclaim(run, runner, manifest, MissingRecords(lost))
+    assert run.epoch == again.epoch != "e1"
+    assert (again.version, again.digest) == (0, manifest.digest)
+    states = (await driver.ledger.status()).states
+    assert (states[GroupState.WAITING], states[GroupState.SCORED], states[GroupState.TAKEN]) == (2, 1, 0)
+    await driver.scored(2)  # engines that serve the version under the epoch before get leases
+    assert {group.group for group in (await driver.ledger.take(run.epoch)).groups} == {
+        group.group for group in batch
+    }
+
+
+async def test_a_fenced_trainer_gives_nothing_back(held: Held) -> None:
+    run, runner, driver, manifest = held
+    batch = (await driver.ledger.take("e1")).groups
+    before = await driver.ledger.claim("e2")
+    missing = MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})
+    with pytest.raises(Refused) as refused:
+        await reclaim(run, runner, manifest, missing)
+    assert refused.value.reason is Reason.STALE_EPOCH
+    assert (run.epoch, await driver.ledger.status()) == ("e1", before)
+
+
+async def test_weights_that_are_not_the_committed_ones_end_the_trainer(held: Held) -> None:
+    run, runner, driver, manifest = held
+    batch = (await driver.ledger.take("e1")).groups
+    runner.rank.backend._weight.fill_(3)  # type: ignore[attr-defined]
+    with pytest.raises(TetherError, match="not what was committed"):
+        await reclaim(
+            run, runner, manifest, MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})
+        )

@@ -1,0 +1,64 @@
+"""Binds what is stored to what was received: one checksum from the ingest to the archive.
+
+The ingest computes it over the payload as it arrived. The spool and the archive keep it beside the payload,
+and every reader compares the two.
+"""
+
+from collections.abc import Mapping
+from typing import Self
+
+import msgspec
+import xxhash
+
+MOST_NAMED = 5
+"""Groups that the text of an error names."""
+
+
+class StoredMessage(msgspec.Struct, frozen=True):
+    """A message as the ingest received it: the record of a group, or a call of one of its samples."""
+
+    group: int
+    token: str
+    """The lease under which it came."""
+    checksum: int
+    """xxh3-64 of group, token, for a call sample and number, and payload."""
+    payload: bytes
+    """The encoded `ScoredRollout` or `Call`."""
+    sample: int = -1
+    """The sample of a call; -1 for a record."""
+    number: int = -1
+    """The number of a call; -1 for a record."""
+
+    @classmethod
+    def received(cls, group: int, token: str, payload: bytes, sample: int = -1, number: int = -1) -> Self:
+        """Return a message that has just arrived, with its checksum."""
+        return cls(group, token, _checksum(group, token, payload, sample, number), payload, sample, number)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is what was received."""
+        found = _checksum(self.group, self.token, self.payload, self.sample, self.number)
+        return found == self.checksum
+
+
+class MissingRecords(LookupError):
+    """Records that are not there as they were received; their groups are `lost` and generated again."""
+
+    def __init__(self, causes: Mapping[tuple[int, str], str]) -> None:
+        """Take what is wrong with each, by group and lease token; a cause names its group."""
+        named = list(causes.values())[:MOST_NAMED]
+        more = [f"and {len(causes) - MOST_NAMED} more"] if len(causes) > MOST_NAMED else []
+        super().__init__("; ".join(named + more))
+        self.causes = dict(causes)
+
+
+def damaged_record(group: int, token: str) -> str:
+    """Return what is said of a record that does not match its checksum."""
+    return f"group {group}: its record under lease {token} does not match its checksum"
+
+
+def _checksum(group: int, token: str, payload: bytes, sample: int, number: int) -> int:
+    place = b"" if (sample, number) == (-1, -1) else b"%d %d " % (sample, number)
+    found = xxhash.xxh3_64(b"%d %b " % (group, token.encode()) + place)
+    found.update(payload)
+    return found.intdigest()
