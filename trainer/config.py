@@ -313,7 +313,7 @@ class WeightConfig:
     """nccl and ipc: address on which the trainer listens for engines."""
     backend: str = ""
     """nccl: backend of the process groups, "gloo" (CPU) or "nccl" (GPU). Empty: as the trainer's device
-    needs. ipc with several trainer ranks: "gloo" shares host memory instead of the GPUs'."""
+    needs. ipc: "gloo" shares host memory instead of the GPUs'."""
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
     """Limit for one transfer, seconds. With shared also how long the trainer waits for the engine to serve a
     version before it works on the next."""

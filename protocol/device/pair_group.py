@@ -17,7 +17,7 @@ BACKENDS = ("gloo", "nccl")
 SENDER, RECEIVER = 0, 1
 """Ranks."""
 ALONE = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
-"""Backend -> `alone_bytes` of `protocol.weights.buckets.chunks`."""
+"""Backend -> `alone_bytes` of `protocol.weights.slices.BucketSizes`."""
 NO_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of the group does not end the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does a watchdog thread that is delayed

@@ -94,7 +94,8 @@ def split(box: Box, most: int) -> list[Box]:
     if each > most:
         cuts = [(i, i + 1) for i in range(start, stop)]
     else:
-        rows = most // each
+        parts = -(-(stop - start) // (most // each))
+        rows = -(-(stop - start) // parts)  # so that the last part is about as large as the others
         cuts = [(i, min(i + rows, stop)) for i in range(start, stop, rows)]
     return [part for cut in cuts for part in split((*box[:dim], cut, *box[dim + 1 :]), most)]
 

@@ -1,4 +1,4 @@
-"""Lays out the tensors of a version in buckets, cuts these into chunks, and checks manifests."""
+"""Lays out the tensors of a version in buckets, and checks manifests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ ALIGNMENT = 64
 """Bytes. Every tensor starts on a cache line, so that a view of any dtype is aligned."""
 
 ALONE_BYTES = 1 << 20
-"""Tensors of at least this many bytes are a chunk of their own: those of a shared chunk are copied once
-more."""
+"""A part of a tensor of at least this many bytes is transferred on its own: what shares a bucket is copied
+once more."""
 ALONE_ON_GPU_BYTES = 32 << 20
 """`ALONE_BYTES` between GPUs, where copying again is cheaper than another call."""
 
@@ -65,42 +65,6 @@ class BucketLayout:
         return len(self.buckets) - 1, offset
 
 
-class Chunk(msgspec.Struct, frozen=True):
-    """Part of a bucket that is transferred by one call."""
-
-    bucket: int
-    start: int
-    """First byte within the bucket."""
-    end: int
-    """Byte after the last one."""
-    entries: tuple[TensorEntry, ...]
-    """The tensors in it, by offset."""
-
-
-def chunks(manifest: WeightManifest, alone_bytes: int = ALONE_BYTES) -> list[Chunk]:
-    """Return the chunks of a version, by bucket and offset; both ends of a transfer compute the same ones.
-
-    A tensor of `alone_bytes` or more is a chunk of its own, so that a receiver can place it without another
-    copy; the smaller tensors between two of these form one chunk.
-    """
-    found: list[Chunk] = []
-    run: list[TensorEntry] = []
-
-    def end_run() -> None:
-        if run:
-            found.append(Chunk(run[0].bucket, run[0].offset, run[-1].offset + run[-1].nbytes, tuple(run)))
-            run.clear()
-
-    for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset, e.nbytes)):
-        if run and (run[0].bucket != entry.bucket or entry.nbytes >= alone_bytes):
-            end_run()
-        run.append(entry)
-        if entry.nbytes >= alone_bytes:
-            end_run()
-    end_run()
-    return found
-
-
 def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
     """Return the xxh3-64 of a version over (name, dtype, shape, digest) of its tensors in name order.
 
@@ -111,14 +75,9 @@ def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
 
 
 def layout_digest(manifest: WeightManifest) -> int:
-    """Return the xxh3-64 of where the bytes of a version lie and how they are cut into chunks.
-
-    Both ends of a transfer compare it: they must agree on every chunk.
-    """
+    """Return the xxh3-64 of where the bytes of a version lie; both ends of a transfer compare it."""
     facts = [(entry.name, entry.dtype, entry.shape, entry.bucket, entry.offset) for entry in manifest.tensors]
-    layout: tuple[object, ...] = (manifest.buckets, facts, ALONE_BYTES, ALONE_ON_GPU_BYTES)
-    if manifest.parts:
-        layout += (tuple(part.pieces for part in manifest.parts),)
+    layout = (manifest.buckets, facts, tuple(part.pieces for part in manifest.parts))
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(layout))
 
 

@@ -25,6 +25,7 @@ from protocol.weights.boxes import (
     remainder,
     size_of,
     split,
+    whole,
 )
 from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES, BucketLayout
 from protocol.weights.digests import row_span, rows_of
@@ -74,7 +75,16 @@ class Transfer:
         return bucket[-1].offset + bucket[-1].nbytes
 
 
-def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, bucket_bytes: int) -> Transfer:
+class BucketSizes(NamedTuple):
+    """Sizes of the buckets that a rank sends, which both ends plan with."""
+
+    bucket_bytes: int
+    """Largest size of a bucket that holds several cuts, and of a cut."""
+    alone_bytes: int
+    """A cut of at least this size has a bucket to itself, so that neither end has to copy it."""
+
+
+def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, sizes: BucketSizes) -> Transfer:
     """Plan what rank `part` sends: every element of its pieces that is wanted, once."""
     cuts: list[tuple[int, WeightPiece, Box]] = []
     rests: list[Rest] = []
@@ -85,21 +95,23 @@ def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, bucket_byte
         ]
         if left := remainder(piece.box, found) if found else []:
             rests.append(Rest(number, piece.tensor, tuple(left)))
-        most = max(1, bucket_bytes // DTYPE_BYTES[entry.dtype])
+        most = max(1, sizes.bucket_bytes // DTYPE_BYTES[entry.dtype])
         cuts += [(number, piece, small) for box in found for small in split(box, most)]
-    return Transfer(tuple(_packed(manifest, cuts, bucket_bytes)), tuple(rests))
+    return Transfer(tuple(_packed(manifest, cuts, sizes)), tuple(rests))
 
 
 def _packed(
-    manifest: WeightManifest, cuts: list[tuple[int, WeightPiece, Box]], bucket_bytes: int
+    manifest: WeightManifest, cuts: list[tuple[int, WeightPiece, Box]], sizes: BucketSizes
 ) -> Iterator[tuple[Cut, ...]]:
     bucket: list[Cut] = []
-    end = 0
+    end, is_alone = 0, False
     for number, piece, box in cuts:
         nbytes = size_of(box) * DTYPE_BYTES[manifest.tensors[piece.tensor].dtype]
-        if bucket and end + nbytes > bucket_bytes:
+        alone = nbytes >= sizes.alone_bytes
+        if bucket and (alone or is_alone or end + nbytes > sizes.bucket_bytes):
             yield tuple(bucket)
             bucket, end = [], 0
+        is_alone = alone
         bucket.append(Cut(number, piece.tensor, box, end, nbytes))
         end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
     if bucket:
@@ -171,6 +183,11 @@ def untouched_spans(manifest: WeightManifest, wanted: Wanted) -> list[tuple[int,
     """Return (tensor, 0, rows) of each tensor with an untouched piece, whose sums rank 0 sends last."""
     tensors = {manifest.parts[part].pieces[number].tensor for part, number in untouched(manifest, wanted)}
     return [(tensor, 0, rows_of(manifest.tensors[tensor].nbytes)) for tensor in sorted(tensors)]
+
+
+def all_of(manifest: WeightManifest) -> Wanted:
+    """Return what an engine rank wants that wants every tensor whole."""
+    return {entry.name: (whole(entry.shape),) for entry in manifest.tensors}
 
 
 def encode_wanted(wanted: Wanted) -> bytes:

@@ -79,6 +79,13 @@ class SlicePlacement:
             if wanted := disjoint(found):
                 self.wanted[name] = wanted
 
+    def destination(self, name: str, box: Box) -> torch.Tensor | None:
+        """Return the dense part of the staging copy that a slice fills, if it goes nowhere else."""
+        targets = [] if name in self._assembled else self._targets_of(name, box)
+        if len(targets) == 1 and targets[0][1] is None and targets[0][0].is_contiguous():
+            return targets[0][0]
+        return None
+
     def place(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
         """Copy slices of tensors, each (name, box, elements), to where they belong.
 
@@ -90,8 +97,9 @@ class SlicePlacement:
                 self._assemble(name, box, tensor)
                 continue
             for target, part in self._targets_of(name, box):
-                targets.append(target)
-                sources.append(tensor if part is None else tensor[part])
+                if target.data_ptr() != tensor.data_ptr():  # else it was received there
+                    targets.append(target)
+                    sources.append(tensor if part is None else tensor[part])
         if targets:
             torch._foreach_copy_(targets, sources)
 
@@ -100,7 +108,7 @@ class SlicePlacement:
         found = self._targets.get((name, box))
         if found is None:
             found = self._targets[name, box] = []
-            for place, target in self._places[name]:
+            for place, target in self._places.get(name, ()):
                 shared = intersection(place, box)
                 if shared is not None:
                     part = None if shared == box else relative(shared, box)
@@ -114,6 +122,10 @@ class SlicePlacement:
 
     def _assemble(self, name: str, box: Box, tensor: torch.Tensor) -> None:
         shape = self._shapes[name]
+        if box == whole(shape) and tensor.is_contiguous():
+            for part in self._assembled[name]:
+                part.fill(tensor)
+            return
         made, missing = self._whole.pop(name, (None, size_of(whole(shape))))
         if made is None:
             made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)

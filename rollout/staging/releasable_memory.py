@@ -9,7 +9,7 @@ from protocol.errors import EngineError, EngineSettingsError
 
 MIB = 1 << 20
 RECEIVING_BYTES = 512 * MIB
-"""GPU memory that receiving a version takes beside the staging copy: chunks in flight or not yet hashed."""
+"""GPU memory that receiving a version takes beside the staging copy: buckets in flight or not yet hashed."""
 
 
 class ReleasableMemory:

@@ -14,8 +14,7 @@ from protocol.weights.buckets import manifest_digest
 from rollout.engines.base import Served
 from rollout.staging.placement import ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
-from rollout.weights.checked import CheckedPartReceiver
-from rollout.weights.registry import make_part_receiver, make_receiver
+from rollout.weights.registry import make_receiver
 
 
 class Committable(Protocol):
@@ -61,9 +60,9 @@ class Staging:
         self._architecture = architecture
         self._tied = tied
         self._staged: Served | None = None
-        self._kind = ("", False)
-        """Transport of `_receiver`, and whether it fetches slices."""
-        self._receiver: WeightReceiver | CheckedPartReceiver | None = None
+        self._transport = ""
+        """Transport of `_receiver`."""
+        self._receiver: WeightReceiver | None = None
         self._placements: dict[tuple[tuple[str, str], ...], SlicePlacement] = {}
         """Tied names -> where slices go: the same for every version."""
         self._fetching = False
@@ -123,10 +122,7 @@ class Staging:
         self._fetching = True
         try:
             with torch.no_grad():
-                if isinstance(receiver, CheckedPartReceiver):
-                    covered = self._place_slices(receiver, manifest, deadline_s, copies)
-                else:
-                    covered = self._place_tensors(receiver, manifest, deadline_s, copies)
+                self._place(receiver, manifest, deadline_s, copies)
         except BaseException:
             receiver.close()
             raise
@@ -134,7 +130,7 @@ class Staging:
             self._fetching = False
             self._cancelled.clear()
         self._staged = Served(manifest.epoch, manifest.version, receiver.digest)
-        return covered
+        return sum(entry.nbytes for entry in manifest.tensors)
 
     def _destinations(self, copies: Mapping[str, str]) -> dict[str, list[ExpectedTensor]]:
         """Return what each tensor of a version fills, by `check`'s names of tied ones."""
@@ -143,50 +139,21 @@ class Staging:
             found.setdefault(copies.get(name, name), []).append(source)
         return found
 
-    def _place_tensors(
+    def _place(
         self,
         receiver: WeightReceiver,
         manifest: WeightManifest,
         deadline_s: float,
         copies: Mapping[str, str],
-    ) -> int:
-        """Receive whole tensors and place them; return their bytes."""
-        destinations = self._destinations(copies)
-        covered = 0
-        seen: set[str] = set()
-        for entry, tensor in receiver.tensors(
-            manifest, deadline_s, lambda entry: _whole_destination(destinations[entry.name])
-        ):
-            self._refuse_cancelled(manifest)
-            for source in destinations[entry.name]:
-                for part in source.slices:
-                    # else it was received directly into its place
-                    if part.target.data_ptr() != tensor.data_ptr():
-                        part.fill(tensor)
-            seen.add(entry.name)
-            covered += entry.nbytes
-        if len(seen) != len(manifest.tensors):
-            raise WeightError(
-                f"version {manifest.version}: {len(manifest.tensors) - len(seen)} tensors did not arrive"
-            )
-        return covered
-
-    def _place_slices(
-        self,
-        receiver: CheckedPartReceiver,
-        manifest: WeightManifest,
-        deadline_s: float,
-        copies: Mapping[str, str],
-    ) -> int:
-        """Receive only what this rank has a place for; return the bytes of the tensors that were verified."""
+    ) -> None:
+        """Receive and place what this rank has a place for."""
         tied = tuple(copies.items())
         placement = self._placements.pop(tied, None) or SlicePlacement(self._destinations(copies))
-        for found in receiver.slices(manifest, placement.wanted, deadline_s):
+        for found in receiver.slices(manifest, placement.wanted, deadline_s, placement.destination):
             self._refuse_cancelled(manifest)
             placement.place((part.entry.name, part.box, part.tensor) for part in found)
         placement.finish()
         self._placements[tied] = placement  # one that failed may be half filled
-        return sum(entry.nbytes for entry in manifest.tensors)
 
     def _refuse_cancelled(self, manifest: WeightManifest) -> None:
         if self._cancelled.is_set():
@@ -203,13 +170,11 @@ class Staging:
         if self._receiver is not None:
             self._receiver.close()
 
-    def _receiver_of(self, manifest: WeightManifest) -> WeightReceiver | CheckedPartReceiver:
+    def _receiver_of(self, manifest: WeightManifest) -> WeightReceiver:
         """Return the receiver of the last version, which may still be connected, or a new one."""
-        kind = (manifest.transport, bool(manifest.parts))
-        if self._receiver is None or self._kind != kind:
+        if self._receiver is None or self._transport != manifest.transport:
             self.close()
-            make = make_part_receiver if manifest.parts else make_receiver
-            self._receiver, self._kind = make(manifest.transport), kind
+            self._receiver, self._transport = make_receiver(manifest.transport), manifest.transport
         return self._receiver
 
     def take(self, manifest: WeightManifest) -> Served:
@@ -232,15 +197,6 @@ class Staging:
         """Discard what is staged, and forget a `cancel` that came too late for its fetch."""
         self._staged = None
         self._cancelled.clear()
-
-
-def _whole_destination(sources: Sequence[ExpectedTensor]) -> torch.Tensor | None:
-    """Return the dense part of the staging copy that a whole tensor fills, if it goes nowhere else."""
-    if len(sources) != 1 or len(sources[0].slices) != 1:
-        return None
-    part = sources[0].slices[0]
-    whole = part.size == sources[0].shape and part.stride == contiguous_stride(part.size)
-    return part.target if whole and part.target.is_contiguous() else None
 
 
 def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -1,42 +1,58 @@
-"""Defines the interface of receivers; each has a sender in a module of the same name in trainer/weights/."""
+"""Defines the interface of receivers; `registry.py` has them by transport."""
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.weights.boxes import Box
+from protocol.weights.slices import Wanted
 
-Destination = Callable[[TensorEntry], torch.Tensor | None]
-"""Returns where a tensor is to be staged: dense memory of its dtype and shape that nothing else of the
-version uses; None if the tensor has to be split."""
+Destination = Callable[[str, Box], torch.Tensor | None]
+"""Returns where a slice of a tensor is to be staged, by name and box: dense memory of its dtype and shape
+that nothing else of the version uses; None if the slice has to be divided or copied to several places."""
 
 
-def no_destination(entry: TensorEntry) -> torch.Tensor | None:
+def no_destination(name: str, box: Box) -> torch.Tensor | None:
     """Return None: a `Destination` that knows none."""
     return None
 
 
+class ReceivedSlice(NamedTuple):
+    """Received elements of a tensor."""
+
+    entry: TensorEntry
+    box: Box
+    tensor: torch.Tensor
+    """Just these elements, in their shape."""
+
+
 class WeightReceiver(Protocol):
-    """Fetches the tensors of a version. Lives in the process that holds the engine's parameters."""
+    """Fetches slices of a version. Lives in the process that holds the engine's parameters."""
 
     @property
     def digest(self) -> int:
         """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
 
-    def tensors(
-        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
-    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield every entry once with its bytes as a tensor, on any device.
+    def slices(
+        self,
+        manifest: WeightManifest,
+        wanted: Wanted,
+        deadline_s: float,
+        place: Destination = no_destination,
+    ) -> Iterator[list[ReceivedSlice]]:
+        """Yield every wanted element once, on any device: many slices at a time, valid until the next ones.
 
-        A tensor is valid until the next one is requested. Tensors are verified against their digests only
-        once the iterator has ended without an error. Work on a tensor must be queued on the current stream.
-        Connections are kept for the next version.
+        Transports that read whole tensors yield elements that are not wanted, too. Every whole tensor is
+        verified against its digest only once the iterator has ended without an error. Work on a slice must be
+        queued on the current stream. Connections are kept for the next version.
 
         Args:
             manifest: the version.
+            wanted: disjoint boxes of its tensors.
             deadline_s: seconds within which all of it must have been received.
-            place: a receiver that copies a tensor anyway may copy it there, and then yields that very memory.
+            place: a receiver that copies a slice anyway may copy it there, and then yields that very memory.
 
         Raises:
             WeightError: bytes are missing or wrong, or not there within `deadline_s`; names the tensor.
@@ -44,7 +60,12 @@ class WeightReceiver(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the receiver holds, and end a `tensors` that runs in another thread.
+        """Release what the receiver holds, and end a `slices` that runs in another thread.
 
         Idempotent; the receiver may be used again.
         """
+
+
+def whole_tensor(entry: TensorEntry, tensor: torch.Tensor) -> list[ReceivedSlice]:
+    """Return a tensor that was received whole."""
+    return [ReceivedSlice(entry, tuple((0, n) for n in entry.shape), tensor)]

@@ -2,14 +2,10 @@
 
 from collections.abc import Iterator
 
-import torch
-
-from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightManifest
+from protocol.messages import WeightManifest
 from protocol.weights.buckets import check_digest, check_layout
 from protocol.weights.slices import Wanted, check_parts
-from rollout.weights.base import Destination, WeightReceiver, no_destination
-from rollout.weights.parts.receiver import PartReceiver, ReceivedSlice
+from rollout.weights.base import Destination, ReceivedSlice, WeightReceiver, no_destination
 
 
 class ManifestCheck:
@@ -49,37 +45,15 @@ class CheckedReceiver:
         self._receiver = receiver
         self._check = ManifestCheck()
 
-    def tensors(
-        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
-    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        self._check(manifest)
-        if manifest.parts:
-            raise WeightError(
-                f"version {manifest.version} is in parts, and this receiver fetches whole tensors"
-            )
-        yield from self._receiver.tensors(manifest, deadline_s, place)
-
-    @property
-    def digest(self) -> int:
-        return self._receiver.digest
-
-    def close(self) -> None:
-        self._receiver.close()
-
-
-class CheckedPartReceiver:
-    """A receiver of slices that refuses a manifest which contradicts itself before it fetches a byte."""
-
-    def __init__(self, receiver: PartReceiver) -> None:
-        self._receiver = receiver
-        self._check = ManifestCheck()
-
     def slices(
-        self, manifest: WeightManifest, wanted: Wanted, deadline_s: float
+        self,
+        manifest: WeightManifest,
+        wanted: Wanted,
+        deadline_s: float,
+        place: Destination = no_destination,
     ) -> Iterator[list[ReceivedSlice]]:
-        """Yield every wanted element once, see `PartReceiver`."""
         self._check(manifest)
-        yield from self._receiver.slices(manifest, wanted, deadline_s)
+        yield from self._receiver.slices(manifest, wanted, deadline_s, place)
 
     @property
     def digest(self) -> int:

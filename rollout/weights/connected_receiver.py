@@ -4,59 +4,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
-
-from protocol.device.pair_store import Line
 from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import Chunk
-from rollout.weights.base import Destination, no_destination
+from protocol.messages import WeightManifest
+from rollout.weights.parts.transfer import ReceiverChannel
 from rollout.weights.sender_connection import SenderConnection, SenderLine
-from rollout.weights.verification import Deadline, Verification, view
+from rollout.weights.verification import Deadline
 
 T = TypeVar("T")
-
-
-class ReceiverChannel(Protocol):
-    """How a connection transfers the bytes of versions; the receiver calls it, never the other way round."""
-
-    def address(self, manifest: WeightManifest) -> tuple[str, int]:
-        """Return host and port of the sender.
-
-        Raises:
-            WeightError: the location contains none, or this engine cannot use the transport.
-        """
-
-    def chunks(
-        self,
-        answer: dict[str, Any],
-        manifest: WeightManifest,
-        deadline: Deadline,
-        place: Destination,
-        disconnected: Callable[[], bool],
-        line: Line,
-    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        """Yield every chunk of the version with its bytes, uint8; referenced memory is not written to again.
-
-        Args:
-            answer: the sender's answer to the request.
-            manifest: the version.
-            deadline: of the version.
-            place: where tensors are to be staged.
-            disconnected: returns whether the sender has disconnected or the receiver was closed.
-            line: the connection to the sender.
-        """
-
-    def drain_device(self) -> None:
-        """Wait until nothing queued touches the sender's memory or a destination; before a disconnect."""
-
-    def interrupt(self) -> None:
-        """Wake a thread that waits for the bytes of a sender that disconnected. Called with the lock held."""
-
-    def release(self) -> None:
-        """Release what belongs to the connection. Called with the lock held, possibly more than once."""
 
 
 class ConnectedReceiver:
@@ -67,36 +23,14 @@ class ConnectedReceiver:
 
     def __init__(self, channel: ReceiverChannel) -> None:
         self._channel = channel
-        self.digest = 0
         self._location = ""
         self._connection: SenderConnection | None = None
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        """`close` was called since the last `tensors` began."""
+        """`close` was called since the last `transfer` began."""
         self._receiving = False
         self._sender_left = False
         """The sender disconnected in the middle of a version."""
-
-    def tensors(
-        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
-    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-        """Yield every entry once with its bytes; see `WeightReceiver`."""
-        deadline = Deadline(manifest, deadline_s)
-        verification = Verification(manifest)
-
-        def receive(answer: dict[str, Any], line: Line) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-            for chunk, memory in self._channel.chunks(
-                answer, manifest, deadline, place, self.disconnected, line
-            ):
-                for entry in chunk.entries:
-                    tensor = view(entry, memory, chunk.start)
-                    verification.add(entry, tensor)
-                    yield entry, tensor
-
-        def finish(disconnected: Callable[[], bool]) -> None:
-            self.digest = verification.finish(deadline, disconnected)
-
-        yield from self.transfer(manifest, deadline, receive, finish)
 
     def transfer(
         self,
@@ -104,7 +38,7 @@ class ConnectedReceiver:
         deadline: Deadline,
         receive: Callable[[dict[str, Any], SenderLine], Iterator[T]],
         finish: Callable[[Callable[[], bool]], None],
-        wanted: bytes = b"",
+        wanted: bytes,
     ) -> Iterator[T]:
         """Request a version, yield what `receive` does, and confirm it.
 

@@ -1,44 +1,24 @@
 """Makes receivers by the name of their transport."""
 
 from collections.abc import Callable
+from functools import partial
 
 from protocol.errors import WeightError
 from rollout.weights.base import WeightReceiver
-from rollout.weights.checked import CheckedPartReceiver, CheckedReceiver
-from rollout.weights.disk import DiskReceiver
-from rollout.weights.ipc import IpcReceiver
-from rollout.weights.nccl import NcclReceiver
+from rollout.weights.checked import CheckedReceiver
+from rollout.weights.files import FileReceiver
 from rollout.weights.parts.handles import HandleSlices
 from rollout.weights.parts.pairs import PairSlices
-from rollout.weights.parts.receiver import PartReceiver, SliceChannel
+from rollout.weights.parts.receiver import PartReceiver
 from rollout.weights.shared import SharedReceiver
-from rollout.weights.shm import ShmReceiver
 
 RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {
-    "disk": DiskReceiver,
-    "ipc": IpcReceiver,
-    "nccl": NcclReceiver,
+    "disk": FileReceiver,
+    "ipc": partial(PartReceiver, HandleSlices),
+    "nccl": partial(PartReceiver, PairSlices),
     "shared": SharedReceiver,
-    "shm": ShmReceiver,
+    "shm": FileReceiver,
 }
-
-
-SLICE_CHANNELS: dict[str, Callable[[], SliceChannel]] = {"ipc": HandleSlices, "nccl": PairSlices}
-"""Transport by which versions can stay on the trainer's ranks -> how slices of them are received."""
-
-
-def make_part_receiver(transport: str) -> CheckedPartReceiver:
-    """Return the receiver of slices of a manifest's transport; it checks each manifest before it uses it.
-
-    Raises:
-        WeightError: the transport is unknown, or none by which versions stay on the trainer's ranks.
-    """
-    make = SLICE_CHANNELS.get(transport)
-    if make is None:
-        raise WeightError(
-            f"transport {transport!r} has no parts; there are {', '.join(sorted(SLICE_CHANNELS))}"
-        )
-    return CheckedPartReceiver(PartReceiver(make))
 
 
 def make_receiver(transport: str) -> WeightReceiver:

@@ -13,7 +13,8 @@ from protocol.device.shared_layout import HELD, MASTERS, VERSION, matches_layout
 from protocol.device.shared_tensors import map_tensors
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.base import Destination, no_destination
+from protocol.weights.slices import Wanted
+from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
 from rollout.weights.verification import Deadline, Verification
 
 
@@ -25,9 +26,13 @@ class SharedReceiver:
         self._masters: dict[str, torch.Tensor] = {}
         self._held: torch.Tensor | None = None
 
-    def tensors(
-        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
-    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def slices(
+        self,
+        manifest: WeightManifest,
+        wanted: Wanted,
+        deadline_s: float,
+        place: Destination = no_destination,
+    ) -> Iterator[list[ReceivedSlice]]:
         deadline = Deadline(manifest, deadline_s)
         self.close()
         found = map_tensors(Path(manifest.location))
@@ -42,7 +47,7 @@ class SharedReceiver:
             deadline.remaining(f"reading {entry.name}")
             tensor = _in_dtype(entry, masters, manifest)
             verification.add(entry, tensor)
-            yield entry, tensor
+            yield whole_tensor(entry, tensor)
         self.digest = verification.finish(deadline)
         self._masters, self._held = masters, held
         self.masters(manifest)
@@ -61,7 +66,7 @@ class SharedReceiver:
         return self._masters
 
     def close(self) -> None:
-        """Unmap the trainer's memory; a `tensors` that runs keeps its own mapping until it ends."""
+        """Unmap the trainer's memory; a `slices` that runs keeps its own mapping until it ends."""
         self._masters, self._held = {}, None
 
 

@@ -8,14 +8,13 @@ import torch
 from protocol.device.digests import Digests, digests_of
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import Chunk, manifest_digest
+from protocol.weights.buckets import manifest_digest
 from protocol.weights.provisional import is_provisional, with_digests
-from rollout.weights.base import Destination
 
 POLL_S = 0.0005
 """Interval at which a stream is polled."""
 AHEAD = 4
-"""Chunks in flight at a time."""
+"""Buckets in flight at a time."""
 
 
 class Deadline:
@@ -49,29 +48,22 @@ def in_buckets(manifest: WeightManifest) -> Iterator[tuple[int, Sequence[TensorE
     yield from enumerate(entries)
 
 
-def destination_of(chunk: Chunk, device: torch.device, place: Destination) -> torch.Tensor | None:
-    """Return the destination of a chunk's bytes, uint8 [bytes].
-
-    It is that of its tensor, if it is a single one with a destination on this device; otherwise None.
-    """
-    target = place(chunk.entries[0]) if len(chunk.entries) == 1 else None
-    return target.view(-1).view(torch.uint8) if target is not None and target.device == device else None
-
-
-def view(entry: TensorEntry, bucket: torch.Tensor, start: int = 0) -> torch.Tensor:
+def view(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
     """Return the tensor of `entry` as a view of its bucket.
 
     Args:
         entry: the tensor.
-        bucket: uint8, the bytes of the bucket from `start` on, in aligned storage.
-        start: offset of the first of these bytes in the bucket.
+        bucket: uint8, in aligned storage.
 
     Raises:
         WeightError: the entry's offset is not aligned for its dtype.
     """
     try:
-        offset = entry.offset - start
-        return bucket[offset : offset + entry.nbytes].view(getattr(torch, entry.dtype)).view(entry.shape)
+        return (
+            bucket[entry.offset : entry.offset + entry.nbytes]
+            .view(getattr(torch, entry.dtype))
+            .view(entry.shape)
+        )
     except RuntimeError as error:
         raise WeightError(f"tensor {entry.name} at offset {entry.offset}: {error}") from error
 

@@ -22,10 +22,12 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, WeightError
 from protocol.host.atomic_file import write_atomically
 from protocol.messages import WeightManifest
 from protocol.weights.lora import adapter_targets
+from protocol.weights.slices import all_of
+from rollout.weights.registry import make_receiver
 from services.run_record.evaluations import BEST, Evaluation, counted_evaluations, last_lines
 from services.settings.evaluation import BestScore
 from services.settings.sections import Settings
@@ -36,6 +38,8 @@ from trainer.storage.hf_export import write_hf
 log = logging.getLogger("tether.evaluation")
 
 LINK = "best"
+READ_S = 600.0
+"""Limit for reading a snapshot, seconds."""
 NAME = re.compile(r"best_step_(\d{8,})-([0-9a-f]{16})")
 
 
@@ -76,7 +80,7 @@ class BestCheckpoint:
             return
         try:
             self._write(self._directory / f"best_step_{evaluation.version:08d}-{evaluation.digest}", manifest)
-        except (OSError, SafetensorError, SettingsError) as error:
+        except (OSError, SafetensorError, SettingsError, WeightError) as error:
             log.error("best.failed version=%d error=%s", evaluation.version, error)
 
     def publish(self) -> None:
@@ -120,7 +124,8 @@ class BestCheckpoint:
 
     def _write(self, target: Path, manifest: WeightManifest) -> None:
         lora, source = self._settings.lora, self._settings.model_dir
-        snapshot = dict(_tensors(Path(manifest.location)))
+        received = make_receiver(manifest.transport).slices(manifest, all_of(manifest), READ_S)
+        snapshot = {part.entry.name: part.tensor.clone() for parts in received for part in parts}
         if not lora.rank:
             write_hf(iter(snapshot.items()), target, source)
             return

@@ -26,7 +26,7 @@ from services.settings.sections import Settings
 from trainer.config import WeightConfig
 from trainer.storage.checksums import check_model_files
 from trainer.weights.bucket_writer import in_dtype
-from trainer.weights.registry import make_sender
+from trainer.weights.files import disk_sender
 
 CONSTANTS = 50
 """Most frequent held-out answers that are tried as a constant answer."""
@@ -72,11 +72,7 @@ async def _score_models(
     """Return the scores of each model on each set."""
     scored = []
     with tempfile.TemporaryDirectory(prefix="tether-eval-") as directory:
-        sender = make_sender(
-            WeightConfig(transport="disk", directory=directory),
-            run=settings.run.name,
-            run_dir=Path(directory),
-        )
+        sender = disk_sender(WeightConfig(directory=directory), Path(directory))
         try:
             for version, model in enumerate(models):
                 tensors = in_dtype(load_model(model).items(), settings.engine.dtype)

@@ -21,11 +21,10 @@ from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand, is_distributed
 from trainer.data.step_plan import StepPlan
 from trainer.storage.host_state import HostCopies
-from trainer.weights.base import StreamingSender, WeightSender
+from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.early_export import Tensors
-from trainer.weights.parts.sender import PartSender
-from trainer.weights.registry import make_part_sender, make_sender
+from trainer.weights.registry import make_sender
 from trainer.weights.shared import SharedSender
 
 T = TypeVar("T")
@@ -40,7 +39,7 @@ class ModelRunner:
     def __init__(
         self,
         rank: LeaderRank,
-        sender: WeightSender | PartSender,
+        sender: WeightSender,
         thread: ThreadPoolExecutor,
         *,
         engine_dtype: str,
@@ -162,18 +161,14 @@ class ModelRunner:
         """
         if self._ahead is not None:
             return None
-        if isinstance(self.sender, PartSender):
-            return await self.run(self.rank.draft_parts, self.sender, epoch, version)
-        if not isinstance(self.sender, StreamingSender):
-            return None
-        return await self.run(self.sender.provisional, epoch, version)
+        return await self.run(self.rank.provisional, self.sender, epoch, version)
 
     async def publish(self, epoch: str, version: int) -> WeightManifest:
         """Export the weights and make the version available; complete when it returns."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             return await asyncio.wrap_future(ahead)
-        return await self.run(self._publish, epoch, version)
+        return await self.run(self.rank.publish, self.sender, epoch, version, self._engine_dtype)
 
     async def copy_weights(self) -> dict[str, torch.Tensor]:
         """Copy the weights to host memory, as `publish` exports them; valid until the next call."""
@@ -211,23 +206,13 @@ class ModelRunner:
             self.shared_engine.check()
         return result
 
-    def _publish(self, epoch: str, version: int) -> WeightManifest:
-        if isinstance(self.sender, PartSender):
-            return self.rank.publish_parts(self.sender, epoch, version)
-        return self._published(epoch, version, self.rank.export())
-
-    def _published(self, epoch: str, version: int, tensors: Tensors) -> WeightManifest:
-        assert not isinstance(self.sender, PartSender)
-        named = in_dtype(tensors, self._engine_dtype)
-        return self.sender.publish(epoch, version, named, base_model=self.rank.backend.architecture)
-
     def _publish_ahead(
         self, epoch: str, version: int, tensors: Tensors, announce: Callable[[WeightDraft], None]
     ) -> WeightManifest:
-        assert not isinstance(self.sender, PartSender)  # one rank alone exports ahead
-        if isinstance(self.sender, StreamingSender) and (draft := self.sender.provisional(epoch, version)):
+        if draft := self.sender.provisional(epoch, version):
             announce(draft)
-        return self._published(epoch, version, tensors)
+        named = in_dtype(tensors, self._engine_dtype)
+        return self.sender.publish(epoch, version, named, base_model=self.rank.backend.architecture)
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
         return self._copies.copy_all(in_dtype(self.rank.export(), self._engine_dtype))
@@ -245,17 +230,18 @@ class ModelRunner:
             self.shared_engine.invalidate()
 
 
-def _open_sender(process: Process, backend: Backend) -> WeightSender | PartSender:
+def _open_sender(process: Process, backend: Backend) -> WeightSender:
     settings = process.settings
-    keys = settings.bus.curve_dir
-    return make_part_sender(settings.weights, 0, backend, settings.engine.dtype, keys) or make_sender(
+    sender = make_sender(
         settings.weights,
+        backend,
+        settings.engine.dtype,
         run=process.run,
         run_dir=settings.run_dir,
-        masters=backend.masters,
-        parts=backend.master_parts,
-        curve_dir=keys,
+        curve_dir=settings.bus.curve_dir,
     )
+    assert sender is not None  # rank 0 has one
+    return sender
 
 
 async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunner:

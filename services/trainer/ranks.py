@@ -11,7 +11,7 @@ from services.settings.sections import Settings
 from services.trainer.gpu_turn import await_device
 from trainer.backends.follow import follow_commands
 from trainer.backends.launch import torchrun
-from trainer.weights.registry import make_part_sender
+from trainer.weights.registry import make_sender
 
 
 def run_ranks(settings: Settings) -> int:
@@ -63,8 +63,15 @@ def follow_rank_0(rank: int) -> None:
     settings = load_settings()
     await_device(settings)
     models = build_models(settings)
-    keys = settings.bus.curve_dir
-    sender = make_part_sender(settings.weights, rank, models.policy, settings.engine.dtype, keys)
+    sender = make_sender(
+        settings.weights,
+        models.policy,
+        settings.engine.dtype,
+        run=settings.run.name,
+        run_dir=settings.run_dir,
+        rank=rank,
+        curve_dir=settings.bus.curve_dir,
+    )
     follow_commands(models, sender)
     if sender is not None:
         sender.close()

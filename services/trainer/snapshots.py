@@ -16,7 +16,7 @@ from services.run_record.evaluations import SNAPSHOTS, read_evaluations
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from trainer.config import WeightConfig
-from trainer.weights.disk import DiskSender
+from trainer.weights.files import disk_sender
 from trainer.weights.version_directories import VERSION_NAME, remove
 
 log = logging.getLogger("tether.trainer")
@@ -94,7 +94,7 @@ class Snapshots:
         """Write a snapshot and remove older ones; `tensors` is emptied on the way."""
         config = WeightConfig(transport="disk", directory=str(self._directory), keep=KEEP)
         try:
-            sender = DiskSender(config, self._run_dir)
+            sender = disk_sender(config, self._run_dir)
             written = sender.publish(
                 manifest.epoch,
                 manifest.version,

@@ -62,7 +62,9 @@ def _measure(options: argparse.Namespace, model_dir: Path, directory: Path) -> N
         algorithm=algorithm,
     )
     leader = LeaderRank(RankModels(backend), algorithm)
-    sender = make_sender(WeightConfig(transport=options.transport), run="bench", run_dir=directory)
+    config = WeightConfig(transport=options.transport)
+    sender = make_sender(config, backend, "bfloat16", run="bench", run_dir=directory)
+    assert sender is not None
     totals: dict[str, list[float]] = {"after": [], "during": []}
     waits: dict[str, list[float]] = {"after": [], "during": []}
     with ThreadPoolExecutor(1) as thread:

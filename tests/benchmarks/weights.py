@@ -28,9 +28,8 @@ from protocol.weights.provisional import is_provisional, provisional_manifest
 from rollout.engines.base import Served
 from rollout.staging.staging import Staging, whole_source
 from tests.benchmarks.table import Figure, Run, figure, render
+from tests.trainer.weights.senders import sender_of
 from trainer.config import WeightConfig
-from trainer.weights.base import StreamingSender
-from trainer.weights.registry import make_sender
 
 ROOT = Path(__file__).parents[2]
 HIDDEN = 2048
@@ -40,7 +39,7 @@ LAYER = (
     ("down", (HIDDEN, 4 * HIDDEN)),
     ("norm", (HIDDEN,)),
 )
-TRANSPORTS = ("shm", "disk", "nccl")
+TRANSPORTS = ("shm", "disk", "nccl", "ipc")
 PHASES = ("publish", "stage", "commit", "all", "drafted")
 TIMEOUT_S = 300.0
 
@@ -101,9 +100,8 @@ def measure(
     """
     megabytes = sum(tensor.nbytes for tensor in source.values()) / 1e6
     other = {name: torch.zeros_like(tensor) for name, tensor in source.items()}
-    sender = make_sender(
-        WeightConfig(transport=transport, timeout_s=TIMEOUT_S), run="bench", run_dir=directory
-    )
+    config = WeightConfig(transport=transport, timeout_s=TIMEOUT_S)
+    sender = sender_of(config, source.items(), directory, "bench")
     command = [sys.executable, "-m", "tests.benchmarks.weights", "--engine", *arguments]
     last = {"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)} if torch.cuda.is_available() else {}
     with subprocess.Popen(
@@ -128,9 +126,8 @@ def measure(
                     "copy": plain,
                 }
                 seconds["all"] = seconds["publish"] + seconds["stage"] + seconds["commit"]
-                if isinstance(sender, StreamingSender):
-                    began = time.perf_counter()
-                    assert sender.provisional("bench", version + 1) is not None
+                began = time.perf_counter()
+                if sender.provisional("bench", version + 1) is not None:
                     _tell(process.stdin, provisional_manifest(manifest, version + 1))
                     _tell(process.stdin, sender.publish("bench", version + 1, source.items()))
                     process.stdout.readline()

@@ -23,9 +23,9 @@ import msgspec
 from protocol.errors import WeightError
 from protocol.host.key_proof import ReceiverKeys
 from protocol.messages import WeightManifest
-from protocol.weights.boxes import whole
-from rollout.weights.nccl import parse_location
-from rollout.weights.registry import make_part_receiver
+from protocol.weights.slices import all_of
+from rollout.weights.parts.pairs import parse_location
+from rollout.weights.registry import make_receiver
 from rollout.weights.sender_connection import fetch_with_keys
 from services.bus.curve import create_keys
 from services.ledger.redis.ledger import RedisLedger
@@ -121,10 +121,9 @@ def be_stranger(manifest: WeightManifest, others: Path, ours: Path) -> dict[str,
     fetched = []
     for keys in ("", str(others)):
         fetch_with_keys(keys)
-        wanted = {entry.name: (whole(entry.shape),) for entry in manifest.tensors}
-        with closing(make_part_receiver(manifest.transport)) as receiver:
+        with closing(make_receiver(manifest.transport)) as receiver:
             try:
-                fetched.append(f"{len(list(receiver.slices(manifest, wanted, SECONDS)))} slices")
+                fetched.append(f"{len(list(receiver.slices(manifest, all_of(manifest), SECONDS)))} slices")
             except WeightError as error:
                 fetched.append(str(error))
     return {"lines": lines, "fetched": fetched}

@@ -12,8 +12,9 @@ from protocol.weights.provisional import provisional_manifest
 from tests.contracts.engine_bench import PROMPTS, Bench
 from tests.contracts.engine_suite import assert_switched
 from tests.trainer.weights.making import WAIT_S, Making
+from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender
+from trainer.weights.parts.sender import PartSender
 
 
 class DraftContract:
@@ -90,9 +91,12 @@ class DraftContract:
 
 
 @asynccontextmanager
-async def serving(bench: Bench) -> AsyncIterator[tuple[NcclSender, WeightManifest]]:
+async def serving(bench: Bench) -> AsyncIterator[tuple[PartSender, WeightManifest]]:
     """A sender, and its manifest that the engine serves: the weights of model A."""
-    sender = NcclSender(WeightConfig(transport="nccl", backend="gloo", bucket_mb=1, timeout_s=WAIT_S))
+    sender = part_sender(
+        WeightConfig(transport="nccl", backend="gloo", bucket_mb=1, timeout_s=WAIT_S),
+        bench.published["A"].items(),
+    )
     try:
         bench.last += 1
         manifest = await asyncio.to_thread(sender.publish, "e1", bench.last, bench.published["A"].items())
@@ -103,7 +107,7 @@ async def serving(bench: Bench) -> AsyncIterator[tuple[NcclSender, WeightManifes
         await asyncio.to_thread(sender.close)
 
 
-def next_of(bench: Bench, sender: NcclSender, before: WeightManifest) -> WeightManifest:
+def next_of(bench: Bench, sender: PartSender, before: WeightManifest) -> WeightManifest:
     """The next version, which may be asked for from now on."""
     bench.last += 1
     announced = sender.provisional("e1", bench.last)

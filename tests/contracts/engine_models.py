@@ -7,7 +7,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from transformers import (
     DynamicCache,
@@ -177,18 +176,6 @@ def write_shared(
         {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}, 1 << 30
     )
     return manifest("shared", str(path), entries, buckets, version, epoch), masters, room
-
-
-def write_disk(
-    directory: Path, tensors: Mapping[str, torch.Tensor], version: int, *, epoch: str = "e1"
-) -> WeightManifest:
-    """One safetensors file."""
-    directory.mkdir(parents=True)
-    safetensors.torch.save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors"
-    )
-    entries, buckets = entries_of(tensors, 1 << 30)
-    return manifest("disk", str(directory), entries, buckets, version, epoch)
 
 
 @torch.no_grad()

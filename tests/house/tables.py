@@ -97,11 +97,9 @@ SCENARIOS = {
     "tests/services/runtime/test_descriptors.py": "a service raises its limit of descriptors",
     "tests/services/runtime/test_exit_codes.py": "exit codes of services",
     "tests/trainer/reference/test_learning.py": "GRPO learns a digit",
-    "tests/trainer/weights/test_files.py": "versions that are kept as files",
     "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",
     "tests/trainer/weights/parts/test_death.py": "either end of a transfer of slices dies",
     "tests/trainer/weights/test_provisional.py": "versions that are sent during their export",
-    "tests/trainer/weights/test_senders.py": "every sender, read back by its receiver",
 }
 """Test files in mirrored folders that are named after a scenario, and the scenario."""
 

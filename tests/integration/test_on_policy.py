@@ -39,7 +39,7 @@ from trainer.data.step_plan import plan_step
 from trainer.lora import as_published
 from trainer.megatron.backend import MegatronBackend
 from trainer.random_model import build_scratch
-from trainer.weights.registry import make_sender
+from trainer.weights.files import disk_sender
 
 VERSIONS = 6
 GROUPS, SAMPLES, TOKENS = 4, 4, 12
@@ -106,7 +106,7 @@ async def test_engine_and_trainer_agree_on_every_version(tmp_path: Path, name: s
     engine = make_engine(EngineConfig(name=name, max_model_len=64, **own), model_dir, "e", lora)
     renderer = Renderer(model_dir, RenderConfig(stop_at_eos=False))
     algorithm = make_algorithm(AlgorithmConfig())
-    sender = make_sender(WeightConfig(transport="disk"), run="on-policy", run_dir=tmp_path)
+    sender = disk_sender(WeightConfig(), tmp_path)
     await engine.start()
     backend = MegatronBackend(
         model_dir,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import SettingsError
 from protocol.messages import Mismatch, WeightPiece
+from protocol.weights.boxes import whole
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 from trainer.config import AlgorithmConfig
 from trainer.weights.early_export import EarlyExport, Tensors
@@ -102,7 +103,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What each rank publishes where no rank has the model whole."""
+    """What each rank publishes."""
 
     names: tuple[str, ...]
     """Hugging Face names, in the order of `Backend.export`."""
@@ -110,6 +111,16 @@ class Publication:
     """Shapes of the whole tensors."""
     parts: tuple[tuple[WeightPiece, ...], ...]
     """By rank; together they have each element of each tensor once."""
+
+    @classmethod
+    def of_rank_0(cls, shapes: Mapping[str, tuple[int, ...]]) -> Publication:
+        """Return a publication of whole tensors, by name, all by rank 0."""
+        pieces = tuple(WeightPiece(i, whole(shape)) for i, shape in enumerate(shapes.values()))
+        return cls(tuple(shapes), tuple(shapes.values()), (pieces,))
+
+    def gathered(self) -> Publication:
+        """Return the publication of the same tensors by rank 0."""
+        return Publication.of_rank_0(dict(zip(self.names, self.shapes, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +251,13 @@ class Backend(ABC):
         return EarlyExport()
 
     @property
-    def publication(self) -> Publication | None:
-        """What each rank publishes without a gather; None if rank 0 has all."""
-        return None
+    def publication(self) -> Publication:
+        """What each rank publishes without a gather; by default rank 0 has all that is exported."""
+        return Publication.of_rank_0({name: tuple(tensor.shape) for name, tensor in self.export()})
 
-    def pieces(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of this rank's part of `publication`, in its order, as views or copies."""
-        raise NotImplementedError(f"{type(self).__name__} has no parts to publish")
+    def pieces(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's part of `publication`: each piece with its tensor's name, as a view or a copy."""
+        return self.export()
 
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of the whole model as `export` does, with adapters merged into them."""

@@ -29,8 +29,8 @@ from trainer.backends.scatter_batch import receive_part
 from trainer.backends.state_writer import StateWriter
 from trainer.roles.models import RankModels
 from trainer.roles.step import run_step
-from trainer.weights.parts.publish import draft_parts, publish_parts
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.base import WeightSender
+from trainer.weights.publish import publish
 
 
 def offload_and_wait(models: RankModels) -> None:
@@ -43,19 +43,19 @@ def offload_and_wait(models: RankModels) -> None:
         dist.barrier()
 
 
-def follow_commands(models: RankModels, sender: PartSender | None = None) -> None:
+def follow_commands(models: RankModels, sender: WeightSender | None = None) -> None:
     """Carry out what rank 0 commands, on a rank other than 0, until it says exit.
 
     Args:
         models: this rank's parts of the models.
-        sender: publishes it, where versions stay on the ranks.
+        sender: that of this rank; None where rank 0 publishes all.
     """
     writer, policy = StateWriter(), models.policy
-    publishing: dict[type, Callable[..., object]] = {}
+    publishing: dict[type, Callable[..., object]] = {PublishCommand: lambda c: _exhaust(policy.export())}
     if sender is not None:
         publishing = {
-            DraftCommand: lambda c: draft_parts(sender, c.epoch, c.version),
-            PublishCommand: lambda c: publish_parts(policy, sender, c.epoch, c.version),
+            DraftCommand: lambda c: sender.provisional(c.epoch, c.version),
+            PublishCommand: lambda c: publish(policy, sender, c.epoch, c.version, c.dtype),
         }
     actions: dict[type, Callable[..., object]] = {
         StepCommand: lambda c: run_step(models, receive_part(), c),

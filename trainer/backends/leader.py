@@ -32,9 +32,9 @@ from trainer.data.step_plan import StepPlan
 from trainer.lora import as_published
 from trainer.roles.models import RankModels
 from trainer.storage.host_state import HostCopies
+from trainer.weights.base import WeightSender
 from trainer.weights.early_export import Tensors
-from trainer.weights.parts.publish import draft_parts, publish_parts
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.publish import publish
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +78,20 @@ class LeaderRank:
         broadcast_command(ExportCommand())
         return as_published(self.backend.export(), self.backend.targets, self.backend.lora)
 
-    def draft_parts(self, sender: PartSender, epoch: str, version: int) -> WeightDraft | None:
-        """Let every rank accept requests for its part of a version that `publish_parts` will make."""
-        broadcast_command(DraftCommand(epoch, version))
-        return draft_parts(sender, epoch, version)
+    def provisional(self, sender: WeightSender, epoch: str, version: int) -> WeightDraft | None:
+        """Accept requests for a version that `publish` will make, on every rank that publishes a part."""
+        if sender.in_parts:
+            broadcast_command(DraftCommand(epoch, version))
+        return sender.provisional(epoch, version)
 
-    def publish_parts(self, sender: PartSender, epoch: str, version: int) -> WeightManifest:
-        """Publish the weights from all ranks, without a gather; complete when it returns.
+    def publish(self, sender: WeightSender, epoch: str, version: int, dtype: str) -> WeightManifest:
+        """Publish the weights in a dtype; complete when it returns.
 
         Raises:
             WeightError: no rank serves the version.
         """
-        broadcast_command(PublishCommand(epoch, version))
-        manifest = publish_parts(self.backend, sender, epoch, version)
-        assert manifest is not None
-        return manifest
+        broadcast_command(PublishCommand(epoch, version, dtype))
+        return publish(self.backend, sender, epoch, version, dtype)
 
     def begin_save(self, directory: Path) -> None:
         """Copy every rank's part of a checkpoint to the host, and begin to write it to an existing directory.

@@ -70,10 +70,12 @@ class DraftCommand(msgspec.Struct, frozen=True, tag="draft"):
 
 
 class PublishCommand(msgspec.Struct, frozen=True, tag="publish"):
-    """Publish this rank's part of a version."""
+    """Publish this rank's part of a version, or take part in the export of what rank 0 publishes."""
 
     epoch: str
     version: int
+    dtype: str
+    """In which it is published."""
 
 
 class SaveCommand(msgspec.Struct, frozen=True, tag="save"):

@@ -237,12 +237,12 @@ class MegatronBackend(Backend):
         return self._optimizer.early
 
     @property
-    def publication(self) -> Publication | None:
-        return self._exporter.publication(self._published) if self._places.ranks > 1 else None
+    def publication(self) -> Publication:
+        return self._exporter.publication(self._published)
 
     @torch.no_grad()
-    def pieces(self) -> Iterator[torch.Tensor]:
-        return self._exporter.pieces(self._published)
+    def pieces(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._exporter.pieces(self._published) if self._places.ranks > 1 else self.export()
 
     def copy_state(self) -> HostState:
         return copy_part(

@@ -1,9 +1,9 @@
-"""Defines the interface of senders; each has a receiver in a module of the same name in rollout/weights/."""
+"""Defines the interface of senders; `registry.py` has them by transport."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from protocol.messages import WeightDraft, WeightManifest
 
@@ -12,7 +12,22 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
 
 class WeightSender(Protocol):
-    """Publishes versions. Lives in trainer rank 0."""
+    """Publishes versions. Lives in trainer rank 0, and in the other ranks if each publishes a part."""
+
+    in_parts: bool
+    """Whether each of several ranks publishes its own pieces. Every method is called on all of them then, in
+    the same order; otherwise on rank 0 alone, which publishes whole tensors."""
+
+    def provisional(self, epoch: str, version: int) -> WeightDraft | None:
+        """Accept requests for a version that the next `publish` will make, and return its announcement.
+
+        Engines get what `publish` has made so far and wait for the rest. If it fails, or makes another
+        version, they are disconnected.
+
+        Returns:
+            None if the transport cannot do that, or there is no earlier version of the epoch, whose layout
+            the announcement would name; engines then wait for the manifest.
+        """
 
     def publish(
         self,
@@ -31,13 +46,16 @@ class WeightSender(Protocol):
         Args:
             epoch: epoch of the trainer.
             version: number of the version.
-            tensors: (Hugging Face name, tensor) in the order of export; consumed to its end also on a
-                WeightError.
+            tensors: (Hugging Face name, tensor) in the order of export, or this rank's pieces; consumed to
+                the end also on a WeightError.
             base_model: architecture name from the model's config.json.
             tied: pairs of a name that is absent and the name of the tensor that it shares.
 
+        Returns:
+            The manifest; on ranks other than 0 without digests.
+
         Raises:
-            WeightError: nothing was published, and what was written has been removed.
+            WeightError: on rank 0: nothing was published, and what was written has been removed.
         """
 
     def retire(self, in_use: frozenset[int]) -> None:
@@ -45,19 +63,3 @@ class WeightSender(Protocol):
 
     def close(self) -> None:
         """Remove all versions that do not outlive the run; idempotent."""
-
-
-@runtime_checkable
-class StreamingSender(WeightSender, Protocol):
-    """Sends a version while it is being exported."""
-
-    def provisional(self, epoch: str, version: int) -> WeightDraft | None:
-        """Accept requests for a version that the next `publish` will export, and return its announcement.
-
-        Engines get the buckets that `publish` has filled so far and wait for the rest. If it fails, or
-        exports another version, they are disconnected.
-
-        Returns:
-            None if there is no earlier version of the epoch, whose layout the announcement would name;
-            engines then wait for the manifest.
-        """

@@ -24,6 +24,8 @@ UNLIMITED_BYTES = 1 << 62
 class SharedSender:
     """Moves the masters to memory that the engine can map, and publishes which version they hold."""
 
+    in_parts = False
+
     def __init__(
         self,
         run_dir: Path,
@@ -53,6 +55,9 @@ class SharedSender:
             else {name: part.detach() for name, part in parts().items()}
         )
         self._path: Path | None = None
+
+    def provisional(self, epoch: str, version: int) -> None:
+        """Return None: engines wait for the manifest."""
 
     def publish(
         self,

@@ -4,6 +4,11 @@ import threading
 
 import torch
 
+from trainer.weights.receiver_connection import ReceiverConnection, remaining_s
+
+POLL_S = 0.05
+"""Interval at which the connection is checked while a receiver waits for a bucket."""
+
 
 class StreamedBuckets:
     """Buckets that one thread adds one after the other, and other threads read."""
@@ -46,3 +51,17 @@ class StreamedBuckets:
         if full is not None:
             full.wait()
         return bucket
+
+
+def full_bucket(
+    connection: ReceiverConnection, streamed: StreamedBuckets, index: int, end: float
+) -> torch.Tensor:
+    """Wait for a bucket of the version to be full.
+
+    Raises:
+        ValueError: the receiver has disconnected, or the bucket will not come.
+    """
+    while (bucket := streamed.bucket(index, min(POLL_S, remaining_s(end)))) is None:
+        if connection.disconnected(0):
+            raise ValueError("a receiver disconnected before the version was exported")
+    return bucket

@@ -63,9 +63,9 @@ class ServedVersion:
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered while the version is sent; raises ValueError if it has been replaced."""
     streamed: StreamedBuckets = field(default_factory=StreamedBuckets)
-    """The buckets, during the export and after it; of a transport that sends them. Pieces, with parts."""
+    """This rank's pieces, while the version is made and after it."""
     collected: StreamedBuckets = field(default_factory=StreamedBuckets)
-    """With parts, on rank 0: the sums of every piece of every part, one after the other."""
+    """On rank 0: the sums of every piece of every part, one after the other."""
 
 
 class SenderChannel(Protocol):

@@ -3,23 +3,24 @@
 `location` is "HOST:PORT/cuda", or "HOST:PORT/cpu" where the trainer has no GPU and its pieces are in host
 memory. Memory of the engine's own GPU, and host memory, is read in place. Of memory of another GPU, which
 need not be visible to this process, the cuts are copied, those that are dense by the copy engines, a few
-buckets ahead of the one that is read.
+buckets ahead of the one that is read; a large cut straight to its destination.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 
-from protocol.device.bucket_handles import HOST
+from protocol.device.bucket_handles import HOST, open_bucket
+from protocol.device.cut_memory import cuts_in
 from protocol.device.shared_tensors import gpu_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import relative, shape_of
 from protocol.weights.slices import Cut, PiecePlace, Transfer, piece_places
-from rollout.weights.ipc import IpcChannel
-from rollout.weights.parts.pairs import cuts_in
-from rollout.weights.parts.receiver import PartTransfer
+from rollout.weights.parts.transfer import PartTransfer, memory_of
 from rollout.weights.sender_connection import parse_address
 from rollout.weights.verification import AHEAD
 
@@ -29,11 +30,12 @@ DEVICES = ("cpu", "cuda")
 """Devices on which a rank's pieces may be."""
 
 
-class HandleSlices(IpcChannel):
+class HandleSlices:
     """Maps the buckets of one trainer rank's pieces."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._mapped: dict[int, torch.Tensor] = {}
+        """Number on the wire -> bucket."""
         self._plan: Transfer | None = None
         self._sizes: tuple[int, ...] = ()
         """Bytes of the rank's buckets, by the plan."""
@@ -68,17 +70,26 @@ class HandleSlices(IpcChannel):
         transfer.line.send({"sums": count})
         return torch.frombuffer(bytearray(transfer.line.raw(8 * count)), dtype=torch.int64)
 
+    def drain_device(self) -> None:
+        # After a disconnect the trainer may write its memory again, and the next version has the same
+        # destinations.
+        if torch.cuda.is_available():
+            with suppress(RuntimeError):
+                torch.cuda.synchronize()
+
+    def interrupt(self) -> None:
+        """Do nothing: no thread waits for the sender; what is being copied is mapped, and verified later."""
+
     def release(self) -> None:
-        super().release()
-        self._plan, self._sources = None, {}
+        self._mapped, self._plan, self._sources = {}, None, {}
 
     def _sources_of(self, transfer: PartTransfer) -> list[list[torch.Tensor]]:
         """Return the elements of each cut of each bucket in the memory of its trainer rank."""
         manifest, answer, plan = transfer.manifest, transfer.answer, transfer.plan
         if plan is not self._plan:
             self._plan, self._sources = plan, {}
-            self._sizes, self._places = piece_places(manifest, transfer.part, int(answer["bucket_bytes"]))
-        mapped = self.mapped(answer, self._sizes, manifest)
+            self._sizes, self._places = piece_places(manifest, transfer.part, int(answer["sizes"][0]))
+        mapped = self._buckets_of(answer, manifest)
         key = tuple(int(bucket["memory"]) for bucket in answer["buckets"])
         if key not in self._sources:
             if len(self._sources) == VERSIONS:
@@ -93,6 +104,27 @@ class HandleSlices(IpcChannel):
                 for bucket in plan.buckets
             ]
         return self._sources[key]
+
+    def _buckets_of(self, answer: dict[str, Any], manifest: WeightManifest) -> list[torch.Tensor]:
+        """Return the buckets of a sender's answer in this process, uint8.
+
+        Raises:
+            WeightError: there are fewer or more buckets, or one is smaller.
+        """
+        version, described, sizes = manifest.version, answer["buckets"], self._sizes
+        if len(described) != len(sizes):
+            raise WeightError(f"version {version}: {len(described)} buckets, the plan has {len(sizes)}")
+        found = [self._bucket(answer["gpu"], bucket) for bucket in described]
+        for number, (bucket, size) in enumerate(zip(found, sizes, strict=True)):
+            if len(bucket) < size:
+                raise WeightError(f"version {version}: bucket {number} has {len(bucket)} bytes of {size}")
+        return found
+
+    def _bucket(self, place: str, described: dict[str, Any]) -> torch.Tensor:
+        number = int(described["memory"])
+        if number not in self._mapped:
+            self._mapped[number] = open_bucket(place, described["handle"])
+        return self._mapped[number]
 
 
 def _piece(
@@ -116,7 +148,7 @@ def _copies_of_peer(
         return copies
 
     for bucket, cuts in zip(transfer.plan.buckets, sources, strict=True):
-        memory = torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=reading.device)
+        memory = memory_of(bucket, transfer, reading.device)
         copies = cuts_in(memory, bucket, transfer.manifest)
         copying.wait_stream(reading)  # reused memory may still be read
         with torch.cuda.stream(copying):

@@ -1,47 +1,130 @@
-"""Receives slices through process groups of two ranks; the sender is `trainer/weights/parts/channel.py`."""
+"""Receives slices through process groups of two ranks; the sender is `trainer/weights/parts/channel.py`.
 
+`location` is "HOST:PORT/BACKEND". The dialogue:
+
+    receiver -> sender   {"version": v, "epoch": e, "layout": d, "slices": n} and n bytes: what it wants
+    sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
+    receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
+                                             `protocol/device/pair_store.py`
+                         {"ready": true}     later requests; either answer also has the sizes of buckets
+    both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
+    both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each, and sums
+    receiver -> sender   {"done": v}
+
+The group is aborted on any error. With a group per receiver, an engine that hangs or dies delays no other, no
+group has to be rebuilt when a member leaves, and the collectives need no order with those of the engine.
+Large slices are received straight at their destination, a few buckets ahead of the one that is read. On a GPU
+all of it is queued on the current stream, and the host waits once, at the end, with a deadline. An aborted
+collective may return with partial buffers, so only digests prove that a tensor is complete.
+"""
+
+from collections import deque
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from protocol.device.cut_memory import cuts_in
+from protocol.device.pair_group import BACKENDS, RECEIVER, abort
+from protocol.device.pair_store import join_pair
+from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.boxes import shape_of
-from protocol.weights.slices import Cut, Transfer
-from rollout.weights.nccl import PairChannel
-from rollout.weights.parts.receiver import PartTransfer
+from protocol.weights.slices import Cut
+from rollout.weights.parts.transfer import PartTransfer, memory_of
+from rollout.weights.sender_connection import parse_address
+from rollout.weights.verification import AHEAD
+
+T = TypeVar("T")
 
 
-class PairSlices(PairChannel):
-    """Receives packed cuts of one trainer rank's pieces, and then sums."""
+class PairSlices:
+    """Receives packed cuts of one trainer rank's pieces, and then sums, as rank 1 of a group of two."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.group: Any = None
         self._device = torch.device("cpu")
 
+    def address(self, manifest: WeightManifest) -> tuple[str, int]:
+        host, port, _ = parse_location(manifest.location)
+        return host, port
+
     def slices(self, transfer: PartTransfer) -> Iterator[list[tuple[Cut, torch.Tensor]]]:
-        self._device = self.join(transfer.answer, transfer.manifest, transfer.deadline, transfer.line)
-        memories = _memories(transfer.plan.buckets, self._device)
-        for bucket, memory in self.received(memories, transfer.deadline, transfer.disconnected):
+        self._join(transfer)
+        memories = ((bucket, memory_of(bucket, transfer, self._device)) for bucket in transfer.plan.buckets)
+        for bucket, memory in self._received(memories, transfer):
             yield list(zip(bucket, cuts_in(memory, bucket, transfer.manifest), strict=True))
 
     def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
         sums = torch.empty(count, dtype=torch.int64, device=self._device)
-        for _ in self.received([(None, sums.view(torch.uint8))], transfer.deadline, transfer.disconnected):
+        for _ in self._received([(None, sums.view(torch.uint8))], transfer):
             pass
         return sums
 
+    def drain_device(self) -> None:
+        """Do nothing: aborting the group waits."""
 
-def cuts_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifest) -> list[torch.Tensor]:
-    """Return the elements of each cut in the memory of their bucket, in their shape."""
-    found = []
-    for cut in bucket:
-        part = memory[cut.offset : cut.offset + cut.nbytes]
-        found.append(part.view(getattr(torch, manifest.tensors[cut.tensor].dtype)).view(shape_of(cut.box)))
-    return found
+    def interrupt(self) -> None:
+        """Abort the group, which ends NCCL's collectives at once.
+
+        Gloo has no abort: its collectives end when the connection to the sender does, or at their deadline.
+        """
+        if self.group is not None:
+            abort(self.group)
+
+    def release(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            abort(group)
+
+    def _join(self, transfer: PartTransfer) -> None:
+        """Create the group if the sender's answer says so."""
+        _, _, backend = parse_location(transfer.manifest.location)
+        self._device = (
+            torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        )
+        if "join" in transfer.answer:
+            transfer.line.send({"joining": True})
+            seconds = transfer.deadline.remaining("joining the group")
+            self.group = join_pair(transfer.line, RECEIVER, self._device, seconds)
+
+    def _received(
+        self, memories: Iterable[tuple[T, torch.Tensor]], transfer: PartTransfer
+    ) -> Iterator[tuple[T, torch.Tensor]]:
+        """Yield each memory, uint8, when it has its bytes; a few broadcasts are in flight at a time."""
+        queued: deque[tuple[T, torch.Tensor, Any]] = deque()
+        for bucket, memory in memories:
+            queued.append((bucket, memory, self._broadcast(memory, transfer)))
+            if len(queued) == AHEAD:
+                yield _received(*queued.popleft())
+        while queued:
+            yield _received(*queued.popleft())
+
+    def _broadcast(self, memory: torch.Tensor, transfer: PartTransfer) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=transfer.deadline.remaining("receiving"))
+        group = self.group
+        if group is None or transfer.disconnected():  # an aborted group would create another communicator
+            raise RuntimeError("the connection was closed")
+        return group.broadcast([memory], options)
 
 
-def _memories(
-    buckets: Iterable[tuple[Cut, ...]], device: torch.device
-) -> Iterator[tuple[tuple[Cut, ...], torch.Tensor]]:
-    for bucket in buckets:
-        yield bucket, torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=device)
+def parse_location(location: str) -> tuple[str, int, str]:
+    """Split "HOST:PORT/BACKEND".
+
+    Raises:
+        WeightError: it is not of that form, or the backend is unknown.
+    """
+    address, _, backend = location.partition("/")
+    if backend not in BACKENDS:
+        raise WeightError(
+            f"location {location!r} is not HOST:PORT/BACKEND with a backend of {', '.join(BACKENDS)}"
+        )
+    return *parse_address(address, location), backend
+
+
+def _received(bucket: T, memory: torch.Tensor, work: Any) -> tuple[T, torch.Tensor]:
+    work.wait()  # nccl: the stream waits, not the host
+    return bucket, memory

@@ -7,6 +7,7 @@ steps need.
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
 from protocol.weights.slices import (
+    BucketSizes,
     Transfer,
     Wanted,
     encode_wanted,
@@ -30,8 +31,8 @@ class ReceiverPlans:
         """The ranks to ask, see `senders_of`."""
         self._wanted: Wanted = {}
         self._layout = 0
-        self._of_part: dict[tuple[int, int], tuple[Transfer, Spans]] = {}
-        """(part, bytes of a bucket) -> plan."""
+        self._of_part: dict[tuple[int, BucketSizes], tuple[Transfer, Spans]] = {}
+        """(part, sizes of its buckets) -> plan."""
 
     def use(self, manifest: WeightManifest, wanted: Wanted) -> None:
         """Plan to receive `wanted` of versions like this one."""
@@ -42,11 +43,11 @@ class ReceiverPlans:
         self.senders = senders_of(manifest, wanted)
         self._of_part = {}
 
-    def of_part(self, manifest: WeightManifest, part: int, bucket_bytes: int) -> tuple[Transfer, Spans]:
+    def of_part(self, manifest: WeightManifest, part: int, sizes: BucketSizes) -> tuple[Transfer, Spans]:
         """Return what rank `part` sends, and the spans of the sums that follow it."""
-        if (part, bucket_bytes) not in self._of_part:
-            plan = transfer_of(manifest, part, self._wanted, bucket_bytes)
+        if (part, sizes) not in self._of_part:
+            plan = transfer_of(manifest, part, self._wanted, sizes)
             spans = rest_spans(manifest, part, plan)
             spans += untouched_spans(manifest, self._wanted) if part == 0 else []
-            self._of_part[part, bucket_bytes] = plan, spans
-        return self._of_part[part, bucket_bytes]
+            self._of_part[part, sizes] = plan, spans
+        return self._of_part[part, sizes]

@@ -8,85 +8,47 @@ sends the sums of what none has sent, with which the digests of all whole tensor
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import torch
 from msgspec.structs import replace
 
-from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.boxes import Box
-from protocol.weights.slices import Cut, Transfer, Wanted
-from rollout.weights.connected_receiver import ConnectedReceiver, ReceiverChannel
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from protocol.weights.slices import BucketSizes, Wanted
+from rollout.weights.base import Destination, ReceivedSlice, no_destination
+from rollout.weights.connected_receiver import ConnectedReceiver
 from rollout.weights.parts.plans import ReceiverPlans
+from rollout.weights.parts.transfer import PartTransfer, ReceiverChannel
 from rollout.weights.parts.verification import SliceVerification
 from rollout.weights.sender_connection import SenderLine
 from rollout.weights.verification import Deadline
 
 
-class ReceivedSlice(NamedTuple):
-    """Received elements of a tensor."""
-
-    entry: TensorEntry
-    box: Box
-    tensor: torch.Tensor
-    """Just these elements, in their shape."""
-
-
-class PartTransfer(NamedTuple):
-    """One trainer rank's part of the transfer of a version to this engine rank."""
-
-    manifest: WeightManifest
-    """With the location of that rank."""
-    part: int
-    answer: dict[str, Any]
-    """The rank's answer to the request."""
-    plan: Transfer
-    deadline: Deadline
-    disconnected: Callable[[], bool]
-    """Returns whether the rank has disconnected or the receiver was closed."""
-    line: SenderLine
-
-
-class SliceChannel(ReceiverChannel, Protocol):
-    """How a connection to one trainer rank transfers slices."""
-
-    def slices(self, transfer: PartTransfer) -> Iterator[Iterable[tuple[Cut, torch.Tensor]]]:
-        """Yield every cut of the plan with its elements, in its shape: many at a time, until the next."""
-
-    def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
-        """Return the sums that the rank sends behind the slices: int64 [count], where the slices were."""
-
-
 class PartReceiver:
     """Keeps a connection to each trainer rank for the next version."""
 
-    def __init__(self, make_channel: Callable[[], SliceChannel]) -> None:
+    def __init__(self, make_channel: Callable[[], ReceiverChannel]) -> None:
         """Receive by channels that `make_channel` returns, one for each trainer rank."""
         self._make_channel = make_channel
         self.digest = 0
         """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
-        self._connections: dict[str, tuple[SliceChannel, ConnectedReceiver]] = {}
+        self._connections: dict[str, tuple[ReceiverChannel, ConnectedReceiver]] = {}
         """By location."""
         self._plans = ReceiverPlans()
         self._closed = threading.Event()
         """`close` was called since the last `slices` began."""
 
     def slices(
-        self, manifest: WeightManifest, wanted: Wanted, deadline_s: float
+        self,
+        manifest: WeightManifest,
+        wanted: Wanted,
+        deadline_s: float,
+        place: Destination = no_destination,
     ) -> Iterator[list[ReceivedSlice]]:
-        """Yield every wanted element once: many slices at a time, which are valid until the next ones.
-
-        All is verified only once the iterator has ended without an error.
-
-        Args:
-            manifest: a version with parts.
-            wanted: disjoint boxes.
-            deadline_s: seconds within which all of it must have been received.
-
-        Raises:
-            WeightError: bytes are missing or wrong, or not there in time; the connections are closed.
-        """
+        """Yield every wanted element once, see `WeightReceiver`; on an error the connections are closed."""
+        if not manifest.parts:
+            raise WeightError(f"version {manifest.version}: the manifest does not say where its parts are")
         self._closed.clear()
         deadline = Deadline(manifest, deadline_s)
         self._forget_others({part.location for part in manifest.parts})
@@ -95,7 +57,7 @@ class PartReceiver:
         complete = False
         try:
             for part in _rotated(self._plans.senders):
-                yield from self._from_part(part, manifest, deadline, verification)
+                yield from self._from_part(part, manifest, deadline, verification, place)
             complete = True
         finally:
             if not complete:
@@ -114,13 +76,14 @@ class PartReceiver:
         manifest: WeightManifest,
         deadline: Deadline,
         verification: SliceVerification,
+        place: Destination,
     ) -> Iterator[list[ReceivedSlice]]:
         location = manifest.parts[part].location
         channel, receiver = self._connections.get(location) or self._connect(location)
 
         def receive(answer: dict[str, Any], line: SenderLine) -> Iterator[list[ReceivedSlice]]:
-            plan, spans = self._plans.of_part(manifest, part, int(answer["bucket_bytes"]))
-            transfer = PartTransfer(there, part, answer, plan, deadline, receiver.disconnected, line)
+            plan, spans = self._plans.of_part(manifest, part, BucketSizes(*answer["sizes"]))
+            transfer = PartTransfer(there, part, answer, plan, deadline, receiver.disconnected, line, place)
             for bucket in channel.slices(transfer):
                 if self._closed.is_set():
                     raise ConnectionError("the receiver was closed")
@@ -128,8 +91,8 @@ class PartReceiver:
                 for cut, tensor in bucket:
                     verification.add(cut.tensor, cut.box, tensor)
                     found.append(ReceivedSlice(manifest.tensors[cut.tensor], cut.box, tensor))
-                verification.launch()
                 yield found
+            verification.launch()
             if count := sum(end - first for _, first, end in spans):
                 verification.add_sums(spans, channel.sums(transfer, count))
 
@@ -141,7 +104,7 @@ class PartReceiver:
         there = replace(manifest, location=location)
         yield from receiver.transfer(there, deadline, receive, finish, self._plans.encoded)
 
-    def _connect(self, location: str) -> tuple[SliceChannel, ConnectedReceiver]:
+    def _connect(self, location: str) -> tuple[ReceiverChannel, ConnectedReceiver]:
         channel = self._make_channel()
         self._connections[location] = channel, ConnectedReceiver(channel)
         return self._connections[location]

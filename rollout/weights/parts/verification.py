@@ -31,13 +31,13 @@ class SliceVerification:
         """That of the version, once `finish` has returned."""
 
     def add(self, index: int, box: Box, tensor: torch.Tensor) -> None:
-        """Add a received slice; it is read on the current stream, at the latest by `launch`."""
+        """Add a received slice, which is kept until its read is queued on the current stream."""
         if self._received is None:
             self._received = SliceSums(self._firsts[-1], tensor.device)
         self._received.add(tensor, self._manifest.tensors[index].shape, box, self._firsts[index])
 
     def launch(self) -> None:
-        """Queue the reads of all slices that were added: their memory may be used again behind that."""
+        """Queue the reads of all slices that were added."""
         if self._received is not None:
             self._received.launch()
 

@@ -27,10 +27,10 @@ from rollout.staging.staging import digest_of
 from tests.benchmarks.gpu import stand_in
 from tests.benchmarks.gpu.groups import HOST, broadcast, join_pair
 from tests.benchmarks.gpu.shapes import device, group_backend, settle
+from tests.trainer.weights.senders import sender_of
 from trainer.config import WeightConfig
-from trainer.weights.base import StreamingSender, WeightSender
+from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import in_dtype
-from trainer.weights.registry import make_sender
 
 STEP = 1.015625
 """What a step multiplies all weights with, and the next one divides them by: every byte of a version may
@@ -73,15 +73,14 @@ class Trainer:
         config = WeightConfig(transport=transport, backend=group_backend(), keep=1, timeout_s=60.0)
         if bucket_mb:
             config = dataclasses.replace(config, bucket_mb=bucket_mb)
-        self._sender = make_sender(config, run="bench-gpu", run_dir=Path(self._directory.name))
+        tensors = in_dtype(self._tensors.items(), self._dtype)
+        self._sender = sender_of(config, tensors, Path(self._directory.name), "bench-gpu")
         return {}
 
     def draft(self, version: int) -> dict[str, Any]:
         """Whether the version can be received while it is published."""
-        return {
-            "drafted": isinstance(self._sender, StreamingSender)
-            and self._sender.provisional("bench", version) is not None
-        }
+        assert self._sender is not None
+        return {"drafted": self._sender.provisional("bench", version) is not None}
 
     def publish(self, version: int) -> dict[str, Any]:
         """What the trainer does after a step. Returns the manifest, in hex, when the step had ended and when

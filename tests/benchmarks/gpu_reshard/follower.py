@@ -18,7 +18,7 @@ import torch
 from trainer.backends import follow
 from trainer.backends.rank_commands import Command, next_command
 from trainer.roles.models import RankModels
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.base import WeightSender
 
 WAIT_S = 600.0
 
@@ -59,7 +59,7 @@ class Follower:
         self._listener.bind(str(sockets / str(rank)))
         self._listener.listen(1)
 
-    def follow(self, models: RankModels, sender: PartSender | None) -> None:
+    def follow(self, models: RankModels, sender: WeightSender | None) -> None:
         """Carry out what rank 0 commands, until it says exit."""
         threading.Thread(target=self._answer, name="answers", daemon=True).start()
         follow.next_command = self._next  # type: ignore[assignment]

@@ -24,9 +24,8 @@ from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
 from trainer.roles.models import RankModels
-from trainer.weights.base import StreamingSender, WeightSender
+from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import in_dtype
-from trainer.weights.parts.sender import PartSender
 
 EPOCH = "bench"
 CONNECT_S = 60.0
@@ -45,7 +44,7 @@ class Orders:
     def __init__(
         self,
         models: RankModels,
-        sender: WeightSender | PartSender,
+        sender: WeightSender,
         memory: Memory,
         dtype: str,
         others: Sequence[Path],
@@ -70,7 +69,6 @@ class Orders:
         self._steps, self._began, self._version = 0, 0.0, 0
         self._exits, self._where = False, "gpu"
         publication = models.policy.publication
-        assert publication is not None
         self._shapes = list(zip(publication.names, publication.shapes, strict=True))
         self._model = 0
         """Bytes that are allocated for training alone."""
@@ -90,7 +88,7 @@ class Orders:
         return {
             "bytes": count * size,
             "tensors": len(self._shapes),
-            "by_rank": isinstance(self._sender, PartSender),
+            "by_rank": self._sender.in_parts,
             "training_bytes": self._model,
             "memory": self.memory()["ranks"],
         }
@@ -132,23 +130,14 @@ class Orders:
 
     def draft(self, version: int) -> dict[str, Any]:
         """Let engines receive a version while it is published, if the transport can do that."""
-        if isinstance(self._sender, PartSender):
+        if self._sender.in_parts:
             self._go()
-            return {"drafted": self._leader.draft_parts(self._sender, EPOCH, version) is not None}
-        if isinstance(self._sender, StreamingSender):
-            return {"drafted": self._sender.provisional(EPOCH, version) is not None}
-        return {"drafted": False}
+        return {"drafted": self._leader.provisional(self._sender, EPOCH, version) is not None}
 
     def publish(self, version: int) -> dict[str, Any]:
         """Publish a version; return its manifest, in hex, when the step had ended and when this has."""
         self._go()
-        if isinstance(self._sender, PartSender):
-            manifest = self._leader.publish_parts(self._sender, EPOCH, version)
-        else:
-            tensors = in_dtype(self._leader.export(), self._dtype)
-            manifest = self._sender.publish(
-                EPOCH, version, tensors, base_model=self._leader.backend.architecture
-            )
+        manifest = self._leader.publish(self._sender, EPOCH, version, self._dtype)
         ended, self._version = time.monotonic(), version
         data = msgspec.msgpack.encode(manifest).hex()
         return {"began": self._began, "ended": ended, "manifest": data}

@@ -28,7 +28,7 @@ from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.roles.models import RankModels
-from trainer.weights.registry import make_part_sender, make_sender
+from trainer.weights.registry import make_sender
 
 STD = 0.02
 LR = 1e-4
@@ -90,14 +90,15 @@ def main() -> None:
     config = WeightConfig(
         transport=arguments.transport, backend=arguments.backend, keep=1, timeout_s=TIMEOUT_S
     )
-    part = make_part_sender(config, rank, backend, dtype)
+    run = f"reshard-{os.getpid()}"
+    sender = make_sender(config, backend, dtype, run=run, run_dir=arguments.sockets, rank=rank)
     if rank:
-        Follower(rank, memory, arguments.sockets, backend.perturb).follow(models, part)
-        if part is not None:
-            part.close()
+        Follower(rank, memory, arguments.sockets, backend.perturb).follow(models, sender)
+        if sender is not None:
+            sender.close()
         models.close()
         return
-    sender = part or make_sender(config, run=f"reshard-{os.getpid()}", run_dir=arguments.sockets)
+    assert sender is not None
     others = [arguments.sockets / str(other) for other in range(1, ranks)]
     perturb = backend.perturb if arguments.perturb else None
     orders = Orders(models, sender, memory, dtype, others, perturb)

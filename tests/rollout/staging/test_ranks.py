@@ -18,8 +18,8 @@ from rollout.staging.ranks import AllRanksStaging
 from tests.contracts.engine_models import write_shm
 from tests.protocol.device.stuck import Library, stuck
 from tests.rollout.staging.models import NEW, OLD, OneTensor, staging
+from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender
 
 
 async def test_staging_cancelled_twice_leaves_ranks_that_can_stage_again(tmp_path: Path) -> None:
@@ -57,6 +57,9 @@ async def test_staging_cancelled_twice_leaves_ranks_that_can_stage_again(tmp_pat
     assert copy.staged is not None
 
 
+CONFIG = WeightConfig(transport="nccl", backend="gloo", timeout_s=20)
+
+
 async def test_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -73,13 +76,13 @@ async def test_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(
             return [share.stage(msgspec.msgpack.decode(arguments[0], type=WeightManifest), arguments[1])]
         return [getattr(share, method)()]
 
-    with closing(NcclSender(WeightConfig(transport="nccl", backend="gloo", timeout_s=20))) as sender:
+    with closing(part_sender(CONFIG, OLD.items())) as sender:
         manifest = sender.publish("e1", 1, OLD.items())
         with stuck(Library(), MAX_STUCK):
             with pytest.raises(PoisonedError, match="this process has to be restarted"):
                 await AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20).stage(manifest)
             with pytest.raises(
-                WeightError, match="version 2: 4 threads are stuck"
+                WeightError, match="version 2: rank 0: 4 threads are stuck"
             ):  # nor does a trainer go on
                 sender.publish("e1", 2, NEW.items())
         assert share.live_digest()[1] != manifest.digest

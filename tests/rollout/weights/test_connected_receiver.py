@@ -8,23 +8,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
 
-import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
-from protocol.device.pair_store import Line
+from protocol.device.digests import digests_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.buckets import Chunk, chunks
-from rollout.weights.base import Destination
-from rollout.weights.connected_receiver import ConnectedReceiver
-from rollout.weights.nccl import NcclReceiver
+from protocol.weights.provisional import with_digests
+from protocol.weights.slices import Cut
+from rollout.weights.parts.receiver import PartReceiver
+from rollout.weights.parts.transfer import PartTransfer
+from rollout.weights.registry import make_receiver
 from rollout.weights.sender_connection import parse_address
-from rollout.weights.verification import Deadline
+from tests.trainer.weights.senders import at, layout_of, read_request, received
 from trainer.config import WeightConfig
-from trainer.weights.bucket_writer import fill_buckets, make_manifest
 from trainer.weights.receiver_connection import ReceiverConnection
 from trainer.weights.version_server import ServedVersion, VersionServer
 
@@ -59,7 +58,7 @@ class DoneChannel:
     """The sender's channel of receivers that can read its memory already."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
-        connection.answer({"ready": True}, end)
+        connection.answer({"ready": True, "sizes": [1 << 30, 1]}, end)
         connection.wait_done(served.manifest.version, end)
 
     def close(self) -> None:
@@ -76,19 +75,14 @@ class MappingChannel:
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
         return parse_address(manifest.location, manifest.location)
 
-    def chunks(
-        self,
-        answer: dict[str, Any],
-        manifest: WeightManifest,
-        deadline: Deadline,
-        place: Destination,
-        disconnected: Callable[[], bool],
-        line: Line,
-    ) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def slices(self, transfer: PartTransfer) -> Iterator[list[tuple[Cut, torch.Tensor]]]:
         self.mapped = self._memory
-        for chunk in chunks(manifest):
+        for (cut,) in transfer.plan.buckets:
             assert self.mapped, "released beneath a copy"
-            yield chunk, self.mapped[chunk.bucket][chunk.start : chunk.end]
+            yield [(cut, self.mapped[cut.piece])]
+
+    def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
+        raise NotImplementedError
 
     def drain_device(self) -> None:
         pass
@@ -107,41 +101,29 @@ class FailingChannel(MappingChannel):
         super().__init__([torch.zeros(1)])
         self.seen = weakref.ref(self._memory[0])
 
-    def chunks(self, *_: Any, **__: Any) -> Iterator[tuple[Chunk, torch.Tensor]]:
+    def slices(self, transfer: PartTransfer) -> Iterator[list[tuple[Cut, torch.Tensor]]]:
         (memory,), self._memory = self._memory, []
         raise ConnectionError(f"failed with {len(memory)} elements mapped")
         yield
 
 
 @contextmanager
-def mapping() -> Iterator[tuple[VersionServer, WeightManifest, ConnectedReceiver, MappingChannel]]:
-    memory: list[torch.Tensor] = []
-
-    def allocate(_: int, size: int) -> torch.Tensor:
-        memory.append(torch.empty(size, dtype=torch.uint8))
-        return memory[-1]
-
-    channel = MappingChannel(memory)
+def mapping() -> Iterator[tuple[VersionServer, WeightManifest, PartReceiver, MappingChannel]]:
+    channel = MappingChannel(list(TENSORS.values()))
     with (
         closing(VersionServer(CONFIG, DoneChannel)) as server,
-        closing(ConnectedReceiver(channel)) as receiver,
+        closing(PartReceiver(lambda: channel)) as receiver,
     ):
-        manifest = make_manifest(
-            "ipc",
-            server.address,
-            "e1",
-            1,
-            fill_buckets(iter(TENSORS.items()), 1 << 20, allocate),
-            base_model="",
-            tied=(),
-        )
-        server.current = ServedVersion(manifest, tuple(memory))
+        blank = layout_of(TENSORS.items(), CONFIG)
+        digests = digests_of(TENSORS.values())
+        manifest = at(replace(with_digests(blank, digests), epoch="e1", version=1), server.address)
+        server.current = ServedVersion(manifest)
         yield server, manifest, receiver, channel
 
 
 def test_memory_of_a_sender_is_released_when_it_disconnects() -> None:
     with mapping() as (server, manifest, receiver, channel):
-        assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
+        assert len(list(received(receiver, manifest, 60))) == len(TENSORS)
         assert channel.mapped
         server.close()
         until(lambda: not channel.mapped)
@@ -150,16 +132,16 @@ def test_memory_of_a_sender_is_released_when_it_disconnects() -> None:
 
 def test_a_disconnect_is_noticed_with_more_descriptors_than_select_supports() -> None:
     with many_descriptors(), mapping() as (server, manifest, receiver, channel):
-        assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
+        assert len(list(received(receiver, manifest, 60))) == len(TENSORS)
         server.close()
         until(lambda: not channel.mapped)
 
 
 def test_memory_of_a_transfer_that_failed_is_not_kept_by_its_error() -> None:
     channel, problem = FailingChannel(), ""
-    with mapping() as (_, manifest, _, _), closing(ConnectedReceiver(channel)) as receiver:
+    with mapping() as (_, manifest, _, _), closing(PartReceiver(lambda: channel)) as receiver:
         try:
-            list(receiver.tensors(manifest, 60))
+            list(received(receiver, manifest, 60))
         except WeightError as error:
             problem = str(error)
         assert "failed with 1 elements mapped" in problem
@@ -168,7 +150,7 @@ def test_memory_of_a_transfer_that_failed_is_not_kept_by_its_error() -> None:
 
 def test_memory_is_released_only_after_a_copy_in_progress() -> None:
     with mapping() as (server, manifest, receiver, channel):
-        coming = receiver.tensors(manifest, 60)
+        coming = received(receiver, manifest, 60)
         next(coming)
         server.close()
         until(lambda: not watchers())  # it has seen that
@@ -183,11 +165,10 @@ def test_a_successor_at_another_address_is_watched_instead() -> None:
         mapping() as (server, manifest, receiver, channel),
         closing(VersionServer(CONFIG, DoneChannel)) as successor,
     ):
-        assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
-        assert server.current is not None
-        moved = msgspec.structs.replace(manifest, location=successor.address)
-        successor.current = ServedVersion(moved, server.current.buckets)
-        assert len(list(receiver.tensors(moved, 60))) == len(TENSORS)
+        assert len(list(received(receiver, manifest, 60))) == len(TENSORS)
+        moved = at(manifest, successor.address)
+        successor.current = ServedVersion(moved)
+        assert len(list(received(receiver, moved, 60))) == len(TENSORS)
         server.close()
         until(lambda: len(watchers()) == 1)
         assert channel.mapped
@@ -198,7 +179,7 @@ def test_a_successor_at_another_address_is_watched_instead() -> None:
 def test_a_closed_receiver_leaves_no_thread_and_may_be_used_again() -> None:
     with mapping() as (_, manifest, receiver, channel):
         for _ in range(3):
-            assert len(list(receiver.tensors(manifest, 60))) == len(TENSORS)
+            assert len(list(received(receiver, manifest, 60))) == len(TENSORS)
             assert len(watchers()) == 1
             receiver.close()
             assert not channel.mapped
@@ -209,20 +190,20 @@ def test_joining_a_group_ends_when_the_sender_disconnects() -> None:
     with (
         mapping() as (_, manifest, _, _),
         socket.create_server(("127.0.0.1", 0)) as listener,
-        closing(NcclReceiver()) as receiver,
+        closing(make_receiver("nccl")) as receiver,
     ):
 
         def serve() -> None:
             connection, _ = listener.accept()
-            with connection, connection.makefile() as lines:
+            with connection, connection.makefile("rb") as lines:
+                read_request(lines)
+                connection.sendall(b'{"join": true, "sizes": [1, 1]}\n')
                 lines.readline()
-                connection.sendall(b'{"join": true}\n')
-                lines.readline()
-                assert "key" in lines.readline()  # it waits for the sender's part of the group
+                assert b"key" in lines.readline()  # it waits for the sender's part of the group
 
         thread = threading.Thread(target=serve)
         thread.start()
         location = f"127.0.0.1:{listener.getsockname()[1]}/gloo"
         with pytest.raises(WeightError, match="the sender disconnected"):
-            list(receiver.tensors(msgspec.structs.replace(manifest, location=location), 30))
+            list(received(receiver, at(manifest, location), 30))
         thread.join()

@@ -1,6 +1,5 @@
 """Every receiver: what it delivers, what it refuses, and its deadline."""
 
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,16 +12,19 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
-from rollout.weights.nccl import NcclReceiver, parse_location
+from protocol.weights.slices import all_of, encode_wanted
+from rollout.weights.parts.pairs import parse_location
 from rollout.weights.registry import RECEIVERS, make_receiver
-from tests.contracts.engine_models import write_disk, write_shm
+from tests.contracts.engine_models import write_shm
 from tests.rollout.weights.test_connected_receiver import many_descriptors
+from tests.trainer.weights.senders import at, part_sender, read_request, receive, received
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender
+from trainer.weights.files import disk_sender
+from trainer.weights.parts.sender import PartSender
 
 DEADLINE_S = 20.0
 STRANGE_LINES = [
-    b'{"join": true}\n%s\n' % line
+    b'{"join": true, "sizes": [1000, 1000]}\n%s\n' % line
     for line in (b'{"key": 1, "value": ""}', b'{"key": "a", "value": "x"}', b'{"ready": true}', b"null", b"")
 ]
 
@@ -43,8 +45,8 @@ def tensors() -> Tensors:
 
 
 @pytest.fixture
-def sender() -> Iterator[NcclSender]:
-    made = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=DEADLINE_S))
+def sender(tensors: Tensors) -> Iterator[PartSender]:
+    made = part_sender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=DEADLINE_S), tensors.items())
     yield made
     made.close()
 
@@ -54,24 +56,15 @@ def publish(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Tensors
     if request.param == "shm":
         return lambda tensors: write_shm(tmp_path / "v1", tensors, 1, bucket_bytes=256)
     if request.param == "disk":
-        return lambda tensors: write_disk(tmp_path / "v1", tensors, 1)
-    sender: NcclSender = request.getfixturevalue("sender")
+        return lambda tensors: disk_sender(WeightConfig(), tmp_path).publish("e1", 1, tensors.items())
+    sender: PartSender = request.getfixturevalue("sender")
     return lambda tensors: sender.publish("e1", 1, tensors.items())
-
-
-def received(manifest: WeightManifest, deadline_s: float = DEADLINE_S) -> Tensors:
-    receiver = make_receiver(manifest.transport)
-    try:
-        return {entry.name: tensor.clone() for entry, tensor in receiver.tensors(manifest, deadline_s)}
-    finally:
-        receiver.close()
-        receiver.close()
 
 
 def test_every_transport_delivers_the_bits(
     publish: Callable[[Tensors], WeightManifest], tensors: Tensors
 ) -> None:
-    found = received(publish(tensors))
+    found = receive(publish(tensors))
     assert sorted(found) == sorted(tensors)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
@@ -85,7 +78,7 @@ def test_every_transport_refuses_bytes_that_do_not_match(
     manifest = publish(tensors)
     entries = [msgspec.structs.replace(e, digest=e.digest ^ (e.name == "large")) for e in manifest.tensors]
     with pytest.raises(WeightError, match="tensor large: digest"):
-        received(msgspec.structs.replace(manifest, tensors=tuple(entries), digest=manifest_digest(entries)))
+        receive(msgspec.structs.replace(manifest, tensors=tuple(entries), digest=manifest_digest(entries)))
 
 
 def test_every_transport_checks_the_manifest_first(
@@ -93,14 +86,14 @@ def test_every_transport_checks_the_manifest_first(
 ) -> None:
     manifest = publish(tensors)
     with pytest.raises(WeightError, match="digest does not match"):
-        received(msgspec.structs.replace(manifest, digest=manifest.digest ^ 1, location="nowhere"))
+        receive(msgspec.structs.replace(manifest, digest=manifest.digest ^ 1, location="nowhere"))
 
 
 def test_every_transport_ends_at_its_deadline(
     publish: Callable[[Tensors], WeightManifest], tensors: Tensors
 ) -> None:
     with pytest.raises(WeightError, match="within 0 s"):
-        received(publish(tensors), deadline_s=0)
+        receive(publish(tensors), deadline_s=0)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +111,13 @@ def test_shm_names_a_file_that_is_missing_or_short(
     if keep is not None:
         path.write_bytes(data[:keep])
     with pytest.raises(WeightError, match=words) as error:
-        received(manifest)
+        receive(manifest)
     assert "large" in str(error.value)
 
 
 def test_shm_survives_that_the_publisher_unlinks_what_is_mapped(tmp_path: Path, tensors: Tensors) -> None:
     manifest = write_shm(tmp_path / "v1", tensors, 1, bucket_bytes=1 << 20)
-    found = make_receiver("shm").tensors(manifest, DEADLINE_S)
+    found = received(make_receiver("shm"), manifest, DEADLINE_S)
     first = next(found)
     (tmp_path / "v1" / "bucket_00000.bin").unlink()
     rest = {entry.name: tensor for entry, tensor in [first, *found]}
@@ -140,29 +133,14 @@ def test_shm_refuses_an_offset_that_is_not_aligned(tmp_path: Path) -> None:
     with (tmp_path / "v1" / "bucket_00000.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(WeightError, match="tensor a at offset 1"):
-        received(moved)
+        receive(moved)
 
 
-def test_disk_names_what_is_missing_or_of_another_shape(tmp_path: Path, tensors: Tensors) -> None:
-    manifest = write_disk(tmp_path / "v1", tensors, 1)
-    fewer = write_disk(tmp_path / "fewer", {k: v for k, v in tensors.items() if k != "large"}, 1)
-    with pytest.raises(WeightError, match="tensor large is not in"):
-        received(msgspec.structs.replace(manifest, location=fewer.location))
-    other = write_disk(tmp_path / "other", {**tensors, "large": tensors["large"].T}, 1)
-    with pytest.raises(WeightError, match="tensor large is float32"):
-        received(msgspec.structs.replace(manifest, location=other.location))
-    with pytest.raises(WeightError, match="nowhere"):
-        received(msgspec.structs.replace(manifest, location=str(tmp_path / "nowhere")))
-    (tmp_path / "v1" / "model.safetensors").write_bytes(b"not a file of tensors")
-    with pytest.raises(WeightError, match=r"model\.safetensors"):
-        received(manifest)
-
-
-def test_nccl_serves_several_receivers_and_versions(sender: NcclSender, tensors: Tensors) -> None:
+def test_nccl_serves_several_receivers_and_versions(sender: PartSender, tensors: Tensors) -> None:
     sender.publish("e1", 1, tensors.items())
-    manifest = sender.publish("e1", 2, {"a": tensors["a"] + 1}.items())
+    manifest = sender.publish("e1", 2, (tensors | {"a": tensors["a"] + 1}).items())
     results: list[Tensors] = []
-    threads = [threading.Thread(target=lambda: results.append(received(manifest))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: results.append(receive(manifest))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -171,23 +149,23 @@ def test_nccl_serves_several_receivers_and_versions(sender: NcclSender, tensors:
     assert all(torch.equal(found["a"], tensors["a"] + 1) for found in results)
 
 
-def test_nccl_passes_on_the_senders_refusal(sender: NcclSender, tensors: Tensors) -> None:
+def test_nccl_passes_on_the_senders_refusal(sender: PartSender, tensors: Tensors) -> None:
     old = sender.publish("e1", 1, tensors.items())
     sender.publish("e1", 2, tensors.items())
     with pytest.raises(WeightError, match="refused version 1: the current version is 2"):
-        received(old)
+        receive(old)
 
 
 def test_nccl_fails_on_a_sender_that_has_exited(tensors: Tensors) -> None:
-    sender = NcclSender(WeightConfig(transport="nccl", timeout_s=DEADLINE_S))
+    sender = part_sender(WeightConfig(transport="nccl", timeout_s=DEADLINE_S), tensors.items())
     manifest = sender.publish("e1", 1, tensors.items())
     sender.close()
     with pytest.raises(WeightError, match="refused"):
-        received(manifest)
+        receive(manifest)
 
 
 @pytest.mark.parametrize("answer", [b"", b"hello\n", b"[]\n", b"y" * 10_000, *STRANGE_LINES])
-def test_nccl_refuses_a_malformed_answer(sender: NcclSender, tensors: Tensors, answer: bytes) -> None:
+def test_nccl_refuses_a_malformed_answer(sender: PartSender, tensors: Tensors, answer: bytes) -> None:
     manifest = sender.publish("e1", 1, tensors.items())
     asked: list[dict[str, object]] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -195,29 +173,34 @@ def test_nccl_refuses_a_malformed_answer(sender: NcclSender, tensors: Tensors, a
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                asked.append(json.loads(connection.makefile().readline()))
+                asked.append(read_request(connection.makefile("rb")))
                 connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(WeightError):
-            received(
-                msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo")
-            )
+            receive(at(manifest, f"127.0.0.1:{listener.getsockname()[1]}/gloo"))
         thread.join(DEADLINE_S)
-    assert asked == [{"version": 1, "epoch": "e1", "layout": layout_digest(manifest)}]
+    assert asked == [
+        {
+            "version": 1,
+            "epoch": "e1",
+            "layout": layout_digest(manifest),
+            "slices": len(encode_wanted(all_of(manifest))),
+        }
+    ]
 
 
-def test_closing_nccl_wakes_who_waits_for_an_answer(sender: NcclSender, tensors: Tensors) -> None:
+def test_closing_nccl_wakes_who_waits_for_an_answer(sender: PartSender, tensors: Tensors) -> None:
     manifest = sender.publish("e1", 1, tensors.items())
-    receiver = NcclReceiver()
+    receiver = make_receiver("nccl")
     errors: list[Exception] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        silent = msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo")
+        silent = at(manifest, f"127.0.0.1:{listener.getsockname()[1]}/gloo")
 
         def wait() -> None:
             try:
-                list(receiver.tensors(silent, 600))
+                list(received(receiver, silent, 600))
             except WeightError as error:
                 errors.append(error)
 
@@ -225,43 +208,43 @@ def test_closing_nccl_wakes_who_waits_for_an_answer(sender: NcclSender, tensors:
         thread.start()
         connection, _ = listener.accept()
         with connection:
-            connection.makefile().readline()  # it has asked
+            read_request(connection.makefile("rb"))  # it has asked
             receiver.close()
             thread.join(DEADLINE_S)
     assert not thread.is_alive()
     assert errors
 
 
-def test_nccl_works_with_more_descriptors_than_select_supports(sender: NcclSender, tensors: Tensors) -> None:
+def test_nccl_works_with_more_descriptors_than_select_supports(sender: PartSender, tensors: Tensors) -> None:
     with many_descriptors():
-        found = received(sender.publish("e1", 1, tensors.items()))
+        found = receive(sender.publish("e1", 1, tensors.items()))
     assert found.keys() == tensors.keys()
 
 
-def test_nccl_times_out_on_a_sender_that_hangs_in_the_group(sender: NcclSender, tensors: Tensors) -> None:
+def test_nccl_times_out_on_a_sender_that_hangs_in_the_group(sender: PartSender, tensors: Tensors) -> None:
     manifest = sender.publish("e1", 1, tensors.items())
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.sendall(b'{"join": true}\n')
-                connection.makefile().read()
+                connection.sendall(b'{"join": true, "sizes": [1, 1]}\n')
+                connection.makefile("rb").read()
 
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(WeightError):
-            received(
-                msgspec.structs.replace(manifest, location=f"127.0.0.1:{listener.getsockname()[1]}/gloo"),
+            receive(
+                at(manifest, f"127.0.0.1:{listener.getsockname()[1]}/gloo"),
                 deadline_s=1.0,
             )
         thread.join(DEADLINE_S)
     assert not thread.is_alive()
 
 
-def test_nccl_leaves_the_default_group_alone(sender: NcclSender, tensors: Tensors) -> None:
+def test_nccl_leaves_the_default_group_alone(sender: PartSender, tensors: Tensors) -> None:
     assert not torch.distributed.is_initialized()
-    received(sender.publish("e1", 1, tensors.items()))
+    receive(sender.publish("e1", 1, tensors.items()))
     assert not torch.distributed.is_initialized()
 
 

@@ -5,11 +5,12 @@ from contextlib import closing
 import torch
 
 from protocol.device.bucket_handles import HostBuckets
-from protocol.messages import WeightManifest
+from protocol.messages import WeightManifest, WeightPart
+from protocol.weights.slices import encode_wanted
 from rollout.weights.sender_connection import SenderConnection, parse_address
 from rollout.weights.verification import Deadline
 from trainer.config import WeightConfig
-from trainer.weights.ipc import HandleChannel
+from trainer.weights.parts.handles import PartHandleChannel
 from trainer.weights.version_server import ServedVersion, VersionServer
 
 BUCKETS = 10_000
@@ -25,12 +26,24 @@ class ManyBuckets(HostBuckets):
 
 
 def test_answer_may_describe_thousands_of_buckets() -> None:
-    manifest = WeightManifest(epoch="e1", version=1, transport="ipc", location="", buckets=(), tensors=())
+    manifest = WeightManifest(
+        epoch="e1",
+        version=1,
+        transport="ipc",
+        location="",
+        buckets=(),
+        tensors=(),
+        parts=(WeightPart("", ()),),
+    )
     memory = torch.empty(BUCKETS, dtype=torch.uint8)
     config = WeightConfig(transport="ipc", timeout_s=60)
-    with closing(VersionServer(config, lambda: HandleChannel(ManyBuckets()))) as server:
+
+    def channel() -> PartHandleChannel:
+        return PartHandleChannel(ManyBuckets(), part=0, bucket_bytes=1)
+
+    with closing(VersionServer(config, channel)) as server:
         server.current = ServedVersion(manifest, tuple(memory.split(1)))
         deadline = Deadline(manifest, 60)
         with closing(SenderConnection(*parse_address(server.address, ""), deadline)) as connection:
-            answer = connection.request(manifest, deadline)
+            answer = connection.request(manifest, deadline, encode_wanted({}))
             assert [bucket["memory"] for bucket in answer["buckets"]] == list(range(BUCKETS))

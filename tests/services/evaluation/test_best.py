@@ -17,7 +17,7 @@ from services.settings.sections import ModelConfig, RunConfig, Settings
 from tests.services.run_record.test_steps import report
 from trainer.config import ScratchConfig, WeightConfig
 from trainer.random_model import build_scratch
-from trainer.weights.disk import DiskSender
+from trainer.weights.files import disk_sender
 
 GREEDY = BestScore("held_out", "greedy")
 TINY = ScratchConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
@@ -81,7 +81,7 @@ class Rig:
         return evaluation
 
     def snapshot(self, version: int, tensors: dict[str, torch.Tensor], epoch: str = "e1") -> WeightManifest:
-        sender = DiskSender(WeightConfig(directory=str(self.run_dir / SNAPSHOTS)), self.run_dir)
+        sender = disk_sender(WeightConfig(directory=str(self.run_dir / SNAPSHOTS)), self.run_dir)
         return sender.publish(epoch, version, tensors.items())
 
     def moved(self, by: float) -> dict[str, torch.Tensor]:
@@ -179,7 +179,7 @@ def test_model_that_cannot_be_written_leaves_the_one_before(
     rig = Rig(tmp_path, LoraConfig())
     before = rig.evaluate(0, 0.2, rig.model)
     manifest = rig.snapshot(2, rig.moved(2))
-    (Path(manifest.location) / "model.safetensors").write_bytes(b"torn")
+    (Path(manifest.location) / "bucket_00000.bin").write_bytes(b"torn")
     unwritten = scored(2, 0.9, digest=f"{manifest.digest:016x}")
     rig.best.keep(unwritten, manifest)
     append_evaluation(tmp_path, unwritten)

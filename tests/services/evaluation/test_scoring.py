@@ -22,7 +22,7 @@ from services.settings.sections import Settings
 from tests.integration.loop import ROOT
 from trainer.config import WeightConfig
 from trainer.random_model import build_scratch
-from trainer.weights.disk import DiskSender
+from trainer.weights.files import disk_sender
 
 
 def settings_of(run_dir: Path, *overrides: str) -> Settings:
@@ -38,7 +38,7 @@ def settings_of(run_dir: Path, *overrides: str) -> Settings:
 
 
 def version(directory: Path, number: int) -> WeightManifest:
-    sender = DiskSender(WeightConfig(directory=str(directory), keep=9), directory)
+    sender = disk_sender(WeightConfig(directory=str(directory), keep=9), directory)
     return sender.publish("e1", number, [("weight", torch.full((4,), float(number)))])
 
 

@@ -29,7 +29,7 @@ async def test_a_damaged_snapshot_that_was_begun_is_named_and_left_out(
     settings = settings_of(tmp_path, "eval.every=2", "eval.samples=0")
     damaged, _ = (version(tmp_path / SNAPSHOTS, number) for number in (2, 4))
     append_evaluation(tmp_path, Evaluation(version=2, digest=f"{damaged.digest:016x}", set="math"))
-    weights = Path(damaged.location) / "model.safetensors"
+    weights = Path(damaged.location) / "bucket_00000.bin"
     weights.write_bytes(weights.read_bytes()[:-1])
     process = Process(Role.EVALUATION, settings, cast(Any, MemoryLedger()), "evaluation")
     async with open_scorer(settings, "eval") as scorer, asyncio.TaskGroup() as tasks:

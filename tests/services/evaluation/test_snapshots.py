@@ -9,14 +9,14 @@ from protocol.messages import WeightManifest
 from services.evaluation.snapshots import is_scored, keys_of, next_snapshot, read_snapshots, remove_snapshot
 from services.run_record.evaluations import SNAPSHOTS
 from trainer.config import WeightConfig
-from trainer.weights.disk import DiskSender
+from trainer.weights.files import disk_sender
 
 SETS = ("math", "code")
 
 
 def written(run_dir: Path, version: int, epoch: str = "e1", value: float | None = None) -> WeightManifest:
     """A snapshot as the trainer writes it."""
-    sender = DiskSender(WeightConfig(directory=str(run_dir / SNAPSHOTS)), run_dir)
+    sender = disk_sender(WeightConfig(directory=str(run_dir / SNAPSHOTS)), run_dir)
     tensor = torch.full((3,), float(version) if value is None else value)
     return sender.publish(epoch, version, [("weight", tensor)])
 

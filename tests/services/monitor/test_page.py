@@ -103,7 +103,7 @@ async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme:
             "masked_tokens",
         ):
             assert (await legend(page, name))[0] == pytest.approx(last[name], rel=1e-6), name
-        assert (await legend(page, "bound"))[0] == 2
+        assert (await legend(page, "bound"))[0] == 1
         await page.until(f"({LEGEND})('eval_held_out_greedy') !== null")
         assert (await legend(page, "eval_held_out_greedy"))[0] == 0.75
         assert await page.evaluate(f"({PANEL_OF})('eval_held_out_greedy')") == "reward"

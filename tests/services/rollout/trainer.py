@@ -20,9 +20,9 @@ from tests.services.bus.harness import RUN, Registry
 from tests.services.bus.history import CONFIG
 from tests.services.bus.middle import Middle
 from tests.services.rollout.versions import Versions, Weights
+from tests.trainer.weights.senders import sender_of
 from trainer.config import WeightConfig
-from trainer.weights.base import StreamingSender, WeightSender
-from trainer.weights.registry import make_sender
+from trainer.weights.base import WeightSender
 from trainer.weights.shared import SharedSender
 
 TAKE_TRIES = 100
@@ -81,8 +81,11 @@ class Trainer:
         self.epoch = f"e{self._lives}"
         config = replace(self._config, directory=str(self._directory / self.epoch))
         self._masters = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in self.branch[0].items()}
+        directory = self._directory / self.epoch
         self._senders.append(
-            make_sender(config, run=RUN, run_dir=self._directory / self.epoch, masters=lambda: self._masters)
+            SharedSender(directory, self._masters)
+            if config.transport == "shared"
+            else sender_of(config, self.branch[0].items(), directory, RUN)
         )
         await self._bind()
         status = await self._ledger.claim(self.epoch)
@@ -178,9 +181,8 @@ class Trainer:
     async def _draft(self, version: int) -> None:
         """Let engines receive the version while it is made, if the transport can."""
         sender = self._senders[-1]
-        if isinstance(sender, StreamingSender):
-            coming = sender.provisional(self.epoch, version)
-            assert coming is not None
+        coming = sender.provisional(self.epoch, version)
+        if coming is not None:
             self._casters[-1][1].publish(coming, epoch=self.epoch)
             await asyncio.sleep(0.002)  # so that some are asked for it before it is complete, as in a run
 

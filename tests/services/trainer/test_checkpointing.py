@@ -35,7 +35,7 @@ from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.host_state import HostState
 from trainer.storage.spool import Spool
-from trainer.weights.disk import DiskSender
+from trainer.weights.files import disk_sender
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
             Checkpoints(tmp_path / "checkpoints", keep=5), StepLog(tmp_path / "metrics.jsonl"),
             nobody,  # type: ignore[arg-type]
         )  # fmt: skip
-        sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
+        sender = disk_sender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
         rank = LeaderRank(RankModels(backend), make_algorithm(AlgorithmConfig()))
         runner = ModelRunner(rank, sender, thread, engine_dtype="float32")
         yield Rig(run, runner, backend, ledger)

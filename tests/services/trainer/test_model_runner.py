@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from tests.trainer.megatron.models import OPTIMIZER, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
+from trainer.backends.base import Backend
 from trainer.backends.leader import LeaderRank
 from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.scripted import ScriptedBackend
@@ -29,8 +32,9 @@ from trainer.megatron.memory import host_optimizer
 from trainer.roles.models import RankModels
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named
-from trainer.weights.disk import DiskSender
-from trainer.weights.nccl import NcclSender
+from trainer.weights.files import disk_sender
+from trainer.weights.parts.layout import blank_manifest
+from trainer.weights.parts.sender import PartSender
 
 SMALL = 5000
 """Elements of a chunk, so that the model has several."""
@@ -46,11 +50,16 @@ def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_optimizer, "CHUNK_ELEMENTS", SMALL)
 
 
-class SeenSender(NcclSender):
+def _on_disk(config: WeightConfig, _: Backend) -> WeightSender:
+    return disk_sender(config, Path(config.directory))
+
+
+class SeenSender(PartSender):
     """Says when the first tensor of a version has come."""
 
-    def __init__(self) -> None:
-        super().__init__(WeightConfig(transport="nccl", backend="gloo", bucket_mb=1))
+    def __init__(self, backend: Backend) -> None:
+        blank = blank_manifest(backend.publication, "bfloat16", 1 << 20, "nccl")
+        super().__init__(WeightConfig(transport="nccl", backend="gloo", bucket_mb=1), 0, blank)
         self.has_one = threading.Event()
 
     def publish(
@@ -72,7 +81,7 @@ class SeenSender(NcclSender):
 
 @asynccontextmanager
 async def opened(
-    model_dir: Path, sender: WeightSender, *, cpu_offload: bool = True
+    model_dir: Path, make: Callable[[Backend], WeightSender], *, cpu_offload: bool = True
 ) -> AsyncIterator[ModelRunner]:
     thread = ThreadPoolExecutor(1)
 
@@ -86,7 +95,8 @@ async def opened(
         )
 
     backend = await asyncio.get_running_loop().run_in_executor(thread, load)
-    runner = ModelRunner(LeaderRank(RankModels(backend), ALGORITHM), sender, thread, engine_dtype="bfloat16")
+    leader = LeaderRank(RankModels(backend), ALGORITHM)
+    runner = ModelRunner(leader, make(backend), thread, engine_dtype="bfloat16")
     try:
         yield runner
     finally:
@@ -106,10 +116,11 @@ def before_chunk(runner: ModelRunner, number: int, action: object) -> None:
 
 
 async def test_a_version_is_published_while_the_optimizer_makes_it(model_dir: Path) -> None:
-    sender, drafts = SeenSender(), list[WeightDraft]()
+    drafts = list[WeightDraft]()
     seen: list[bool] = []
-    async with opened(model_dir, sender) as runner:
+    async with opened(model_dir, SeenSender) as runner:
         first = await runner.publish("e", 1)
+        sender = cast(SeenSender, runner.sender)
         sender.has_one.clear()
         before_chunk(runner, 2, lambda: seen.append(sender.has_one.wait(60)))
         _, stats = await runner.train(command(1), epoch="e", announce=drafts.append)
@@ -141,7 +152,7 @@ async def test_other_ranks_hear_from_rank_0_while_it_waits_for_something_else(
 ) -> None:
     monkeypatch.setattr(model_runner, "IDLE_S", 0.0)
     leader = HeardLeader(RankModels(ScriptedBackend(trainer=TrainerConfig())))
-    runner = ModelRunner(leader, SeenSender(), ThreadPoolExecutor(1), engine_dtype="float32")
+    runner = ModelRunner(leader, SeenSender(leader.backend), ThreadPoolExecutor(1), engine_dtype="float32")
     async with asyncio.TaskGroup() as tasks:
         idle = tasks.create_task(runner.idle_loop())
         assert await asyncio.to_thread(leader.heard.wait, 60)  # a checkpoint that is written, say
@@ -150,7 +161,7 @@ async def test_other_ranks_hear_from_rank_0_while_it_waits_for_something_else(
 
 
 async def test_flops_are_those_of_all_epochs_of_a_batch(model_dir: Path) -> None:
-    async with opened(model_dir, SeenSender()) as runner:
+    async with opened(model_dir, SeenSender) as runner:
         plan, _ = await runner.train(command(0))
         once = runner.rank.backend.flops(plan.lengths, plan.totals.trained_tokens)
         assert once is not None
@@ -160,8 +171,8 @@ async def test_flops_are_those_of_all_epochs_of_a_batch(model_dir: Path) -> None
 async def test_steps_in_a_row_publish_each_its_own_weights(model_dir: Path, tmp_path: Path) -> None:
     found: dict[bool, list[int]] = {}
     for ahead in (True, False):
-        sender = DiskSender(WeightConfig(directory=str(tmp_path / str(ahead))), tmp_path)
-        async with opened(model_dir, sender, cpu_offload=ahead) as runner:
+        config = WeightConfig(directory=str(tmp_path / str(ahead)))
+        async with opened(model_dir, partial(_on_disk, config), cpu_offload=ahead) as runner:
             found[ahead] = []
             for number in range(3):
                 await runner.train(command(number), epoch="e", announce=lambda draft: None)
@@ -174,8 +185,8 @@ async def test_steps_in_a_row_publish_each_its_own_weights(model_dir: Path, tmp_
 async def test_a_skipped_step_begins_nothing_and_its_version_has_the_weights_before(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
-    async with opened(model_dir, sender) as runner:
+    sender = disk_sender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
+    async with opened(model_dir, lambda _: sender) as runner:
         with torch.no_grad():
             weight = next(iter(runner.rank.backend._parameters.values()))  # type: ignore[attr-defined]
             weight[5] = torch.inf  # so that no gradient is finite
@@ -193,8 +204,8 @@ async def test_a_step_that_fails_in_the_middle_publishes_nothing(model_dir: Path
         raise OSError("no more memory")
 
     directory = tmp_path / "weights"
-    sender = DiskSender(WeightConfig(directory=str(directory)), tmp_path)
-    async with opened(model_dir, sender) as runner:
+    sender = disk_sender(WeightConfig(directory=str(directory)), tmp_path)
+    async with opened(model_dir, lambda _: sender) as runner:
         before_chunk(runner, 2, fail)
         with pytest.raises(OSError, match="no more memory"):
             await runner.train(command(0), epoch="e", announce=lambda draft: None)
@@ -204,8 +215,8 @@ async def test_a_step_that_fails_in_the_middle_publishes_nothing(model_dir: Path
 
 
 async def test_a_replayed_step_is_not_published(model_dir: Path, tmp_path: Path) -> None:
-    sender = DiskSender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
-    async with opened(model_dir, sender) as runner:
+    sender = disk_sender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
+    async with opened(model_dir, lambda _: sender) as runner:
         await runner.train(command(0), epoch="e", announce=lambda draft: None)
         await runner.publish("e", 1)
         await runner.train(command(1))

@@ -22,7 +22,7 @@ from trainer.backends.leader import LeaderRank
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
 from trainer.roles.models import RankModels
-from trainer.weights.disk import DiskSender
+from trainer.weights.files import disk_sender
 
 
 class Rig:
@@ -39,7 +39,7 @@ class Rig:
         )  # no ledger, files and bus: snapshots use none
         algorithm = make_algorithm(AlgorithmConfig())
         self.backend = ScriptedBackend(trainer=TrainerConfig())
-        sender = DiskSender(WeightConfig(directory=str(run_dir / "weights")), run_dir)
+        sender = disk_sender(WeightConfig(directory=str(run_dir / "weights")), run_dir)
         self.runner = ModelRunner(
             LeaderRank(RankModels(self.backend), algorithm), sender, thread, engine_dtype="float32"
         )

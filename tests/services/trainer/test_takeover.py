@@ -26,7 +26,7 @@ from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
 from trainer.roles.models import RankModels
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
-from trainer.weights.disk import DiskSender
+from trainer.weights.files import disk_sender
 
 Held = tuple[OpenRun, ModelRunner, Driver, WeightManifest]
 
@@ -40,7 +40,7 @@ async def held(tmp_path: Path) -> AsyncIterator[Held]:
     process = Process(Role.TRAINER, settings, ledger, "trainer")
     rank = LeaderRank(RankModels(ScriptedBackend(trainer=TrainerConfig())), make_algorithm(AlgorithmConfig()))
     with ThreadPoolExecutor(1) as thread, closing(Spool(tmp_path / "spool.sqlite")) as spool:
-        runner = ModelRunner(rank, DiskSender(WeightConfig(), tmp_path), thread, engine_dtype="float32")
+        runner = ModelRunner(rank, disk_sender(WeightConfig(), tmp_path), thread, engine_dtype="float32")
         async with Broadcaster(WEIGHTS, run="r", incarnation="trainer", config=settings.bus) as broadcaster:
             run = OpenRun(process, "e1", spool, None, None, None, broadcaster)  # type: ignore[arg-type]
             await driver.scored(3)

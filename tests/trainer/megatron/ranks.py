@@ -45,8 +45,9 @@ from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
-from trainer.weights.parts.publish import publish_parts
+from trainer.weights.parts.layout import blank_manifest
 from trainer.weights.parts.sender import PartSender
+from trainer.weights.publish import publish
 
 OVERFLOWS = 2.0**24
 """A factor of the loss under which the gradients of these models overflow in float16."""
@@ -167,7 +168,7 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
             checkpoint = _checkpoint(backend, out / "after-one")
     _write(out / "after", backend.export())
     _write_held(backend, out / "held")
-    if backend.publication is not None:
+    if len(backend.publication.parts) > 1:
         _publish(backend, out)
     _write(
         out / "reference",
@@ -191,14 +192,14 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
 
 def _publish(backend: MegatronBackend, out: Path) -> None:
     """Publish from all ranks, by either transport, to an engine of two tensor ranks that rank 0 plays."""
-    assert backend.publication is not None
     exported = drain(backend)
     shapes = dict(zip(backend.publication.names, backend.publication.shapes, strict=True))
     for version, transport in enumerate(("ipc", "nccl"), 1):
         config = WeightConfig(transport=transport, backend="gloo", bucket_mb=1, timeout_s=DEADLINE_S)
-        sender = PartSender(config, dist.get_rank(), backend.publication, "float32")
-        manifest = publish_parts(backend, sender, "e1", version)
-        if manifest is not None:
+        blank = blank_manifest(backend.publication, "float32", 1 << 20, transport)
+        sender = PartSender(config, dist.get_rank(), blank)
+        manifest = publish(backend, sender, "e1", version, "float32")
+        if dist.get_rank() == 0:
             assert manifest.digest == digest_of(exported)
             engines = [EngineRank(boxes, shapes) for boxes in tensor_ranks(shapes, 2)]
             for engine in engines:

@@ -81,8 +81,9 @@ def trainer(transport: str, device: str) -> Iterator[tuple["subprocess.Popen[str
 
 def publish(sender: WeightSender, version: int, device: str = "cpu") -> WeightManifest:
     """A version of 16 tensors, other numbers in each."""
-    return sender.publish(
-        "e1",
-        version,
-        [(f"t{i}", torch.full((SIZE,), float(100 * version + i), device=device)) for i in range(COUNT)],
-    )
+    return sender.publish("e1", version, version_tensors(version, device))
+
+
+def version_tensors(version: int, device: str = "cpu") -> list[tuple[str, torch.Tensor]]:
+    """The tensors of a version that is published so."""
+    return [(f"t{i}", torch.full((SIZE,), float(100 * version + i), device=device)) for i in range(COUNT)]

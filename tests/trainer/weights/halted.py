@@ -12,7 +12,8 @@ import sys
 import msgspec
 
 from protocol.messages import WeightManifest
-from rollout.weights.nccl import parse_location
+from protocol.weights.slices import all_of, encode_wanted
+from rollout.weights.parts.pairs import parse_location
 from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline
 
@@ -24,8 +25,8 @@ def send() -> None:
         print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
         with connection:
-            connection.makefile().readline()
-            connection.sendall(b'{"join": true}\n')
+            connection.makefile("rb").readline()
+            connection.sendall(b'{"join": true, "sizes": [1000, 1000]}\n')
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -35,7 +36,7 @@ def receive(manifest: WeightManifest, count: int) -> None:
     for _ in range(count):
         deadline = Deadline(manifest, TIMEOUT_S)
         line = SenderConnection(host, port, deadline)
-        assert line.request(manifest, deadline) == {"join": True}
+        assert line.request(manifest, deadline, encode_wanted(all_of(manifest)))["join"]
         line.send({"joining": True}, deadline)
         kept.append(line)
     print("there", flush=True)

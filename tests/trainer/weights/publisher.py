@@ -8,15 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from tests.trainer.weights.engines import publish
+from tests.trainer.weights.engines import publish, version_tensors
+from tests.trainer.weights.senders import sender_of
 from trainer.config import WeightConfig
-from trainer.weights.registry import make_sender
 
 
 def main(transport: str, device: str) -> None:
-    sender = make_sender(
-        WeightConfig(transport=transport, bucket_mb=1, timeout_s=60), run="publisher", run_dir=Path()
-    )
+    config = WeightConfig(transport=transport, bucket_mb=1, timeout_s=60)
+    sender = sender_of(config, version_tensors(0), Path())
     for version in (1, 2):
         print(msgspec.msgpack.encode(publish(sender, version, device)).hex(), flush=True)
     sys.stdin.read()

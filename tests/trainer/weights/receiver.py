@@ -20,21 +20,18 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.boxes import whole
+from protocol.weights.slices import all_of
 from rollout.staging.staging import Staging, digest_of, whole_source
-from rollout.weights.registry import make_part_receiver, make_receiver
+from rollout.weights.registry import make_receiver
 
 COUNT, SIZE = 16, 300_000
 DEADLINE_S = 60.0
 
 
-def stream_of(manifest: WeightManifest) -> Iterable[object]:
-    """What a receiver yields of a version: tensors, or slices where it is in parts."""
-    if manifest.parts:
-        wanted = {entry.name: (whole(entry.shape),) for entry in manifest.tensors}
-        found = make_part_receiver(manifest.transport).slices(manifest, wanted, DEADLINE_S)
-        return (part for parts in found for part in parts)
-    return make_receiver(manifest.transport).tensors(manifest, DEADLINE_S)
+def slices_of(manifest: WeightManifest) -> Iterable[object]:
+    """The slices of a version, one after the other."""
+    found = make_receiver(manifest.transport).slices(manifest, all_of(manifest), DEADLINE_S)
+    return (part for parts in found for part in parts)
 
 
 def main() -> None:
@@ -52,7 +49,7 @@ def main() -> None:
 
     def half(manifest: WeightManifest, then: Callable[[], object]) -> dict[str, object]:
         try:
-            for came, _ in enumerate(stream_of(manifest), 1):
+            for came, _ in enumerate(slices_of(manifest), 1):
                 if came == COUNT // 2:
                     print(json.dumps({"came": came}), flush=True)
                     then()

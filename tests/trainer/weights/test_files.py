@@ -13,9 +13,9 @@ import torch
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.registry import make_receiver
+from tests.trainer.weights.senders import received
 from trainer.config import WeightConfig
-from trainer.weights.disk import DiskSender
-from trainer.weights.shm import ShmSender
+from trainer.weights.files import FileSender, disk_sender, shm_sender
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -28,8 +28,8 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def shm(directory: Path, **values: int) -> ShmSender:
-    return ShmSender(WeightConfig(directory=str(directory), bucket_mb=1, **values), "file-test")
+def shm(directory: Path, **values: int) -> FileSender:
+    return shm_sender(WeightConfig(directory=str(directory), bucket_mb=1, **values), "file-test")
 
 
 def test_shm_files_hold_the_buckets(tmp_path: Path) -> None:
@@ -45,14 +45,14 @@ def test_shm_files_hold_the_buckets(tmp_path: Path) -> None:
 
 
 def test_shm_takes_no_more_space_than_the_weights_need(tmp_path: Path) -> None:
-    sender = ShmSender(WeightConfig(directory=str(tmp_path), bucket_mb=64), "file-test")
+    sender = shm_sender(WeightConfig(directory=str(tmp_path), bucket_mb=64), "file-test")
     sender.publish("e1", 1, weights())
     assert (tmp_path / "v00000001-e1" / "bucket_00000.bin").stat().st_blocks * 512 <= 16384
     sender.close()
 
 
 def test_shm_makes_its_own_directory_in_shared_memory_and_removes_it() -> None:
-    first, second = ShmSender(WeightConfig(), "file-test"), ShmSender(WeightConfig(), "file-test")
+    first, second = shm_sender(WeightConfig(), "file-test"), shm_sender(WeightConfig(), "file-test")
     assert first.directory != second.directory
     assert first.directory.parent == Path("/dev/shm")
     assert first.directory.name.startswith("tether-file-test-")
@@ -66,9 +66,9 @@ def test_shm_makes_its_own_directory_in_shared_memory_and_removes_it() -> None:
 DIE = """
 import os, signal, sys, torch
 from trainer.config import WeightConfig
-from trainer.weights.shm import ShmSender
+from trainer.weights.files import shm_sender
 given = zip(sys.argv[1::2], sys.argv[2::2])
-senders = [ShmSender(WeightConfig(directory=directory), run) for run, directory in given]
+senders = [shm_sender(WeightConfig(directory=directory), run) for run, directory in given]
 for sender in senders:
     sender.publish("e0", 7, [("a", torch.ones(10))])
     print(sender.directory, flush=True)
@@ -86,14 +86,14 @@ def test_shm_removes_what_a_dead_trainer_of_the_run_left(tmp_path: Path) -> None
     own, other, given = (Path(line) for line in killed.stdout.split())
     assert names(own) == names(other) == names(given) == ["owner.pid", "v00000007-e0"]
 
-    sender = ShmSender(WeightConfig(), "dead-test")
+    sender = shm_sender(WeightConfig(), "dead-test")
     assert not own.exists()
     assert other.exists()
     sender.close()
-    ShmSender(WeightConfig(), "dead-test-b").close()
+    shm_sender(WeightConfig(), "dead-test-b").close()
     assert not other.exists()
 
-    sender = ShmSender(WeightConfig(directory=str(given), bucket_mb=1), "dead-test")
+    sender = shm_sender(WeightConfig(directory=str(given), bucket_mb=1), "dead-test")
     assert names(given) == ["owner.pid"]
     sender.close()
 
@@ -115,7 +115,7 @@ def test_too_little_space_is_reported_with_numbers_and_leaves_nothing(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = WeightConfig(directory=str(tmp_path), bucket_mb=8)
-    sender = ShmSender(config, "file-test") if transport == "shm" else DiskSender(config, tmp_path)
+    sender = shm_sender(config, "file-test") if transport == "shm" else disk_sender(config, tmp_path)
     sender.publish("e1", 1, weights())
     before = names(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: Space(3 << 8, 1 << 12))
@@ -129,7 +129,7 @@ def test_too_little_space_is_reported_with_numbers_and_leaves_nothing(
 def test_a_reader_keeps_the_bytes_of_a_version_that_was_retired(tmp_path: Path) -> None:
     sender = shm(tmp_path, keep=1)
     manifest = sender.publish("e1", 1, weights(1.0))
-    stream = make_receiver("shm").tensors(manifest, 30)
+    stream = received(make_receiver("shm"), manifest, 30)
     first = next(stream)[1]
     sender.publish("e1", 2, weights(2.0))
     sender.retire(frozenset())
@@ -142,7 +142,7 @@ def test_a_reader_keeps_the_bytes_of_a_version_that_was_retired(tmp_path: Path) 
 @pytest.mark.parametrize("transport", ["shm", "disk"])
 def test_retire_keeps_the_newest_and_those_in_use(transport: str, tmp_path: Path) -> None:
     config = WeightConfig(directory=str(tmp_path), bucket_mb=1, keep=2)
-    sender = ShmSender(config, "file-test") if transport == "shm" else DiskSender(config, tmp_path)
+    sender = shm_sender(config, "file-test") if transport == "shm" else disk_sender(config, tmp_path)
     for version in range(6):
         sender.publish("e1", version, weights(version))
     sender.retire(frozenset({1, 4}))
@@ -156,17 +156,17 @@ def test_retire_keeps_the_newest_and_those_in_use(transport: str, tmp_path: Path
 
 
 def test_disk_versions_outlive_the_sender_and_are_retired_by_the_next(tmp_path: Path) -> None:
-    sender = DiskSender(WeightConfig(keep=1), tmp_path)
+    sender = disk_sender(WeightConfig(keep=1), tmp_path)
     manifest = sender.publish("e1", 1, weights())
     sender.close()
     version = tmp_path / "weights" / "v00000001-e1"
-    assert names(version) == ["manifest.json", "model.safetensors"]
+    assert names(version) == ["bucket_00000.bin", "manifest.json"]
     assert msgspec.json.decode((version / "manifest.json").read_bytes(), type=WeightManifest) == manifest
     (tmp_path / "weights" / "v00000002-e1.tmp").mkdir()
 
-    following = DiskSender(WeightConfig(keep=1), tmp_path)
+    following = disk_sender(WeightConfig(keep=1), tmp_path)
     assert names(tmp_path / "weights") == [version.name]
-    assert len(list(make_receiver("disk").tensors(manifest, 30))) == 2
+    assert len(list(received(make_receiver("disk"), manifest, 30))) == 2
     following.publish("e2", 1, weights())
     following.retire(frozenset())
     assert names(tmp_path / "weights") == ["v00000001-e2"]
@@ -177,4 +177,4 @@ def test_a_directory_that_cannot_be_made_is_refused(transport: str, tmp_path: Pa
     (tmp_path / "file").write_text("")
     config = WeightConfig(directory=str(tmp_path / "file"))
     with pytest.raises(WeightError, match="file"):
-        ShmSender(config, "file-test") if transport == "shm" else DiskSender(config, tmp_path)
+        shm_sender(config, "file-test") if transport == "shm" else disk_sender(config, tmp_path)

@@ -17,10 +17,12 @@ from protocol.device.bounded_init import MAX_STUCK
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.registry import make_receiver
-from tests.trainer.weights.engines import ROOT, publish, started
+from tests.trainer.weights.engines import ROOT, publish, started, version_tensors
 from tests.trainer.weights.receiver import COUNT
+from tests.trainer.weights.senders import at, part_sender, received
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender, PairSenderChannel
+from trainer.weights.parts.channel import PartChannel
+from trainer.weights.parts.sender import PartSender
 from trainer.weights.receiver_connection import ReceiverConnection
 from trainer.weights.version_server import MAX_RECEIVERS, ServedVersion
 
@@ -39,7 +41,7 @@ def halted(*words: str) -> Iterator[str]:
 
 def receive(manifest: WeightManifest, deadline_s: float) -> int:
     with closing(make_receiver("nccl")) as receiver:
-        return sum(1 for _ in receiver.tensors(manifest, deadline_s))
+        return sum(1 for _ in received(receiver, manifest, deadline_s))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -65,9 +67,12 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @contextmanager
-def sending(backend: str, timeout_s: float) -> Iterator[tuple[NcclSender, WeightManifest]]:
+def sending(backend: str, timeout_s: float) -> Iterator[tuple[PartSender, WeightManifest]]:
     with closing(
-        NcclSender(WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=timeout_s))
+        part_sender(
+            WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=timeout_s),
+            version_tensors(0),
+        )
     ) as sender:
         yield sender, publish(sender, 1, "cpu" if backend == "gloo" else "cuda")
 
@@ -75,7 +80,7 @@ def sending(backend: str, timeout_s: float) -> Iterator[tuple[NcclSender, Weight
 def test_a_receiver_times_out_on_a_stopped_sender(backend: str) -> None:
     with sending("gloo", 60) as (_, manifest):
         with halted("sender") as port, pytest.raises(WeightError, match="not complete within 2 s"):
-            receive(msgspec.structs.replace(manifest, location=f"127.0.0.1:{port}/{backend}"), 2)
+            receive(at(manifest, f"127.0.0.1:{port}/{backend}"), 2)
         assert receive(manifest, 60) == COUNT
 
 
@@ -90,14 +95,14 @@ def test_a_sender_times_out_on_stopped_receivers_and_serves_the_next() -> None:
 def test_a_sender_that_times_out_drops_the_group_though_its_error_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broadcast = PairSenderChannel._broadcast
+    broadcast = PartChannel._broadcast
 
     def too_late(
-        channel: PairSenderChannel, connection: ReceiverConnection, served: ServedVersion, end: float
+        channel: PartChannel, connection: ReceiverConnection, served: ServedVersion, end: float
     ) -> None:
         broadcast(channel, connection, served, 0.0)
 
-    monkeypatch.setattr(PairSenderChannel, "_broadcast", too_late)
+    monkeypatch.setattr(PartChannel, "_broadcast", too_late)
     with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match=r"disconnected|was closed"):
         receive(manifest, 60)
     assert [record.getMessage() for record in caplog.records] == [

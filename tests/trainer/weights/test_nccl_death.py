@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from tests.gpus import TWO_GPUS
-from tests.trainer.weights.engines import publish, started, trainer
+from tests.trainer.weights.engines import publish, started, trainer, version_tensors
 from tests.trainer.weights.receiver import COUNT
+from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 def test_a_receiver_killed_in_the_middle_hurts_neither_sender_nor_the_other(device: str) -> None:
     gpu = 1 if device == "cuda" else None
     with ExitStack() as stack:
-        sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60))
+        sender = part_sender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60), version_tensors(0))
         stack.callback(sender.close)
         survivor, victim = stack.enter_context(started(gpu)), stack.enter_context(started(gpu))
         first = publish(sender, 1, device)
@@ -55,6 +55,6 @@ def test_a_trainer_killed_in_the_middle_is_an_error_at_once_and_its_successor_se
         process.wait()
         engine.tell("go")
         assert "not complete within" not in str(engine.answer()["error"])
-        sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60))
+        sender = part_sender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60), version_tensors(0))
         stack.callback(sender.close)
         engine.serve(publish(sender, 3, device))

@@ -9,25 +9,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.provisional import provisional_manifest
 from rollout.staging.staging import Staging, whole_source
-from rollout.weights.nccl import NcclReceiver
+from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import make_receiver
 from tests.gpus import TWO_GPUS
 from tests.trainer.weights import receiver as process
-from tests.trainer.weights.engines import ROOT, publish, started
+from tests.trainer.weights.engines import ROOT, publish, started, version_tensors
 from tests.trainer.weights.making import WAIT_S, Making
+from tests.trainer.weights.senders import part_sender, received, sender_of
 from trainer.config import WeightConfig
-from trainer.weights.base import StreamingSender
-from trainer.weights.nccl import NcclSender
-from trainer.weights.registry import make_sender
+from trainer.weights.parts.sender import PartSender
 
 COUNT = 4
 SIZE = 300_000
 """Elements of a tensor, which fills a bucket."""
+CONFIG = WeightConfig(transport="nccl", bucket_mb=1, timeout_s=WAIT_S)
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -37,8 +38,8 @@ def weights(value: float, size: int = SIZE) -> Tensors:
 
 
 @pytest.fixture
-def sender() -> Iterator[NcclSender]:
-    with closing(NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=WAIT_S))) as made:
+def sender() -> Iterator[PartSender]:
+    with closing(part_sender(CONFIG, weights(0.0))) as made:
         yield made
 
 
@@ -48,7 +49,7 @@ def workers() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def coming(sender: NcclSender, before: WeightManifest) -> WeightManifest:
+def coming(sender: PartSender, before: WeightManifest) -> WeightManifest:
     """The draft of the next version, as an engine makes it from the manifest before."""
     said = sender.provisional(before.epoch, before.version + 1)
     assert said is not None
@@ -56,32 +57,32 @@ def coming(sender: NcclSender, before: WeightManifest) -> WeightManifest:
     return provisional_manifest(before, said.version)
 
 
-def receive(receiver: NcclReceiver, manifest: WeightManifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    return receiver.tensors(manifest, WAIT_S)
+def receive(receiver: WeightReceiver, manifest: WeightManifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    return received(receiver, manifest, WAIT_S)
 
 
 def staging(size: int = SIZE) -> Staging:
     return Staging({f"t{i}": whole_source(torch.empty(size)) for i in range(COUNT)})
 
 
-def test_tensors_come_before_the_version_is_complete(sender: NcclSender, workers: ThreadPoolExecutor) -> None:
+def test_tensors_come_before_the_version_is_complete(sender: PartSender, workers: ThreadPoolExecutor) -> None:
     before = sender.publish("e1", 1, weights(1.0))
     making = Making(weights(10.0))
-    with closing(NcclReceiver()) as receiver:
+    with closing(make_receiver("nccl")) as receiver:
         stream = receive(receiver, coming(sender, before))
         published = workers.submit(sender.publish, "e1", 2, making)
         values = []
         for i in range(COUNT):
-            making.let(2 if i == 0 else 1)  # a bucket is full when the tensor behind it begins another
+            making.let(1)
             values.append(float(next(stream)[1][0]))
-            assert i + 2 >= COUNT or not published.done()
+            assert i + 1 == COUNT or not published.done()
         assert list(stream) == []
         assert values == [10.0 + i for i in range(COUNT)]
         assert receiver.digest == published.result(WAIT_S).digest
 
 
 def test_a_provisional_copy_is_committed_only_under_the_manifest_of_its_digest(
-    sender: NcclSender, workers: ThreadPoolExecutor
+    sender: PartSender, workers: ThreadPoolExecutor
 ) -> None:
     before = sender.publish("e1", 1, weights(1.0))
     copy = staging()
@@ -97,7 +98,7 @@ def test_a_provisional_copy_is_committed_only_under_the_manifest_of_its_digest(
     copy.close()
 
 
-def test_provisional_needs_an_earlier_version_of_the_epoch(sender: NcclSender) -> None:
+def test_provisional_needs_an_earlier_version_of_the_epoch(sender: PartSender) -> None:
     assert sender.provisional("e1", 0) is None
     sender.publish("e1", 1, weights(1.0))
     assert sender.provisional("e2", 2) is None
@@ -107,11 +108,11 @@ def test_provisional_needs_an_earlier_version_of_the_epoch(sender: NcclSender) -
     "end", ["it fails", "another is published", "another is drafted", "the sender is closed"]
 )
 def test_receivers_of_a_cancelled_provisional_version_are_disconnected(
-    sender: NcclSender, workers: ThreadPoolExecutor, end: str
+    sender: PartSender, workers: ThreadPoolExecutor, end: str
 ) -> None:
     before = sender.publish("e1", 1, weights(1.0))
     making = Making(weights(10.0))
-    with closing(NcclReceiver()) as receiver:
+    with closing(make_receiver("nccl")) as receiver:
         stream = receive(receiver, coming(sender, before))
         if end == "it fails":
             published = workers.submit(sender.publish, "e1", 2, making)
@@ -121,7 +122,7 @@ def test_receivers_of_a_cancelled_provisional_version_are_disconnected(
             making.let()
             with pytest.raises(WeightError, match="cannot be made"):
                 published.result(WAIT_S)
-        received = workers.submit(list, stream)
+        rest = workers.submit(list, stream)
         if end == "another is published":
             sender.publish("e1", 5, weights(3.0))
         elif end == "another is drafted":
@@ -129,11 +130,11 @@ def test_receivers_of_a_cancelled_provisional_version_are_disconnected(
         elif end == "the sender is closed":
             sender.close()
         with pytest.raises(WeightError, match="version 2"):
-            received.result(WAIT_S)
+            rest.result(WAIT_S)
     if end != "the sender is closed":
         with closing(make_receiver("nccl")) as receiver:
             manifest = sender.publish("e1", 6, weights(7.0))
-            assert [float(tensor[0]) for _, tensor in receiver.tensors(manifest, WAIT_S)] == [
+            assert [float(tensor[0]) for _, tensor in received(receiver, manifest, WAIT_S)] == [
                 7.0,
                 8.0,
                 9.0,
@@ -142,26 +143,26 @@ def test_receivers_of_a_cancelled_provisional_version_are_disconnected(
 
 
 @pytest.mark.parametrize(("size", "count"), [(SIZE // 2, COUNT), (2 * SIZE, COUNT), (SIZE, COUNT // 2)])
-def test_a_version_of_another_layout_is_not_taken_for_the_provisional_one(
-    sender: NcclSender, workers: ThreadPoolExecutor, size: int, count: int
+def test_export_of_another_layout_is_refused_and_disconnects_its_receivers(
+    sender: PartSender, workers: ThreadPoolExecutor, size: int, count: int
 ) -> None:
     copy = staging()
-    draft = coming(sender, sender.publish("e1", 1, weights(1.0)))
-    fetched = workers.submit(copy.fetch, draft, WAIT_S)
-    manifest = sender.publish("e1", 2, weights(10.0, size)[:count])
-    fetched.exception(WAIT_S / 2)  # whether it came to its end does not matter
-    with pytest.raises(WeightError, match="not staged"):
-        copy.take(manifest)
+    before = sender.publish("e1", 1, weights(1.0))
+    fetched = workers.submit(copy.fetch, coming(sender, before), WAIT_S)
+    with pytest.raises(WeightError, match=r"version 2: rank 0: "):
+        sender.publish("e1", 2, weights(10.0, size)[:count])
+    assert isinstance(fetched.exception(WAIT_S / 2), WeightError)
+    copy.fetch(before, WAIT_S)
     copy.close()
 
 
 def test_a_receiver_that_leaves_during_the_export_delays_no_other(
-    sender: NcclSender, workers: ThreadPoolExecutor
+    sender: PartSender, workers: ThreadPoolExecutor
 ) -> None:
     before = sender.publish("e1", 1, weights(1.0))
     making = Making(weights(10.0))
     draft = coming(sender, before)
-    leaver, stayer = NcclReceiver(), NcclReceiver()
+    leaver, stayer = make_receiver("nccl"), make_receiver("nccl")
     published = workers.submit(sender.publish, "e1", 2, making)
     making.let(2)
     for engine in (leaver, stayer):
@@ -181,19 +182,19 @@ def test_a_provisional_manifest_is_refused_by_transports_that_do_not_stream(
 ) -> None:
     config = WeightConfig(transport=transport, directory=str(tmp_path), bucket_mb=1)
     with (
-        closing(make_sender(config, run="r", run_dir=tmp_path)) as sender,
+        closing(sender_of(config, weights(1.0), tmp_path)) as sender,
         closing(make_receiver(transport)) as receiver,
     ):
-        assert not isinstance(sender, StreamingSender)
         manifest = sender.publish("e1", 1, weights(1.0))
+        assert sender.provisional("e1", 2) is None
         with pytest.raises(WeightError, match="tensor t0: digest"):
-            list(receiver.tensors(provisional_manifest(manifest, 1), WAIT_S))
+            list(received(receiver, provisional_manifest(manifest, 1), WAIT_S))
 
 
-def test_a_request_that_expects_another_layout_is_refused(sender: NcclSender) -> None:
+def test_a_request_that_expects_another_layout_is_refused(sender: PartSender) -> None:
     manifest = sender.publish("e1", 1, weights(1.0))
-    sender.publish("e1", 1, weights(1.0, 2 * SIZE))
-    with closing(NcclReceiver()) as receiver, pytest.raises(WeightError, match="another layout"):
+    manifest = replace(manifest, buckets=tuple(size + 1 for size in manifest.buckets))
+    with closing(make_receiver("nccl")) as receiver, pytest.raises(WeightError, match="another layout"):
         list(receive(receiver, manifest))
 
 
@@ -204,7 +205,10 @@ def test_an_engine_in_a_process_of_its_own_receives_versions_during_their_export
     backend, device = ("gloo", "cpu") if gpu is None else ("nccl", "cuda:0")
     with (
         closing(
-            NcclSender(WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=WAIT_S))
+            part_sender(
+                WeightConfig(transport="nccl", backend=backend, bucket_mb=1, timeout_s=WAIT_S),
+                version_tensors(0),
+            )
         ) as sender,
         started(gpu) as engine,
     ):
@@ -230,12 +234,13 @@ import threading, torch
 from contextlib import suppress
 from protocol.weights.provisional import provisional_manifest
 from protocol.errors import WeightError
-from rollout.weights.nccl import NcclReceiver
+from rollout.weights.registry import make_receiver
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender
+from tests.trainer.weights.senders import part_sender, received
 
-sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60))
-before = sender.publish("e1", 1, [(f"t{i}", torch.ones(300_000)) for i in range(4)])
+given = [(f"t{i}", torch.ones(300_000)) for i in range(4)]
+sender = part_sender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60), given)
+before = sender.publish("e1", 1, given)
 begun = threading.Event()
 
 def making():
@@ -247,7 +252,7 @@ def making():
 
 def receive():
     with suppress(WeightError):
-        for _ in NcclReceiver().tensors(provisional_manifest(before, 2), 60):
+        for _ in received(make_receiver("nccl"), provisional_manifest(before, 2), 60):
             begun.set()
 
 assert sender.provisional("e1", 2) is not None

@@ -16,8 +16,9 @@ from protocol.messages import WeightManifest
 from rollout.weights.key_directory import KEYS, fetch_with_keys
 from rollout.weights.registry import make_receiver
 from services.bus.curve import create_keys
+from tests.trainer.weights.senders import part_sender, received
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender
+from trainer.weights.parts.sender import PartSender
 from trainer.weights.receiver_connection import REFUSED
 
 CONFIG = WeightConfig(transport="nccl", bucket_mb=1, timeout_s=30)
@@ -42,14 +43,14 @@ def theirs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sender(ours: Path) -> Iterator[NcclSender]:
-    with closing(NcclSender(CONFIG, SenderKeys(ours))) as made:
+def sender(ours: Path) -> Iterator[PartSender]:
+    with closing(part_sender(CONFIG, TENSORS.items(), SenderKeys(ours))) as made:
         yield made
 
 
 def fetched(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     with closing(make_receiver("nccl")) as receiver:
-        return {entry.name: tensor.clone() for entry, tensor in receiver.tensors(manifest, 30)}
+        return {entry.name: tensor.clone() for entry, tensor in received(receiver, manifest, 30)}
 
 
 def said_to(manifest: WeightManifest, *lines: bytes) -> bytes:
@@ -63,7 +64,7 @@ def said_to(manifest: WeightManifest, *lines: bytes) -> bytes:
         return said
 
 
-def test_an_engine_with_the_keys_of_the_run_is_served(sender: NcclSender, ours: Path) -> None:
+def test_an_engine_with_the_keys_of_the_run_is_served(sender: PartSender, ours: Path) -> None:
     manifest = sender.publish("e1", 1, TENSORS.items())
     fetch_with_keys(str(ours))
     found = fetched(manifest)
@@ -71,7 +72,7 @@ def test_an_engine_with_the_keys_of_the_run_is_served(sender: NcclSender, ours: 
 
 
 def test_a_stranger_is_refused_and_learns_nothing_of_the_run(
-    sender: NcclSender, ours: Path, theirs: Path
+    sender: PartSender, ours: Path, theirs: Path
 ) -> None:
     manifest = sender.publish("e1", 1, TENSORS.items())
     request = json.dumps({"version": 1, "epoch": "e1"}).encode() + b"\n"
@@ -82,7 +83,7 @@ def test_a_stranger_is_refused_and_learns_nothing_of_the_run(
     assert len(fetched(manifest)) == len(TENSORS)
 
 
-def test_a_public_key_alone_does_not_get_past_the_challenge(sender: NcclSender, ours: Path) -> None:
+def test_a_public_key_alone_does_not_get_past_the_challenge(sender: PartSender, ours: Path) -> None:
     manifest = sender.publish("e1", 1, TENSORS.items())
     hello = json.dumps(ReceiverKeys(ours).hello()).encode() + b"\n"
     challenge, refusal = said_to(manifest, hello, b'{"proof": "00"}\n').splitlines()
@@ -90,12 +91,12 @@ def test_a_public_key_alone_does_not_get_past_the_challenge(sender: NcclSender, 
     assert json.loads(refusal) == REFUSED
 
 
-def test_an_engine_without_keys_says_what_is_missing(sender: NcclSender) -> None:
+def test_an_engine_without_keys_says_what_is_missing(sender: PartSender) -> None:
     with pytest.raises(WeightError, match=r"refused version 1: .*holders of a key.*bus\.curve_dir"):
         fetched(sender.publish("e1", 1, TENSORS.items()))
 
 
-def test_an_engine_with_other_keys_says_whom_it_does_not_trust(sender: NcclSender, theirs: Path) -> None:
+def test_an_engine_with_other_keys_says_whom_it_does_not_trust(sender: PartSender, theirs: Path) -> None:
     fetch_with_keys(str(theirs))
     with pytest.raises(WeightError, match=r"127\.0\.0\.1:\d+ did not prove .*holders of a key"):
         fetched(sender.publish("e1", 1, TENSORS.items()))
@@ -105,12 +106,15 @@ def test_an_engine_with_keys_refuses_a_sender_without_the_runs_key(ours: Path, t
     shutil.copyfile(ours / "client.key", theirs / "authorized" / "client.key")
     fetch_with_keys(str(ours))
     for keys, problem in ((SenderKeys(theirs), r"key of server\.key"), (None, "current version is 1")):
-        with closing(NcclSender(CONFIG, keys)) as impostor, pytest.raises(WeightError, match=problem):
+        with (
+            closing(part_sender(CONFIG, TENSORS.items(), keys)) as impostor,
+            pytest.raises(WeightError, match=problem),
+        ):
             fetched(impostor.publish("e1", 1, TENSORS.items()))
 
 
 def test_keys_that_an_engine_cannot_read_are_an_error_of_the_version(
-    sender: NcclSender, tmp_path: Path
+    sender: PartSender, tmp_path: Path
 ) -> None:
     fetch_with_keys(str(tmp_path / "none"))
     with pytest.raises(WeightError, match="make keys with `tether keys"):

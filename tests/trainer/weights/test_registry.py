@@ -1,6 +1,7 @@
 """Which senders a run gets."""
 
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,9 @@ from protocol.messages import WeightPiece
 from trainer.backends.base import Publication
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import TrainerConfig, WeightConfig
-from trainer.weights.registry import make_part_sender
+from trainer.weights.base import WeightSender
+from trainer.weights.publish import publish
+from trainer.weights.registry import make_sender
 
 
 class TwoRanks(ScriptedBackend):
@@ -20,8 +23,9 @@ class TwoRanks(ScriptedBackend):
         return Publication(("w",), ((2, 2),), parts)
 
 
-def config(transport: str) -> WeightConfig:
-    return WeightConfig(transport=transport, backend="gloo")
+def made(transport: str, rank: int, backend: ScriptedBackend, directory: Path) -> WeightSender | None:
+    config = WeightConfig(transport=transport, backend="gloo")
+    return make_sender(config, backend, "float32", run="r", run_dir=directory, rank=rank)
 
 
 @pytest.fixture(autouse=True)
@@ -32,29 +36,37 @@ def of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
-def test_several_ranks_publish_their_own_parts(transport: str) -> None:
+def test_several_ranks_publish_their_own_parts(transport: str, tmp_path: Path) -> None:
     backend = TwoRanks(trainer=TrainerConfig(backend="scripted"))
-    sender = make_part_sender(config(transport), 1, backend, "float32")
+    sender = made(transport, 1, backend, tmp_path)
     assert sender is not None
     with closing(sender):
-        assert sender.rank == 1
+        assert sender.in_parts
 
 
 @pytest.mark.parametrize("transport", ["shm", "disk"])
-def test_versions_in_files_go_through_rank_0(transport: str) -> None:
+def test_versions_in_files_go_through_rank_0(transport: str, tmp_path: Path) -> None:
     backend = TwoRanks(trainer=TrainerConfig(backend="scripted"))
-    assert make_part_sender(config(transport), 1, backend, "float32") is None
+    assert made(transport, 1, backend, tmp_path) is None
 
 
-def test_one_rank_publishes_all() -> None:
+def test_one_rank_publishes_one_part(tmp_path: Path) -> None:
     backend = ScriptedBackend(trainer=TrainerConfig(backend="scripted"))
-    assert make_part_sender(config("ipc"), 0, backend, "float32") is None
+    sender = made("ipc", 0, backend, tmp_path)
+    assert sender is not None
+    with closing(sender):
+        assert not sender.in_parts
+        assert len(publish(backend, sender, "e1", 1, "float32").parts) == 1
 
 
-def test_ranks_of_several_hosts_do_not_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_several_hosts_do_not_share_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     backend = TwoRanks(trainer=TrainerConfig(backend="scripted"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert make_part_sender(config("ipc"), 1, backend, "float32") is None
-    sender = make_part_sender(config("nccl"), 1, backend, "float32")
+    assert made("ipc", 1, backend, tmp_path) is None
+    gathering, sender = made("ipc", 0, backend, tmp_path), made("nccl", 1, backend, tmp_path)
     assert sender is not None
+    assert gathering is not None
+    assert sender.in_parts
+    assert not gathering.in_parts
     sender.close()
+    gathering.close()

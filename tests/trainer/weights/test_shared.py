@@ -11,8 +11,11 @@ from protocol.messages import WeightManifest
 from protocol.weights.buckets import check_manifest
 from rollout.weights.registry import make_receiver
 from rollout.weights.shared import SharedReceiver
-from trainer.config import WeightConfig
+from tests.trainer.weights.senders import received
+from trainer.backends.scripted import ScriptedBackend
+from trainer.config import TrainerConfig, WeightConfig
 from trainer.weights.bucket_writer import in_dtype
+from trainer.weights.files import disk_sender
 from trainer.weights.registry import make_sender
 from trainer.weights.shared import SharedSender
 
@@ -30,8 +33,7 @@ def masters() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def sender(masters: dict[str, torch.Tensor], tmp_path: Path) -> Iterator[SharedSender]:
-    made = make_sender(CONFIG, run="r", run_dir=tmp_path, masters=lambda: masters)
-    assert isinstance(made, SharedSender)
+    made = SharedSender(tmp_path, masters)
     yield made
     made.close()
     made.close()
@@ -44,7 +46,7 @@ def publish(
 
 
 def receive(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    return {entry.name: tensor.clone() for entry, tensor in make_receiver("shared").tensors(manifest, 30)}
+    return {entry.name: tensor.clone() for entry, tensor in received(make_receiver("shared"), manifest, 30)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -65,7 +67,7 @@ def test_a_version_is_what_the_masters_make_and_has_the_digest_of_any_transport(
         torch.equal(found[name], master.detach().to(getattr(torch, dtype)))
         for name, master in masters.items()
     )
-    other = make_sender(WeightConfig(transport="disk"), run="r", run_dir=tmp_path / "disk")
+    other = disk_sender(WeightConfig(), tmp_path / "disk")
     assert other.publish("e1", 3, in_dtype(masters.items(), dtype)).digest == manifest.digest
 
 
@@ -87,7 +89,7 @@ def test_tensors_interleaved_in_a_master_are_read_out_of_it(tmp_path: Path) -> N
         return {"q": turns[:, :4], "k": turns[:, 4:]}
 
     wanted = {name: part.reshape(-1, 7).clone() for name, part in parts().items()}
-    sender = make_sender(CONFIG, run="r", run_dir=tmp_path, masters=lambda: {"qk": master}, parts=parts)
+    sender = SharedSender(tmp_path, {"qk": master}, parts)
     found = receive(sender.publish("e1", 1, in_dtype(wanted.items(), "bfloat16")))
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in wanted.items())
     for wrong in ({"q": wanted["q"].T.contiguous()}, {"k": wanted["q"]}, {"qk": master.detach()}):
@@ -111,7 +113,7 @@ def test_nothing_is_read_as_a_version_once_it_is_withdrawn(
 ) -> None:
     receiver = SharedReceiver()
     first = publish(sender, masters, 1)
-    assert len(list(receiver.tensors(first, 30))) == 2
+    assert len(list(received(receiver, first, 30))) == 2
     assert receiver.masters(first).keys() == masters.keys()
     sender.invalidate()
     with pytest.raises(WeightError, match="version 1 is not held by the trainer any more"):
@@ -153,5 +155,6 @@ def test_a_closed_sender_leaves_no_file(masters: dict[str, torch.Tensor], tmp_pa
 
 
 def test_a_trainer_without_masters_is_refused(tmp_path: Path) -> None:
+    backend = ScriptedBackend(trainer=TrainerConfig(backend="scripted"))
     with pytest.raises(SettingsError, match=r"weights\.transport"):
-        make_sender(CONFIG, run="r", run_dir=tmp_path)
+        make_sender(CONFIG, backend, "float32", run="r", run_dir=tmp_path)

@@ -41,15 +41,16 @@ class Exporter:
         parts = tuple(
             tuple(WeightPiece(piece.tensor, piece.box) for piece in part) for part in self._parts(plans)
         )
-        return Publication(tuple(plan.name for plan in plans), tuple(plan.shape for plan in plans), parts)
+        found = Publication(tuple(plan.name for plan in plans), tuple(plan.shape for plan in plans), parts)
+        return found if self._layout.ranks > 1 else found.gathered()
 
-    def pieces(self, plans: Sequence[TensorPlan]) -> Iterator[torch.Tensor]:
+    def pieces(self, plans: Sequence[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's pieces of the publication of these plans; no other rank takes part."""
         for piece in self._parts(plans)[self._position.rank]:
             plan = plans[piece.tensor]
             rows = self._rows(plan, piece.rows)
             found = (rows[0] if len(rows) == 1 else torch.cat(rows, plan.dim)).detach()
-            yield found if piece.rows[0].matrix is None else found.unsqueeze(0)
+            yield plan.name, found if piece.rows[0].matrix is None else found.unsqueeze(0)
 
     def gathered(self, plans: Iterable[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors on rank 0; send this rank's part of each on the others."""

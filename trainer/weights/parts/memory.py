@@ -6,12 +6,13 @@ from typing import Protocol
 import torch
 
 from protocol.device.bucket_handles import buckets_on
+from protocol.device.pair_group import BACKENDS
+from protocol.errors import SettingsError
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
 from protocol.weights.slices import piece_places
 from trainer.config import WeightConfig
 from trainer.weights.double_buffer import DoubleBuffer
-from trainer.weights.nccl import backend_of
 from trainer.weights.parts.channel import PartChannel
 from trainer.weights.parts.handles import PartHandleChannel
 from trainer.weights.version_server import SenderChannel, ServedVersion
@@ -127,3 +128,19 @@ MEMORIES: dict[str, Callable[[WeightConfig, WeightManifest, int], PartMemory]] =
     "nccl": SentPieces,
 }
 """Transport -> where a rank's pieces are."""
+
+
+def backend_of(config: WeightConfig) -> tuple[str, torch.device]:
+    """Return the backend of the process groups, and where versions lie.
+
+    Raises:
+        SettingsError: the backend is unknown, or cannot be used here.
+    """
+    backend = config.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    if backend not in BACKENDS:
+        raise SettingsError(f"weights.backend {backend!r}: use gloo (CPU) or nccl (GPU)")
+    if backend == "gloo":
+        return backend, torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise SettingsError("weights.backend 'nccl': there is no GPU here; use gloo")
+    return backend, torch.device("cuda", torch.cuda.current_device())

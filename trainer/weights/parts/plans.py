@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from protocol.messages import WeightManifest
 from protocol.weights.slices import (
+    BucketSizes,
     Transfer,
     decode_wanted,
     rest_spans,
@@ -32,9 +33,9 @@ class SenderPlan:
 class SenderPlans:
     """The plan for what the receiver of a connection wanted last."""
 
-    def __init__(self, part: int, bucket_bytes: int) -> None:
-        """Plan what rank `part` sends, in buckets of this size."""
-        self._part, self._bucket_bytes = part, bucket_bytes
+    def __init__(self, part: int, sizes: BucketSizes) -> None:
+        """Plan what rank `part` sends, in buckets of these sizes."""
+        self._part, self._sizes = part, sizes
         self._wanted: bytes | None = None
         self._plan: SenderPlan | None = None
 
@@ -50,7 +51,7 @@ class SenderPlans:
         """
         if self._plan is None or wanted != self._wanted:
             boxes = decode_wanted(wanted, manifest)
-            transfer = transfer_of(manifest, self._part, boxes, self._bucket_bytes)
+            transfer = transfer_of(manifest, self._part, boxes, self._sizes)
             is_first = self._part == 0
             self._plan = SenderPlan(
                 transfer,

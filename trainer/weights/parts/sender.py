@@ -1,10 +1,11 @@
 """Keeps one rank's part of the current version, and serves it to the engine ranks that want slices of it.
 
-No rank has the model whole: a version is copied and digested where its pieces are, and rank 0 collects the
-sums of the pieces, a few bytes for each 64 KiB, of which it makes the manifest.
+A version is copied and digested where its pieces are, and rank 0 collects the sums of the pieces, a few bytes
+for each 64 KiB, of which it makes the manifest. A trainer of one rank publishes one part.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import zip_longest
 
 import msgspec
 import numpy as np
@@ -17,9 +18,10 @@ from protocol.errors import WeightError
 from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.boxes import shape_of
-from trainer.backends.base import Publication
+from trainer.backends.rank_commands import agreed, gather_bytes
 from trainer.config import WeightConfig
-from trainer.weights.parts.layout import blank_manifest, complete_manifest, piece_spans
+from trainer.weights.bucket_writer import Named, drain
+from trainer.weights.parts.layout import complete_manifest, piece_spans
 from trainer.weights.parts.memory import MEMORIES
 from trainer.weights.version_server import ServedVersion, VersionServer
 
@@ -34,24 +36,21 @@ class PartReport(msgspec.Struct, frozen=True):
     """Those of its pieces, one after the other, int64."""
 
 
+_decoder = msgspec.msgpack.Decoder(PartReport)
+
+
 class PartSender:
-    """One rank's part; `draft`, `fill` and `settle` are called on every rank in the same order."""
+    """One rank's part; see `WeightSender`."""
 
     def __init__(
-        self,
-        config: WeightConfig,
-        rank: int,
-        publication: Publication,
-        dtype: str,
-        keys: SenderKeys | None = None,
+        self, config: WeightConfig, rank: int, blank: WeightManifest, keys: SenderKeys | None = None
     ) -> None:
         """Start to listen on a free port of `config.host`.
 
         Args:
             config: section `[weights]`.
-            rank: that of this process.
-            publication: that of the model.
-            dtype: in which its tensors are published.
+            rank: that of this process, below the number of parts.
+            blank: `blank_manifest` of the model.
             keys: see `VersionServer`.
 
         Raises:
@@ -60,7 +59,8 @@ class PartSender:
         """
         self.rank = rank
         """That of this process."""
-        self._blank = blank_manifest(publication, dtype, config.bucket_mb << 20, config.transport)
+        self.in_parts = len(blank.parts) > 1
+        self._blank = blank
         self._spans = [piece_spans(self._blank, part) for part in range(len(self._blank.parts))]
         """Rows of the sums of each piece of each rank."""
         self._memory = MEMORIES[config.transport](config, self._blank, rank)
@@ -74,13 +74,38 @@ class PartSender:
         """HOST:PORT/WHERE of this rank: a backend of process groups, or the device of shared memory."""
         return f"{self._server.address}/{self._memory.where}"
 
-    def draft(self, epoch: str, version: int) -> WeightDraft | None:
-        """Accept requests for a version that the next `fill` will make, and return its announcement.
+    def provisional(self, epoch: str, version: int) -> WeightDraft | None:
+        """See `WeightSender`; when it returns, every rank accepts requests."""
+        draft = self.draft(epoch, version)
+        self._gathered(b"")
+        return draft
 
-        Returns:
-            None if the transport cannot do that, or there is no earlier version of the epoch, whose layout
-            the announcement would name.
-        """
+    def publish(
+        self,
+        epoch: str,
+        version: int,
+        tensors: Named,
+        *,
+        base_model: str = "",
+        tied: tuple[tuple[str, str], ...] = (),
+    ) -> WeightManifest:
+        """Publish this rank's pieces; see `WeightSender`."""
+        report = self.fill(epoch, version, tensors)
+        reports = [_decoder.decode(data) for data in self._gathered(msgspec.msgpack.encode(report))]
+        manifest, problem = self._asked, None
+        if reports:
+            try:
+                manifest = replace(self.collect(reports, base_model=base_model), tied=tied)
+            except WeightError as error:
+                problem = error
+        self.settle(agreed(problem is None) if self.in_parts else problem is None)
+        self._gathered(b"")  # rank 0 announces the version only when every rank serves it
+        if problem is not None:
+            raise problem
+        return manifest
+
+    def draft(self, epoch: str, version: int) -> WeightDraft | None:
+        """Accept requests for this rank's part of a version that the next `fill` will make."""
         before = self._server.current
         if not self._memory.can_draft or before is None or before.manifest.epoch != epoch:
             return None
@@ -88,21 +113,22 @@ class PartSender:
         self._server.provisional = self._memory.new(replace(self._blank, epoch=epoch, version=version))
         return WeightDraft(epoch=epoch, version=version, like=before.manifest.version)
 
-    def fill(self, epoch: str, version: int, pieces: Iterable[torch.Tensor]) -> PartReport:
+    def fill(self, epoch: str, version: int, tensors: Named) -> PartReport:
         """Copy and digest this rank's pieces; they may be written to when it returns.
 
         The version is served once `settle` says so, or before to those who know of its draft.
         """
-        check_stuck()
         self._asked = replace(self._blank, epoch=epoch, version=version)
         try:
+            check_stuck()
             served = self._server.provisional
             if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
                 self._cancel()
                 served = self._memory.new(self._asked)
             self._filled = served
-            sums = self._copied(served, pieces)
+            sums = self._copied(served, tensors)
         except (WeightError, torch.OutOfMemoryError) as error:
+            drain(tensors)
             return PartReport(self.location, f"rank {self.rank}: {error}", b"")
         except BaseException:
             self._cancel()
@@ -147,12 +173,18 @@ class PartSender:
         self._server.close()
         self._memory.close()
 
-    def _copied(self, served: ServedVersion, pieces: Iterable[torch.Tensor]) -> bytes:
+    def _gathered(self, data: bytes) -> list[bytes]:
+        return gather_bytes(data) if self.in_parts else [data]
+
+    def _copied(self, served: ServedVersion, tensors: Named) -> bytes:
         spans = self._spans[self.rank]
         sums, position = SliceSums(sum(end - first for first, end in spans), self._memory.device), 0
-        numbered = enumerate(self._blank.parts[self.rank].pieces)
-        for (number, piece), tensor in zip(numbered, pieces, strict=True):
-            shape, entry = shape_of(piece.box), self._blank.tensors[piece.tensor]
+        pieces = self._blank.parts[self.rank].pieces
+        for number, (piece, named) in enumerate(zip_longest(pieces, tensors)):
+            name = self._blank.tensors[piece.tensor].name if piece is not None else None
+            if piece is None or named is None or name != named[0]:
+                raise WeightError(f"the export has {named and named[0]} where the version has {name}")
+            shape, entry, tensor = shape_of(piece.box), self._blank.tensors[piece.tensor], named[1]
             if tuple(tensor.shape) != shape:
                 raise WeightError(f"{entry.name}: a piece of {list(tensor.shape)}, not {list(shape)}")
             copy = self._memory.piece(served, number).copy_(tensor)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import Box, covers, relative, shape_of, size_of, whole
-from protocol.weights.slices import check_parts, senders_of, transfer_of
+from protocol.weights.slices import BucketSizes, check_parts, senders_of, transfer_of
 from trainer.backends.base import Publication
 from trainer.megatron.convert.pieces import PublishedPiece, published_pieces
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
@@ -174,10 +174,13 @@ def manifest_of(
     return replace(blank_manifest(publication, "float32", 1 << 20), version=1)
 
 
+SIZES = st.sampled_from((BucketSizes(32, 32), BucketSizes(1000, 100), BucketSizes(1 << 20, 1 << 20)))
+
+
 @settings(deadline=None, max_examples=60)
-@given(LAYOUTS, st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4)), st.sampled_from((32, 1000, 1 << 20)))
+@given(LAYOUTS, st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 4)), SIZES)
 def test_engine_ranks_get_the_slices_of_the_checkpoint_and_each_element_once(
-    layout: Layout, tp: int, ep: int, bucket_bytes: int
+    layout: Layout, tp: int, ep: int, sizes: BucketSizes
 ) -> None:
     plans = plans_of(layout)
     source = numbered(plans)
@@ -191,7 +194,7 @@ def test_engine_ranks_get_the_slices_of_the_checkpoint_and_each_element_once(
         times = {name: np.zeros(array.shape, int) for name, array in source.items()}
         senders = senders_of(manifest, wanted)
         for part in range(layout.ranks):
-            transfer = transfer_of(manifest, part, wanted, bucket_bytes)
+            transfer = transfer_of(manifest, part, wanted, sizes)
             assert part in senders or not transfer.buckets
             for cut in (cut for bucket in transfer.buckets for cut in bucket):
                 piece, plan = parts[part][cut.piece], plans[cut.tensor]
@@ -200,7 +203,8 @@ def test_engine_ranks_get_the_slices_of_the_checkpoint_and_each_element_once(
                 got[plan.name][place] = values
                 times[plan.name][place] += 1
             for bucket in transfer.buckets:
-                assert len(bucket) == 1 or transfer.nbytes(bucket) <= bucket_bytes
+                assert len(bucket) == 1 or transfer.nbytes(bucket) <= sizes.bucket_bytes
+                assert len(bucket) == 1 or all(cut.nbytes < sizes.alone_bytes for cut in bucket)
         for name, array in source.items():
             want = np.zeros(array.shape, bool)
             for box in wanted.get(name, ()):

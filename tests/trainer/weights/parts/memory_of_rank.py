@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from protocol.weights.boxes import shape_of
 from tests.trainer.weights.parts.trainer_ranks import TrainerRanks, halves
 
 TENSORS = 8
@@ -47,8 +48,10 @@ def main(mib: int, ranks: int) -> None:
     made = made_of(mib, ranks)
     rank = ranks - 1
     sender = made.senders[rank]
-    shapes = [tuple(b - a for a, b in piece.box) for piece in made.publication.parts[rank]]
-    held = [torch.full(shape, float(i)) for i, shape in enumerate(shapes)]
+    held = [
+        (made.publication.names[piece.tensor], torch.full(shape_of(piece.box), float(i)))
+        for i, piece in enumerate(made.publication.parts[rank])
+    ]
     sender.fill("e1", 0, held)  # imports and first uses of libraries
     sender.settle(False)
     peak = Peak()

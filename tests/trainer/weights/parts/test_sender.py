@@ -20,7 +20,7 @@ from protocol.weights.buckets import check_manifest
 from protocol.weights.provisional import provisional_manifest
 from protocol.weights.slices import check_parts, decode_wanted, encode_wanted
 from rollout.staging.staging import digest_of
-from rollout.weights.registry import make_part_receiver
+from rollout.weights.registry import make_receiver
 from rollout.weights.sender_connection import parse_address
 from tests.trainer.weights.engines import ROOT
 from tests.trainer.weights.parts.memory_of_rank import made_of
@@ -247,7 +247,7 @@ def test_memory_that_an_engine_rank_reads_is_not_written(two: TrainerRanks) -> N
     """It reads version 2 while two more are published, and has all of version 2 or nothing."""
     two.publish("e1", 1, tensors(1))
     manifest = two.publish("e1", 2, tensors(2))
-    receiver = make_part_receiver(manifest.transport)
+    receiver = make_receiver(manifest.transport)
     wanted = {name: (whole(shape),) for name, shape in SHAPES.items()}
     found = receiver.slices(manifest, wanted, DEADLINE_S)
     first, *_ = next(found)
@@ -347,7 +347,7 @@ def test_rank_that_publishes_takes_memory_for_its_part_and_a_few_buckets() -> No
         reports = []
         for rank, sender in enumerate(made.senders[:-1]):
             held = [
-                torch.full(shape_of(piece.box), float(i))
+                (made.publication.names[piece.tensor], torch.full(shape_of(piece.box), float(i)))
                 for i, piece in enumerate(made.publication.parts[rank])
             ]
             reports.append(sender.fill("e1", 1, held))

@@ -12,6 +12,7 @@ from rollout.staging.placement import ExpectedTensor, Slice
 from rollout.staging.staging import Staging, contiguous_stride
 from trainer.backends.base import Publication
 from trainer.config import WeightConfig
+from trainer.weights.parts.layout import blank_manifest
 from trainer.weights.parts.sender import PartReport, PartSender
 
 Tensors = Mapping[str, torch.Tensor]
@@ -43,7 +44,7 @@ def tensor_ranks(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> list[dict
 
 
 class TrainerRanks:
-    """Ranks that publish together, as `publish_parts` has them do over a process group."""
+    """Ranks that publish together, as `PartSender.publish` has them do over a process group."""
 
     def __init__(
         self,
@@ -67,11 +68,13 @@ class TrainerRanks:
         transport, _, gpu = transport.partition(":")
         backend = "" if gpu else "gloo"
         config = WeightConfig(transport=transport, backend=backend, bucket_mb=1, timeout_s=DEADLINE_S)
-        self.senders = [PartSender(config, rank, self.publication, "float32") for rank in range(ranks)]
+        blank = blank_manifest(self.publication, "float32", config.bucket_mb << 20, transport)
+        self.senders = [PartSender(config, rank, blank) for rank in range(ranks)]
 
-    def pieces(self, rank: int, tensors: Tensors) -> Iterator[torch.Tensor]:
+    def pieces(self, rank: int, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         for piece in self.publication.parts[rank]:
-            yield tensors[self._names[piece.tensor]][index(piece.box)]
+            name = self._names[piece.tensor]
+            yield name, tensors[name][index(piece.box)]
 
     def draft(self, epoch: str, version: int) -> WeightDraft | None:
         first, *_ = [sender.draft(epoch, version) for sender in self.senders]

@@ -11,11 +11,12 @@ import torch
 
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.connected_receiver import ConnectedReceiver
-from rollout.weights.nccl import NcclReceiver, PairChannel
+from rollout.weights.parts.pairs import PairSlices
+from rollout.weights.parts.receiver import PartReceiver
 from rollout.weights.registry import make_receiver
+from tests.trainer.weights.senders import part_sender, received
 from trainer.config import WeightConfig
-from trainer.weights.nccl import NcclSender
+from trainer.weights.parts.sender import PartSender
 from trainer.weights.version_server import MAX_RECEIVERS
 
 
@@ -24,23 +25,23 @@ def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 
 
 @pytest.fixture
-def sender() -> Iterator[NcclSender]:
-    made = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=30))
+def sender() -> Iterator[PartSender]:
+    made = part_sender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=30), weights())
     yield made
     made.close()
 
 
 def fetch(manifest: WeightManifest) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
     with closing(make_receiver("nccl")) as receiver:
-        yield from receiver.tensors(manifest, 30)
+        yield from received(receiver, manifest, 30)
 
 
-def connect(sender: NcclSender) -> socket.socket:
+def connect(sender: PartSender) -> socket.socket:
     host, port = sender.location.partition("/")[0].rsplit(":", 1)
     return socket.create_connection((host, int(port)), timeout=30)
 
 
-def ask(sender: NcclSender, line: bytes) -> dict[str, object]:
+def ask(sender: PartSender, line: bytes) -> dict[str, object]:
     with connect(sender) as connection, connection.makefile("rwb") as file:
         file.write(line)
         file.flush()
@@ -52,7 +53,7 @@ def request(version: int, epoch: str = "e1") -> bytes:
     return json.dumps({"version": version, "epoch": epoch}).encode() + b"\n"
 
 
-def test_only_the_current_version_is_served(sender: NcclSender) -> None:
+def test_only_the_current_version_is_served(sender: PartSender) -> None:
     assert ask(sender, request(1)) == {"error": "no version is published"}
     sender.publish("e1", 1, weights())
     sender.publish("e1", 2, weights())
@@ -61,7 +62,7 @@ def test_only_the_current_version_is_served(sender: NcclSender) -> None:
     assert ask(sender, b"[]\n") == {"error": "the current version is 2 of epoch e1"}
 
 
-def test_requests_that_come_at_once_are_answered_one_by_one(sender: NcclSender) -> None:
+def test_requests_that_come_at_once_are_answered_one_by_one(sender: PartSender) -> None:
     sender.publish("e1", 2, weights())
     with connect(sender) as connection, connection.makefile("rwb") as file:
         file.write(request(1) + request(3))
@@ -72,14 +73,14 @@ def test_requests_that_come_at_once_are_answered_one_by_one(sender: NcclSender) 
 
 
 @pytest.mark.parametrize("line", [b"not json\n", b"x" * 10_000, b"\xff\n"])
-def test_a_malformed_request_is_disconnected(line: bytes, sender: NcclSender) -> None:
+def test_a_malformed_request_is_disconnected(line: bytes, sender: PartSender) -> None:
     manifest = sender.publish("e1", 1, weights())
     with suppress(ConnectionError):  # hung up before all of it was read
         assert ask(sender, line) == {}
     assert len(list(fetch(manifest))) == 4
 
 
-def test_receivers_at_the_same_time_get_the_same_bytes(sender: NcclSender) -> None:
+def test_receivers_at_the_same_time_get_the_same_bytes(sender: PartSender) -> None:
     manifest = sender.publish("e1", 1, weights(5.0))
     found: list[list[float]] = []
 
@@ -94,12 +95,12 @@ def test_receivers_at_the_same_time_get_the_same_bytes(sender: NcclSender) -> No
     assert found == [[5.0, 6.0, 7.0, 8.0]] * 4
 
 
-def test_receivers_that_stall_or_leave_delay_no_other(sender: NcclSender) -> None:
+def test_receivers_that_stall_or_leave_delay_no_other(sender: PartSender) -> None:
     manifest = sender.publish("e1", 1, weights())
     silent = connect(sender)  # never asks
     joined = connect(sender)  # asks, but never joins the group
     joined.sendall(request(1))
-    assert json.loads(joined.recv(4096)) == {"join": True}
+    assert json.loads(joined.recv(4096))["join"]
     leaver = fetch(manifest)
     next(leaver)
     leaver.close()  # leaves in the middle
@@ -108,7 +109,7 @@ def test_receivers_that_stall_or_leave_delay_no_other(sender: NcclSender) -> Non
     joined.close()
 
 
-def test_a_version_that_is_being_sent_survives_its_successors(sender: NcclSender) -> None:
+def test_a_version_that_is_being_sent_survives_its_successors(sender: PartSender) -> None:
     stream = fetch(sender.publish("e1", 1, weights(1.0)))
     values = [float(next(stream)[1][0])]
     for version in (2, 3):
@@ -117,7 +118,7 @@ def test_a_version_that_is_being_sent_survives_its_successors(sender: NcclSender
     assert values == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_slots_are_released_after_failures(sender: NcclSender) -> None:
+def test_slots_are_released_after_failures(sender: PartSender) -> None:
     manifest = sender.publish("e1", 1, weights())
     for _ in range(2 * MAX_RECEIVERS):
         ask(sender, request(99))
@@ -125,34 +126,35 @@ def test_slots_are_released_after_failures(sender: NcclSender) -> None:
     assert len(list(fetch(manifest))) == 4
 
 
-def test_the_connection_and_the_group_stay_for_the_next_version(sender: NcclSender) -> None:
-    channel = PairChannel()
-    with closing(ConnectedReceiver(channel)) as receiver:
+def test_the_connection_and_the_group_stay_for_the_next_version(sender: PartSender) -> None:
+    channel = PairSlices()
+    with closing(PartReceiver(lambda: channel)) as receiver:
         groups = set()
         for version in range(1, 4):
             got = [
                 float(t[0])
-                for _, t in receiver.tensors(sender.publish("e1", version, weights(10.0 * version)), 30)
+                for _, t in received(receiver, sender.publish("e1", version, weights(10.0 * version)), 30)
             ]
             assert got == [10.0 * version + i for i in range(4)]
             groups.add(id(channel.group))
         assert len(groups) == 1
 
 
-def test_a_large_tensor_is_received_at_its_destination_and_verified_there(sender: NcclSender) -> None:
+def test_large_tensor_is_received_at_its_destination_and_verified_there() -> None:
     sent = [
         ("small", torch.ones(7)),
         ("large", torch.arange(300_000.0)),
         ("other", torch.full((300_000,), 3.0)),
         ("last", torch.zeros(2)),
     ]
-    manifest = sender.publish("e1", 1, sent)
+    config = WeightConfig(transport="nccl", bucket_mb=2, timeout_s=30)
     target = torch.zeros(300_000)
-    with closing(NcclReceiver()) as receiver:
+    with closing(part_sender(config, sent)) as sender, closing(make_receiver("nccl")) as receiver:
+        manifest = sender.publish("e1", 1, sent)
         got = dict(
             (entry.name, tensor)
-            for entry, tensor in receiver.tensors(
-                manifest, 30, lambda e: target if e.name == "large" else None
+            for entry, tensor in received(
+                receiver, manifest, 30, place=lambda name, _: target if name == "large" else None
             )
         )
     assert got["large"].data_ptr() == target.data_ptr()
@@ -160,36 +162,36 @@ def test_a_large_tensor_is_received_at_its_destination_and_verified_there(sender
         assert torch.equal(got[name], tensor)
 
 
-def test_a_receiver_whose_sender_was_replaced_finds_the_new_one(sender: NcclSender) -> None:
-    with closing(NcclReceiver()) as receiver:
-        assert len(list(receiver.tensors(sender.publish("e1", 1, weights()), 30))) == 4
-        successor = NcclSender(WeightConfig(transport="nccl", bucket_mb=2, timeout_s=30))
+def test_a_receiver_whose_sender_was_replaced_finds_the_new_one(sender: PartSender) -> None:
+    with closing(make_receiver("nccl")) as receiver:
+        assert len(list(received(receiver, sender.publish("e1", 1, weights()), 30))) == 4
+        successor = part_sender(WeightConfig(transport="nccl", bucket_mb=2, timeout_s=30), weights())
         sender.close()
         try:
             manifest = successor.publish("e2", 2, weights(7.0))
-            assert [float(t[0]) for _, t in receiver.tensors(manifest, 30)] == [7.0, 8.0, 9.0, 10.0]
+            assert [float(t[0]) for _, t in received(receiver, manifest, 30)] == [7.0, 8.0, 9.0, 10.0]
         finally:
             successor.close()
 
 
 def test_a_receiver_that_never_joins_is_disconnected_after_the_timeout() -> None:
-    sender = NcclSender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=3))
+    sender = part_sender(WeightConfig(transport="nccl", bucket_mb=1, timeout_s=3), weights())
     sender.publish("e1", 1, weights())
     with connect(sender) as connection:
         connection.sendall(request(1))
-        assert json.loads(connection.recv(4096)) == {"join": True}
+        assert json.loads(connection.recv(4096))["join"]
         assert connection.recv(1) == b""  # hung up on
     sender.close()
 
 
-def test_a_closed_sender_is_an_error_of_the_receiver(sender: NcclSender) -> None:
+def test_a_closed_sender_is_an_error_of_the_receiver(sender: PartSender) -> None:
     manifest = sender.publish("e1", 1, weights())
     sender.close()
     with pytest.raises(WeightError, match="Connection refused"):
         list(fetch(manifest))
 
 
-def test_the_location_names_host_port_and_backend(sender: NcclSender) -> None:
+def test_the_location_names_host_port_and_backend(sender: PartSender) -> None:
     address, _, backend = sender.publish("e1", 1, weights()).location.partition("/")
     assert address.startswith("127.0.0.1:")
     assert backend == "gloo"
@@ -197,6 +199,6 @@ def test_the_location_names_host_port_and_backend(sender: NcclSender) -> None:
 
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"weights\.backend 'mpi'"):
-        NcclSender(WeightConfig(transport="nccl", backend="mpi"))
+        part_sender(WeightConfig(transport="nccl", backend="mpi"), weights())
     with pytest.raises(WeightError, match="cannot listen"):
-        NcclSender(WeightConfig(transport="nccl", host="192.0.2.1"))
+        part_sender(WeightConfig(transport="nccl", host="192.0.2.1"), weights())

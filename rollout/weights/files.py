@@ -1,25 +1,34 @@
-"""Receives a version from shared memory: `location` is a directory with one file per bucket."""
+"""Receives a version from files: `location` is a directory with one file for each bucket."""
 
 import mmap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.base import Destination, no_destination
+from protocol.weights.slices import Wanted
+from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
 from rollout.weights.verification import Deadline, in_buckets, verify, view
 
+MADV_POPULATE_READ = 22
+"""Advice of madvise(2) to read all pages at once, which the module mmap does not know yet."""
 
-class ShmReceiver:
+
+class FileReceiver:
     """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped."""
 
     digest = 0
 
-    def tensors(
-        self, manifest: WeightManifest, deadline_s: float, place: Destination = no_destination
-    ) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    def slices(
+        self,
+        manifest: WeightManifest,
+        wanted: Wanted,
+        deadline_s: float,
+        place: Destination = no_destination,
+    ) -> Iterator[list[ReceivedSlice]]:
         deadline = Deadline(manifest, deadline_s)
         for index, entries in in_buckets(manifest):
             if not entries:
@@ -31,7 +40,7 @@ class ShmReceiver:
                 deadline.remaining(f"reading {entry.name}")
                 tensor = view(entry, bucket)
                 verify(entry, tensor)
-                yield entry, tensor
+                yield whole_tensor(entry, tensor)
         self.digest = manifest.digest
 
     def close(self) -> None:
@@ -50,6 +59,8 @@ def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
                 return torch.empty(0, dtype=torch.uint8)
             # ACCESS_COPY: torch requires writable memory. Nothing here writes to it; writes would be private.
             memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
+            with suppress(OSError):  # before Linux 5.14 pages come one after the other
+                memory.madvise(MADV_POPULATE_READ)
     except OSError as error:
         raise WeightError(f"{path}: {error.strerror or error} (first tensor {first.name})") from error
     return torch.frombuffer(memory, dtype=torch.uint8)

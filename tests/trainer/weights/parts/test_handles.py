@@ -2,25 +2,27 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
 
 from protocol.device.bucket_handles import HostBuckets
-from protocol.errors import SettingsError, WeightError
+from protocol.errors import WeightError
 from tests.gpus import TWO_GPUS
-from tests.trainer.weights.engines import publish, started, trainer
+from tests.trainer.weights.engines import publish, started, trainer, version_tensors
 from tests.trainer.weights.receiver import COUNT, SIZE
+from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig
 from trainer.weights.double_buffer import DoubleBuffer
-from trainer.weights.ipc import IpcSender
+from trainer.weights.parts.sender import PartSender
 
 GPUS = [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=TWO_GPUS)]
 
 
 @pytest.fixture
-def sender() -> Iterator[IpcSender]:
-    made = IpcSender(WeightConfig(transport="ipc", bucket_mb=1, timeout_s=60))
+def sender() -> Iterator[PartSender]:
+    made = part_sender(WeightConfig(transport="ipc", bucket_mb=1, timeout_s=60), version_tensors(0))
     yield made
     made.close()
 
@@ -30,11 +32,11 @@ def gpu(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-def test_without_a_gpu_it_is_refused() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SettingsError, match="no GPU here; use shm"):
-        IpcSender(WeightConfig(transport="ipc"))
+def test_trainer_of_one_rank_shares_host_memory_without_a_gpu() -> None:
+    config = WeightConfig(transport="ipc", backend="gloo", bucket_mb=1, timeout_s=60)
+    with closing(part_sender(config, version_tensors(0))) as sender, started() as engine:
+        for version in range(5):
+            engine.serve(publish(sender, version))
 
 
 def test_double_buffer_never_writes_to_a_set_that_is_read() -> None:
@@ -58,7 +60,7 @@ def test_double_buffer_never_writes_to_a_set_that_is_read() -> None:
         pass
 
 
-def test_updates_arrive_and_leak_nothing(gpu: int, sender: IpcSender) -> None:
+def test_updates_arrive_and_leak_nothing(gpu: int, sender: PartSender) -> None:
     with started(gpu) as engine:
         for version in range(5):
             engine.serve(publish(sender, version, "cuda"))
@@ -68,7 +70,7 @@ def test_updates_arrive_and_leak_nothing(gpu: int, sender: IpcSender) -> None:
         assert (engine.ask("memory"), torch.cuda.memory_reserved()) == before
 
 
-def test_an_engine_that_dies_while_it_copies_delays_no_other(gpu: int, sender: IpcSender) -> None:
+def test_an_engine_that_dies_while_it_copies_delays_no_other(gpu: int, sender: PartSender) -> None:
     with started(gpu) as victim, started(gpu) as survivor:
         manifest = publish(sender, 1, "cuda")
         victim.ask("hang", manifest)
@@ -90,7 +92,7 @@ def test_a_trainer_that_dies_while_an_engine_copies_costs_at_most_that_engine(gp
             assert engine.ask("digest") == {"digest": second.digest}
 
 
-def test_an_idle_engine_releases_the_memory_of_a_trainer_that_died(gpu: int, sender: IpcSender) -> None:
+def test_an_idle_engine_releases_the_memory_of_a_trainer_that_died(gpu: int, sender: PartSender) -> None:
     with started(gpu) as engine:
         engine.serve(publish(sender, 1, "cuda"))  # by then it has loaded what it needs
         before = torch.cuda.mem_get_info(0)[0]

@@ -1,0 +1,179 @@
+"""Publishes versions as files, in shared memory for engines on this host or in a directory that hosts share.
+
+    DIRECTORY/owner.pid                          of `shm`, see `protocol/host/owned_directory.py`
+    DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
+    DIRECTORY/v00000012-EPOCH/manifest.json      of `disk`: the manifest, written last
+
+Versions on disk outlive the run, so engines that join late and restarted trainers find them. Versions in
+shared memory end with the trainer. They are plain files rather than `multiprocessing.shared_memory`, because
+the resource tracker of a reader would unlink the latter when the reader exits.
+"""
+
+import mmap
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from protocol.errors import WeightError
+from protocol.host.owned_directory import OWNER, SHARED_MEMORY, claim, claim_shared
+from protocol.messages import WeightManifest
+from trainer.config import WeightConfig
+from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
+from trainer.weights.version_directories import VersionDirectories, remove
+
+MANIFEST = "manifest.json"
+REMEDIES = {
+    "disk": "free some, or lower weights.keep",
+    "shm": "enlarge it (docker: --shm-size), lower weights.keep, or set weights.directory",
+}
+"""Transport -> what to do where its directory is full."""
+
+
+def disk_sender(config: WeightConfig, run_dir: Path) -> "FileSender":
+    """Make the directory, and take over the versions that an earlier trainer of the run published there.
+
+    Raises:
+        WeightError: the directory cannot be made or read.
+    """
+    directory = Path(config.directory) if config.directory else run_dir / "weights"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return FileSender("disk", directory, config)
+    except OSError as error:
+        raise WeightError(f"{directory}: {error}") from error
+
+
+def shm_sender(config: WeightConfig, run: str) -> "FileSender":
+    """Make the directory, and remove the directories of dead trainers of the same run.
+
+    Raises:
+        WeightError: the directory cannot be made, or another live process owns it.
+    """
+    try:
+        directory, owner = claim(Path(config.directory)) if config.directory else claim_shared(run)
+        sender = FileSender("shm", directory, config, partial(_release, config, directory, owner))
+        sender.versions.clear()
+    except OSError as error:
+        raise WeightError(f"{config.directory or SHARED_MEMORY}: {error}") from error
+    return sender
+
+
+def _release(config: WeightConfig, directory: Path, owner: int) -> None:
+    """Give up a directory of shared memory; one that the settings name stays."""
+    if config.directory:
+        (directory / OWNER).unlink(missing_ok=True)
+    else:
+        remove(directory)
+    os.close(owner)
+
+
+class FileSender:
+    """Copies each tensor into a mapped file and digests it there, in one pass over the bytes."""
+
+    in_parts = False
+
+    def __init__(
+        self,
+        transport: str,
+        directory: Path,
+        config: WeightConfig,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """Take over the versions in a directory.
+
+        Args:
+            transport: "disk" or "shm".
+            directory: an existing directory, which holds the versions.
+            config: section `[weights]`.
+            release: called by `close`, once all versions are removed. None: versions outlive the sender, and
+                each is synced to the disk and described by a file.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        self.directory = directory
+        self.versions = VersionDirectories(directory, config.keep, durable=release is None)
+        self.versions.adopt()
+        self._transport = transport
+        self._bucket_bytes = config.bucket_mb << 20
+        self._last_bytes = 0
+        self._release = release
+
+    def provisional(self, epoch: str, version: int) -> None:
+        """Return None: engines wait for the manifest."""
+
+    def publish(
+        self,
+        epoch: str,
+        version: int,
+        tensors: Named,
+        *,
+        base_model: str = "",
+        tied: tuple[tuple[str, str], ...] = (),
+    ) -> WeightManifest:
+        try:
+            self._require_space(self._last_bytes)
+            with self.versions.written(epoch, version) as (aside, final):
+
+                def reserve(index: int, offset: int, nbytes: int) -> None:
+                    self._reserve(_bucket(aside, index), offset, nbytes)
+
+                contents = fill_buckets(
+                    tensors, self._bucket_bytes, lambda i, size: _map(_bucket(aside, i), size), reserve
+                )
+                for index, nbytes in enumerate(contents.buckets):
+                    os.truncate(_bucket(aside, index), nbytes)
+                manifest = make_manifest(
+                    self._transport, str(final), epoch, version, contents, base_model=base_model, tied=tied
+                )
+                if self._release is None:
+                    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+                    (aside / MANIFEST).write_bytes(data)
+        except OSError as error:
+            drain(tensors)
+            raise WeightError(f"version {version} in {self.directory}: {error}") from error
+        except WeightError:
+            drain(tensors)
+            raise
+        self._last_bytes = sum(contents.buckets)
+        return manifest
+
+    def retire(self, in_use: frozenset[int]) -> None:
+        self.versions.retire(in_use)
+
+    def close(self) -> None:
+        """Remove all versions that do not outlive the run; idempotent."""
+        release, self._release = self._release, None
+        if release is not None:
+            self.versions.clear()
+            release()
+
+    def _reserve(self, bucket: Path, offset: int, nbytes: int) -> None:
+        """Allocate pages before they are written: writing to one that cannot be allocated raises SIGBUS."""
+        self._require_space(nbytes)
+        with bucket.open("rb+") as file:
+            os.posix_fallocate(file.fileno(), offset, nbytes)
+
+    def _require_space(self, needed: int) -> None:
+        found = os.statvfs(self.directory)
+        free = found.f_bavail * found.f_frsize
+        if free < needed:
+            raise WeightError(
+                f"{self.directory} has {free >> 20} MiB free, the weights need {needed >> 20} MiB more: "
+                + REMEDIES[self._transport]
+            )
+
+
+def _bucket(directory: Path, index: int) -> Path:
+    return directory / f"bucket_{index:05d}.bin"
+
+
+def _map(bucket: Path, size: int) -> torch.Tensor:
+    """Create a sparse file of `size` bytes and return it as a uint8 tensor."""
+    with bucket.open("xb+") as file:
+        os.truncate(file.fileno(), size)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
