@@ -72,12 +72,12 @@ demo-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m services.cli up deploy/configs/demo.toml --run-dir runs/demo-gpu
 	$(GPU_PYTHON) -m services.cli verify runs/demo-gpu
 
-# checks run while the tests are collected, which occupies one core
+# checks run beside the tests
 test: setup
 	$(MAKE) --jobs 2 check pytest
 
 pytest: setup
-	$(BIN)/python -m pytest -p tests.forks --forks $(JOBS) --durations 30 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 -m "not slow and not gpu"
 
 test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready
 	$(BIN)/python -m pytest -m slow

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("wheel")  # one fixture for the module
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("deploy", "protocol", "reward", "rollout", "services", "trainer")
 DRY = (

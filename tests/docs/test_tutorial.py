@@ -11,6 +11,8 @@ import pytest
 from tests.docs.pages import DOCS, blocks, follow
 from tests.integration.command import environment
 
+pytestmark = pytest.mark.xdist_group("tutorial")  # one fixture for the module
+
 PAGE = "tutorial.md"
 TRAPS = ("reward.py", "rollout.py", "json.py", "trainer/__init__.py")
 

@@ -19,6 +19,8 @@ from tests.hub_server import HubServer, files_of
 from tests.integration.command import audit, tether
 from tests.integration.loop import ROOT
 
+pytestmark = pytest.mark.xdist_group("recipes")  # one fixture for the module
+
 RECIPES = sorted(
     str(path.relative_to(ROOT))
     for name in ("gsm8k", "math")

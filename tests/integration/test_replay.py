@@ -19,6 +19,8 @@ from services.settings.sections import Settings
 from services.tools.replay import render_replay, replay_step
 from tests.integration.loop import run_to_end, settings_for
 
+pytestmark = pytest.mark.xdist_group("replay")  # what the module sets up once, not one for each process
+
 STEPS = 12
 
 

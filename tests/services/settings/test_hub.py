@@ -25,6 +25,8 @@ from tests.data_sets import write_gsm8k, write_model
 from tests.hub_server import HubServer, files_of
 from trainer.roles.config import CriticConfig, ReferenceConfig, TeacherConfig
 
+pytestmark = pytest.mark.xdist_group("hub")  # one fixture for the module
+
 MODEL, DATA = "some-org/tiny", "openai/gsm8k"
 TABLES = f"""
 [run]

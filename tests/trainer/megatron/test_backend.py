@@ -18,6 +18,8 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.reference.backend import ReferenceBackend
 
+pytestmark = pytest.mark.xdist_group("megatron_backend")  # one fixture for the module
+
 NAME = "qwen2"
 
 

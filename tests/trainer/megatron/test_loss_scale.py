@@ -23,6 +23,8 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.loss_scale import LossScale
 
+pytestmark = pytest.mark.xdist_group("megatron_backend")  # one fixture for the module
+
 NAME = "qwen2"
 STEPS = 3
 HIGH = 2.0**30
