@@ -15,8 +15,8 @@ from services.run_record.steps import read_steps
 from tests.integration.command import audit
 
 LEFT_BY_A_CLEAN_RUN = re.compile(
-    r"settings\.json|ended\.json|lock|spool\.sqlite|audit\.(jsonl|head)|metrics\.jsonl|progress\.png"
-    r"|logs/(ingest|trainer|monitor|(rollout|reward)\.\d)\.log|model/[a-z_]+\.(json|safetensors)"
+    r"settings\.json|ended\.json|lock|spool\.sqlite|(audit|metrics)\.(jsonl|head)|progress\.png"
+    r"|logs/(spare\.)?(ingest|trainer|monitor|(rollout|reward)\.\d)\.log|model/[a-z_]+\.(json|safetensors)"
     r"|archive/step_\d{8}\.msgpack|checkpoints/step_\d{8}/((manifest|layout)\.json|rank[_-]\d{5}\.safetensors)|exports/step_\d{8}/[a-z_]+\.(json|safetensors|jinja)"
 )
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 from services.settings.load import compose_settings
 from tests.chaos.gpu_kills.layouts import LAYOUTS, TINY, Part, Target, layout_named
@@ -28,19 +29,22 @@ def test_ranks_of_an_engine_are_told_apart() -> None:
     }
 
 
-def test_rank_of_a_trainer_is_found_below_its_service() -> None:
-    rank = (sys.executable, "-c", "print(); input()", "services.trainer")
+def test_rank_of_a_trainer_is_found_below_its_service(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "trainer.log"
+    log.parent.mkdir()
+    rank = (sys.executable, "-c", "import sys; print(file=sys.stderr); input()", "services.trainer")
     service = (
         "import os, subprocess, sys; environ = {**os.environ, 'RANK': '1'}\n"
         f"subprocess.run({rank!r}, env=environ)"
     )
-    up = f"import subprocess; subprocess.run({(sys.executable, '-c', service, 'services.trainer')!r})"
+    started = f"subprocess.run({(sys.executable, '-c', service, 'services.trainer')!r}, stdout=log)"
+    up = f"import subprocess\nwith open({str(log)!r}, 'w') as log: {started}"
     with subprocess.Popen(
-        [sys.executable, "-c", up], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", up], stdin=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.readline()  # the rank is there
+        assert process.stderr is not None
+        process.stderr.readline()  # the rank is there
         found = find_process(process.pid, Target(Part.TRAINER, 1), 2)
         assert found is not None
         assert found.environ()["RANK"] == "1"
