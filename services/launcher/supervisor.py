@@ -153,6 +153,7 @@ async def _supervise(
             finally:
                 await fleet.stop()
     except* TetherError as group:
+        progress.print_last()
         raise innermost(group) from None
     finally:
         await _remove_shared_memory(settings.run.name)

@@ -81,10 +81,14 @@ class Progress:
                 self.note(await self._describe_quiet(ledger, children))
             await asyncio.sleep(POLL_S)
 
-    def finish(self, status: LedgerStatus) -> None:
-        """Print the last steps and how the run ended."""
+    def print_last(self) -> None:
+        """Print the steps and evaluations that ended between the last look at them and the end of the run."""
         self._print_steps(0)
         self._print_evaluations()
+
+    def finish(self, status: LedgerStatus) -> None:
+        """Print the last steps and how the run ended."""
+        self.print_last()
         skipped = count_skipped(read_steps(self._run_dir / FILE))
         without = f" (but for {skipped}, which changed no weights)" if skipped.steps else ""
         self.note(

@@ -120,17 +120,12 @@ class PartSender:
         """
         self._asked = replace(self._blank, epoch=epoch, version=version)
         try:
-            check_stuck()
-            served = self._server.provisional
-            if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
-                self._cancel()
-                served = self._memory.new(self._asked)
-            self._filled = served
-            sums = self._copied(served, tensors)
-        except (WeightError, torch.OutOfMemoryError) as error:
-            drain(tensors)
-            return PartReport(self.location, f"rank {self.rank}: {error}", b"")
-        except BaseException:
+            try:
+                sums = self._copied(self._begun(epoch, version), tensors)
+            except (WeightError, torch.OutOfMemoryError) as error:
+                drain(tensors)
+                return PartReport(self.location, f"rank {self.rank}: {error}", b"")
+        except BaseException:  # also of an export that fails while it is drained
             self._cancel()
             raise
         return PartReport(self.location, "", sums)
@@ -175,6 +170,16 @@ class PartSender:
 
     def _gathered(self, data: bytes) -> list[bytes]:
         return gather_bytes(data) if self.in_parts else [data]
+
+    def _begun(self, epoch: str, version: int) -> ServedVersion:
+        """Return the version's draft if it has one, else a version without pieces."""
+        check_stuck()
+        served = self._server.provisional
+        if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
+            self._cancel()
+            served = self._memory.new(self._asked)
+        self._filled = served
+        return served
 
     def _copied(self, served: ServedVersion, tensors: Named) -> bytes:
         spans = self._spans[self.rank]
