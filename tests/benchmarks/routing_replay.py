@@ -25,8 +25,8 @@ from trainer.algorithms import Algorithm, AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.data.step_plan import plan_step
 from trainer.megatron.backend import MegatronBackend
+from trainer.step.plan import plan_step
 
 SAMPLES, PROMPT, RESPONSE = 32, 8, 128
 SIZES = {

@@ -35,10 +35,10 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
-from trainer.data.step_plan import plan_step
 from trainer.lora import as_published
 from trainer.megatron.backend import MegatronBackend
 from trainer.random_model import build_scratch
+from trainer.step.plan import plan_step
 from trainer.weights.files import disk_sender
 
 VERSIONS = 6

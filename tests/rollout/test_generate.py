@@ -31,7 +31,7 @@ from rollout.prompts.base import Prompt
 from rollout.render import PromptTooLong, RenderConfig, Renderer
 from tests.rollout.tokenizers import write_tokenizer
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.step_plan import plan_step
+from trainer.step.plan import plan_step
 
 PROMPT = Prompt("3+4=", metadata={"answer": "7"}, index=12)
 SAMPLING = Sampling(max_tokens=6, stop_token_ids=(1,))

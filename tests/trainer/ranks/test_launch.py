@@ -1,7 +1,7 @@
 """Tests the command lines that start ranks."""
 
-from trainer.backends.launch import torchrun, torchrun_on_hosts
 from trainer.hosts.place import HostPlace
+from trainer.ranks.launch import torchrun, torchrun_on_hosts
 
 
 def test_ranks_of_one_machine_meet_by_themselves() -> None:

@@ -1,4 +1,4 @@
-"""Tests a step on one rank: what the backend is given, what is reported, and refusals."""
+"""Tests commands on one rank: the batch of a step, its statistics, refusals, and a checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,20 +9,21 @@ import torch
 from protocol.codec import encode_payload
 from protocol.errors import BoundViolation, ProtocolError, TetherError
 from protocol.messages import Action, Control
-from tests.trainer.backends.step_ranks import ALGORITHM, WritingBackend, command
 from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored, whole
-from trainer.backends.rank_commands import TrainCommand
+from tests.trainer.ranks.step_ranks import WritingBackend, command
 from trainer.backends.scripted import ScriptedBackend
-from trainer.backends.step import plan_command, run_step_on_all_ranks
 from trainer.config import TrainerConfig
+from trainer.execution.commands import CopyWeightsCommand, FinishSaveCommand, RestoreCommand, SaveCommand
+from trainer.execution.executor import Executor
 from trainer.roles.models import RankModels
+from trainer.step.train_command import TrainCommand
 
 
 def test_one_rank_steps_on_everything(tmp_path: Path) -> None:
     backend = WritingBackend(tmp_path, 0, 2)
     backend.replicas = ((0,),)
-    plan, stats = run_step_on_all_ranks(RankModels(backend), ALGORITHM, command(1))
+    plan, stats = Executor(RankModels(backend)).train(command(1))
     assert (stats.trained_tokens, stats.imbalance) == (plan.stats.trained_tokens, 0.0) == (4, 0.0)
     found = torch.load(tmp_path / "1.0.pt", weights_only=True)
     assert torch.equal(found["tokens"], whole(plan).tokens)
@@ -57,13 +58,23 @@ def test_step_that_cannot_be_planned_changes_nothing(
     backend = ScriptedBackend(trainer=TrainerConfig(backend="scripted"))
     ((_, before),) = [(name, tensor.clone()) for name, tensor in backend.export()]
     with pytest.raises(kind, match=said):
-        run_step_on_all_ranks(RankModels(backend), ALGORITHM, made)
+        Executor(RankModels(backend)).train(made)
     ((_, after),) = backend.export()
     assert torch.equal(before, after)
 
 
-def test_a_command_is_planned_with_all_that_it_says() -> None:
-    plan = plan_command(command(2), ALGORITHM)
-    assert (plan.step, plan.temperature, plan.decoupled, len(plan.samples)) == (2, 0.5, True, 2)
-    assert plan.trained_counts == {2: {2: 2}}
-    assert plan.measured.tolist() == [True, True]
+def weights(executor: Executor) -> list[float]:
+    (copy,) = executor.lead(CopyWeightsCommand("float32")).values()
+    return copy.tolist()
+
+
+def test_a_checkpoint_is_made_and_restored_by_commands(tmp_path: Path) -> None:
+    executor = Executor(RankModels(ScriptedBackend(trainer=TrainerConfig())))
+    before = weights(executor)
+    executor.lead(SaveCommand(str(tmp_path)))
+    executor.train(command(1))
+    assert executor.lead(FinishSaveCommand()) == ""
+    assert weights(executor) != before
+    executor.lead(RestoreCommand(str(tmp_path)))
+    assert weights(executor) == before
+    executor.close()

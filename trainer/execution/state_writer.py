@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from protocol.errors import TetherError
-from trainer.backends.rank_commands import control_device, is_distributed
+from trainer.ranks.collectives import control_device, is_distributed
 from trainer.storage.host_state import HostState
 
 log = logging.getLogger("tether.trainer")
@@ -32,20 +31,20 @@ class StateWriter:
         if self._written is not None:
             self._written.exception()
 
-    def finish(self) -> None:
+    def finish(self) -> str:
         """Wait until every rank's part is on disk. A collective, which no other work may interleave.
 
-        Raises:
-            TetherError: a rank could not write its part; all ranks raise it.
+        Returns:
+            Why the checkpoint is incomplete; empty if every rank has written its part.
         """
         written, self._written = self._written, None
         error = written.exception() if written is not None else None
         if error is not None:
             log.error("checkpoint.part_failed error=%s", error)
         failed = _failed_rank(error is not None)
-        if failed is not None:
-            text = error or f"rank {failed} could not write its part; its log says why"
-            raise TetherError(f"checkpoint: {text}")
+        if failed is None:
+            return ""
+        return f"checkpoint: {error or f'rank {failed} could not write its part; its log says why'}"
 
     def close(self) -> None:
         """End the thread, when what it writes is written."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from protocol.errors import WeightError
-from trainer.weights.early_export import EarlyExport, Tensors
+from trainer.backends.early_export import EarlyExport, Tensors
 
 FIRST, SECOND, FROZEN = (torch.full((2,), float(number)) for number in range(3))
 

@@ -14,12 +14,12 @@ from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.algorithms.base import TokenLoss
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import Backend
-from trainer.backends.step_measures import StepMeasures
-from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.data.step_plan import is_measured
 from trainer.registry import make_backend
+from trainer.step.measures import StepMeasures
+from trainer.step.plan import is_measured
+from trainer.step.token_loss import micro_batch_loss
 
 STEP, BOUND, CAP = 4, 2, 1.1
 ALGORITHM = make_algorithm(AlgorithmConfig(importance_cap=CAP, kl_coef=0.01, entropy_coef=0.01))

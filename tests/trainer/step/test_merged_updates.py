@@ -5,11 +5,11 @@ import pytest
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import NOTHING_TRAINED, StepStats
-from trainer.backends.rank_commands import StepCommand
-from trainer.backends.step_measures import StepMeasures
-from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import StepTotals, trained_tokens
-from trainer.roles.merged_updates import merged_updates
+from trainer.step.measures import StepMeasures
+from trainer.step.merged_updates import merged_updates
+from trainer.step.token_loss import micro_batch_loss
+from trainer.step.train_command import UpdateSchedule
 
 CONFIG = AlgorithmConfig()
 TOTALS = (StepTotals(1, 2, 1, True), StepTotals(1, 3, 1, False))
@@ -32,14 +32,14 @@ SECOND = update([-1.0, -1.0, -3.0], [0, 0, 0], TOTALS[1], micro_batches=3, memor
 
 
 def test_one_update_is_reported_as_it_is() -> None:
-    merged = merged_updates(CONFIG, [FIRST], StepCommand(False))
+    merged = merged_updates(CONFIG, [FIRST], UpdateSchedule(False))
     assert merged.updates == 1
     assert merged.loss == FIRST.loss
     assert merged.mismatch == FIRST.mismatch
 
 
 def test_means_are_over_tokens_maxima_over_updates_and_counts_are_sums() -> None:
-    known = StepCommand(False, updates=(0, 1), mini_batches=TOTALS, start_logprobs=True)
+    known = UpdateSchedule(False, updates=(0, 1), mini_batches=TOTALS, start_logprobs=True)
     merged = merged_updates(CONFIG, [FIRST, SECOND], known)
     assert merged.trained_tokens == 5
     assert (merged.updates, merged.updates_skipped) == (2, 0)
@@ -52,7 +52,7 @@ def test_means_are_over_tokens_maxima_over_updates_and_counts_are_sums() -> None
 
 
 def test_tokens_are_compared_with_the_engine_under_the_policy_at_the_start_alone() -> None:
-    unknown = StepCommand(False, updates=(0, 1), mini_batches=TOTALS)
+    unknown = UpdateSchedule(False, updates=(0, 1), mini_batches=TOTALS)
     merged = merged_updates(CONFIG, [FIRST, SECOND], unknown)
     assert merged.mismatch == FIRST.mismatch
     assert merged.importance_mean == FIRST.importance_mean
@@ -65,7 +65,7 @@ def test_tokens_are_compared_in_the_first_update_that_has_any() -> None:
     empty = StepStats(trained_tokens=0, skipped=NOTHING_TRAINED)
     totals = (nothing, *TOTALS)
     merged = merged_updates(
-        CONFIG, [empty, FIRST, SECOND], StepCommand(False, updates=(0, 1, 2), mini_batches=totals)
+        CONFIG, [empty, FIRST, SECOND], UpdateSchedule(False, updates=(0, 1, 2), mini_batches=totals)
     )
     assert merged.mismatch == FIRST.mismatch
     assert merged.token_mult_prob_error == FIRST.token_mult_prob_error
@@ -74,7 +74,7 @@ def test_tokens_are_compared_in_the_first_update_that_has_any() -> None:
 
 
 def test_a_second_epoch_counts_no_token_twice() -> None:
-    twice = StepCommand(False, updates=(0, 1, 1, 0), mini_batches=TOTALS, start_logprobs=True)
+    twice = UpdateSchedule(False, updates=(0, 1, 1, 0), mini_batches=TOTALS, start_logprobs=True)
     merged = merged_updates(CONFIG, [FIRST, SECOND, SECOND, FIRST], twice)
     assert merged.trained_tokens == 5
     assert sum(found.tokens for found in merged.mismatch.values()) == 5
@@ -82,7 +82,7 @@ def test_a_second_epoch_counts_no_token_twice() -> None:
 
 def test_skipped_updates_are_reported_and_a_step_is_skipped_if_all_are() -> None:
     failed = StepStats(trained_tokens=3, skipped="the gradient's norm is nan")
-    both = StepCommand(False, updates=(0, 1), mini_batches=TOTALS, start_logprobs=True)
+    both = UpdateSchedule(False, updates=(0, 1), mini_batches=TOTALS, start_logprobs=True)
     merged = merged_updates(CONFIG, [FIRST, failed], both)
     assert (merged.skipped, merged.updates, merged.updates_skipped) == ("", 1, 1)
     assert merged.warnings == (

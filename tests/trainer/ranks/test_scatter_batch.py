@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.backends.step_ranks import ALGORITHM, REPLICAS, command
 from tests.trainer.megatron.launch import launch
-from trainer.backends.step import plan_command
+from tests.trainer.ranks.step_ranks import ALGORITHM, REPLICAS, command
 from trainer.data.packing import balance
+from trainer.step.train_command import plan_command
 
 
 def steps(directory: Path, ranks: int) -> None:
     """Make every step on so many ranks, and compare what each was given with the part of its replica."""
-    module = "tests.trainer.backends.step_ranks"
+    module = "tests.trainer.ranks.step_ranks"
     launch(ranks, module, str(directory), logs=directory / "logs", deadline_s=300)
     for step, replicas in enumerate(REPLICAS[ranks]):
         plan = plan_command(command(step), ALGORITHM)

@@ -1,4 +1,4 @@
-"""Makes the steps of one model: passes, sums of gradients, optimizer, factor of the loss."""
+"""Makes the optimizer steps of one model: passes, sums of gradients, optimizer, factor of the loss."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from trainer.megatron.optimizer import Optimizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeStep:
-    """What a step was made of; equal on every rank."""
+    """Result of an optimizer step; equal on every rank."""
 
     vector: torch.Tensor
-    """What the passes measured."""
+    """Measurements of the passes, as `StepMeasures` makes them."""
     norm: float
     skipped: str
     """Why the weights were not changed; empty if they were."""
@@ -35,7 +35,7 @@ class MadeStep:
 
 
 class ModelStepper:
-    """What steps a model."""
+    """Passes and optimizer of one model."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ModelStepper:
         *,
         lr_scale: Callable[[torch.Tensor], float] | None,
     ) -> MadeStep:
-        """Make a step.
+        """Make one optimizer step. A collective.
 
         Args:
             batch: the part of this rank's replica.

@@ -12,8 +12,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from trainer.backends.rank_commands import control_device
 from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals
+from trainer.ranks.collectives import control_device
 
 ARRAYS = ("offsets", *TOKEN_FIELDS, *SAMPLE_FIELDS)
 DTYPES = {str(dtype): dtype for dtype in (torch.bool, torch.int16, torch.int32, torch.int64, torch.float32)}

@@ -16,13 +16,14 @@ from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, routed
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
-from trainer.backends.follow import follow_commands
-from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand, next_queued, queue_for_others
 from trainer.backends.scripted import ScriptedBackend
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
+from trainer.execution.commands import ExitCommand
+from trainer.execution.executor import Executor
+from trainer.ranks.messages import next_queued, queue_for_others
 from trainer.roles.models import RankModels
+from trainer.step.train_command import TrainCommand
 
 ALGORITHM = make_algorithm(AlgorithmConfig())
 REPLICAS = {
@@ -82,13 +83,13 @@ def run(directory: Path) -> None:
     exchange_by_store(directory, rank)
     backend = WritingBackend(directory, rank, ranks)
     if rank:
-        follow_commands(RankModels(backend))
+        Executor(RankModels(backend)).follow()
     else:
-        leader, imbalance = LeaderRank(RankModels(backend), ALGORITHM), []
+        leader, imbalance = Executor(RankModels(backend, algorithm=ALGORITHM)), []
         for step, replicas in enumerate(REPLICAS[ranks]):
             backend.replicas = replicas
             imbalance.append(leader.train(command(step))[1].imbalance)
-        leader.exit()
+        leader.lead(ExitCommand())
         (directory / "imbalance").write_text(repr(imbalance))
         (directory / "exchange").write_text(dist.get_backend())
     dist.destroy_process_group()

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.trainer.measured import flat
-from tests.trainer.roles.plain_updates import OPTIMIZER, RECIPES, STEPS, command
+from tests.trainer.step.plain_updates import OPTIMIZER, RECIPES, STEPS, command
 from trainer.algorithms import make_algorithm
 from trainer.backends.base import Backend
-from trainer.backends.follow import follow_commands
-from trainer.backends.leader import LeaderRank
 from trainer.config import ParallelConfig, TrainerConfig
+from trainer.execution.commands import CopyWeightsCommand, ExitCommand
+from trainer.execution.executor import Executor
 from trainer.registry import make_backend
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.models import RankModels
@@ -37,7 +37,11 @@ def models(model_dir: Path, recipe: str, backend: str, parallel: ParallelConfig 
         trainer=TrainerConfig(backend=backend, micro_batch_size=2, device="cpu"),
         algorithm=make_algorithm(config),
     )
-    return RankModels(made, entropy=EntropyControl(config) if config.entropy_target else None)
+    return RankModels(
+        made,
+        algorithm=make_algorithm(config),
+        entropy=EntropyControl(config) if config.entropy_target else None,
+    )
 
 
 def run(layout: str, model_dir: Path, out: Path) -> None:
@@ -45,13 +49,16 @@ def run(layout: str, model_dir: Path, out: Path) -> None:
     for recipe in RECIPES:
         rank = models(model_dir, recipe, "megatron", LAYOUTS[layout])
         if int(os.environ["RANK"]):
-            follow_commands(rank)
+            Executor(rank).follow()
         else:
-            leader = LeaderRank(rank, make_algorithm(RECIPES[recipe]))
+            leader = Executor(rank)
             stats = [flat(leader.train(command(recipe, step))[1]) for step in range(STEPS)]
-            save_file({name: t.clone() for name, t in leader.export()}, out / f"{recipe}.safetensors")
+            save_file(
+                {name: t.clone() for name, t in leader.lead(CopyWeightsCommand("float32")).items()},
+                out / f"{recipe}.safetensors",
+            )
             (out / f"{recipe}.json").write_text(json.dumps(stats))
-            leader.exit()
+            leader.lead(ExitCommand())
         dist.barrier()
         rank.close()
 

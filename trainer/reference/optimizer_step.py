@@ -1,4 +1,4 @@
-"""Steps parameters by an optimizer on fp32 masters."""
+"""Makes the optimizer steps of parameters that have fp32 masters."""
 
 from collections.abc import Collection, Mapping
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from trainer.backends.base import StepStats
-from trainer.backends.rank_commands import StepCommand
-from trainer.backends.step_measures import StepMeasures
 from trainer.config import AlgorithmConfig
+from trainer.step.measures import StepMeasures
+from trainer.step.train_command import UpdateSchedule
 
 OF_ALL_UPDATES = ("entropy", "clip_fraction", "ratio_mean", "reference_kl_k3")
 """Means over the tokens of all updates."""
@@ -40,13 +40,15 @@ JOINED: dict[str, Callable[[Any], Any]] = {
 """What is not the mean over the updates, as other numbers are."""
 
 
-def merged_updates(config: AlgorithmConfig, updates: Sequence[StepStats], command: StepCommand) -> StepStats:
-    """Return what a step measured.
+def merged_updates(
+    config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule
+) -> StepStats:
+    """Return the statistics of a step.
 
     Args:
-        config: the recipe's.
-        updates: what each of its updates measured, in order.
-        command: the step.
+        config: section `[algorithm]`.
+        updates: the statistics of each update, in order.
+        schedule: the updates that the step was to make.
     """
     made = [update for update in updates if not update.skipped]
     counts: dict[str, Any] = {"updates": len(made), "updates_skipped": len(updates) - len(made)}
@@ -58,36 +60,38 @@ def merged_updates(config: AlgorithmConfig, updates: Sequence[StepStats], comman
         if field.type in ("float | None", "int | None")
     }
     if any(update.sums for update in updates):
-        found |= _measured(config, updates, command)
+        found |= _measured(config, updates, schedule)
     warnings = dict.fromkeys(text for update in updates for text in update.warnings)
     return StepStats(
         **found
         | counts
         | {
-            "trained_tokens": sum(totals.trained_tokens for totals in command.mini_batches),
+            "trained_tokens": sum(totals.trained_tokens for totals in schedule.mini_batches),
             "skipped": "" if made else updates[0].skipped,
             "warnings": (*warnings, *_skips(updates, made)),
         }
     )
 
 
-def _measured(config: AlgorithmConfig, updates: Sequence[StepStats], command: StepCommand) -> dict[str, Any]:
+def _measured(
+    config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule
+) -> dict[str, Any]:
     """Return what the sums of the updates say.
 
     Tokens are compared with the engine in the first epoch if their log-probabilities at the start of the step
     are known, else up to the first update that trains a token, in which the policy is still that one.
     """
     trained = [update.trained_tokens > 0 for update in updates]
-    first = len(command.mini_batches) if command.start_logprobs else trained.index(True) + 1
-    once, whole = (_together(config, updates[:count], command) for count in (first, len(updates)))
+    first = len(schedule.mini_batches) if schedule.start_logprobs else trained.index(True) + 1
+    once, whole = (_together(config, updates[:count], schedule) for count in (first, len(updates)))
     return {name: getattr(once, name) for name in OF_EACH_TOKEN} | {
         name: getattr(whole, name) for name in OF_ALL_UPDATES
     }
 
 
-def _together(config: AlgorithmConfig, updates: Sequence[StepStats], command: StepCommand) -> StepStats:
+def _together(config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule) -> StepStats:
     """Return the statistics of the tokens of several updates."""
-    totals = [command.mini_batches[number] for number in command.updates[: len(updates)]]
+    totals = [schedule.mini_batches[number] for number in schedule.updates[: len(updates)]]
     measures = StepMeasures(
         config=config,
         tokens=sum(update.trained_tokens for update in updates),

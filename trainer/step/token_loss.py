@@ -5,9 +5,9 @@ import dataclasses
 import torch
 
 from trainer.algorithms.base import Algorithm
-from trainer.backends.step_measures import StepMeasures
 from trainer.batch import TrainedTokens
 from trainer.functional.corrections import interpolated_logprobs
+from trainer.step.measures import StepMeasures
 
 
 def micro_batch_loss(

@@ -12,10 +12,9 @@ from tests.trainer.algorithms import naive
 from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.rank_commands import TrainCommand
-from trainer.backends.step import plan_command
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig
+from trainer.step.train_command import TrainCommand, plan_command
 
 # eps: gradients that are rounding errors, such as those of the keys' biases, move nothing
 OPTIMIZER = OptimizerConfig(lr=3e-3, lr_warmup_steps=4, weight_decay=0.1, adam_eps=1e-4)

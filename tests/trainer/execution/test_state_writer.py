@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.errors import TetherError
 from tests.trainer.megatron.launch import launch
-from trainer.backends.state_writer import StateWriter
+from trainer.execution.state_writer import StateWriter
 from trainer.storage.host_state import HostState
 
 STATE = HostState({"part": {"x": torch.ones(2)}})
@@ -27,22 +26,21 @@ def test_part_is_there_when_it_is_finished(writer: StateWriter, tmp_path: Path) 
         writer.begin(STATE, tmp_path)
     writer.wait()
     assert (tmp_path / "part").is_file()
-    writer.finish()
+    assert writer.finish() == ""
 
 
-def test_failure_is_raised_once_and_names_the_file(writer: StateWriter, tmp_path: Path) -> None:
+def test_failure_is_reported_once_and_names_the_file(writer: StateWriter, tmp_path: Path) -> None:
     writer.begin(STATE, tmp_path / "absent")
     writer.wait()
-    with pytest.raises(TetherError, match="absent/part"):
-        writer.finish()
+    assert "absent/part" in writer.finish()
     writer.begin(STATE, tmp_path)
-    writer.finish()
+    assert writer.finish() == ""
     assert (tmp_path / "part").is_file()
 
 
 @pytest.mark.slow
-def test_failure_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
-    launch(2, "tests.trainer.backends.writing_rank", str(tmp_path), logs=tmp_path / "logs")
+def test_failure_of_one_rank_is_reported_to_all(tmp_path: Path) -> None:
+    launch(2, "tests.trainer.execution.writing_rank", str(tmp_path), logs=tmp_path / "logs")
     assert "rank 1 could not write its part" in (tmp_path / "rank0.txt").read_text()
     assert "absent/part1" in (tmp_path / "rank1.txt").read_text()
     assert (tmp_path / "part0").is_file()

@@ -18,7 +18,7 @@ from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals, trained_tokens
 from trainer.data.packing import balance
 from trainer.data.samples import samples_of, token_counts
-from trainer.data.step_plan import StepPlan, check_bound, plan_step
+from trainer.step.plan import StepPlan, check_bound, plan_step
 
 GRPO = make_algorithm(AlgorithmConfig(advantage_eps=0.5))
 
