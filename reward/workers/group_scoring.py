@@ -22,7 +22,7 @@ FELL_BACK = "fell_back"
 log = logging.getLogger("tether.reward")
 
 
-class Call(Protocol):
+class CallVerifier(Protocol):
     """Calls a verifier on samples of the group, in a worker process."""
 
     async def __call__(
@@ -51,7 +51,7 @@ class GroupScoring:
         config: RewardConfig,
         traits: Sequence[VerifierTraits],
         turns: GroupTurns,
-        call: Call,
+        call: CallVerifier,
         count: Callable[[int, str, float], None],
     ) -> None:
         """Begin nothing yet.
