@@ -24,9 +24,13 @@ from rollout.sessions.record import Recording
 from rollout.strays import Strays
 
 FAILURES = ("call_s", "episode_s", "length", "replay", "error")
-"""Reasons of failed episodes: a time limit of `[environment]`; an environment did not handle that no turn or
-room was left; its harness must not be run again, or nothing of its recorded calls may be trained; any
-exception of the environment."""
+"""Reasons of failed episodes.
+
+- `call_s`, `episode_s`: a time limit of `[environment]`.
+- `length`: the environment did not handle `EpisodeOver`.
+- `replay`: calls are recorded, but the harness must not be run again, or all of them are too old to train.
+- `error`: any exception of the environment.
+"""
 MAX_ERROR = 500
 """Characters of an error that are reported."""
 

@@ -35,10 +35,10 @@ from protocol.errors import RewardError, SettingsError
 from protocol.host.parent_death import die_with_parent
 from protocol.host.privacy import keep_private
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
+from protocol.user_code import place_of
 from reward.group import ResponseGroup
 from reward.notes import Notes
 from reward.verifiers.awaited import AwaitedVerifier
-from reward.verifiers.location import locate
 from reward.verifiers.registry import LoadedVerifier, make_verifier
 from reward.workers.frames import LENGTH, CallOutcome, VerifierTraits
 
@@ -251,7 +251,7 @@ class _Server:
         """
         text = f"{type(error).__name__}: {error}"
         if file and not isinstance(error, RewardError):
-            place = locate(error, file)
+            place = place_of(error, file)
             text = f"{place}: {text}" if place else text
             if place not in self._printed and len(self._printed) < MOST_TRACES:
                 self._printed.add(place)

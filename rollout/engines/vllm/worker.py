@@ -24,11 +24,10 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
-from rollout.engines.multi_process.token_versions import TokenVersions
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.plain_layers import keep_weights_plain
 from rollout.engines.vllm.rank_answers import Answer
-from rollout.engines.vllm.scheduled_requests import ScheduledRequests
+from rollout.engines.vllm.step_records import ScheduledRequests, TokenVersions
 from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import record, trace
 from rollout.staging.rank import RankStaging
