@@ -9,10 +9,7 @@ from dataclasses import dataclass
 
 from protocol.messages import Rollout
 from protocol.turns import by_sample, turns_of
-from reward.combine import VerifierError
-
-LARGEST = 1e30
-"""Largest absolute score of a turn, weighted or not: they are sent as float32."""
+from reward.combine import MOST, VerifierError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class TurnScores:
                 by, f"{len(scores)} scores for {self._counts[sample]} turns of sample {sample}"
             )
         for number, score in enumerate(scores):
-            if not abs(score) <= LARGEST:
+            if not abs(score) <= MOST:
                 raise VerifierError(by, f"scored turn {number} of sample {sample} as {score}")
         of_turns = self._components.setdefault(verifier, [[] for _ in self._counts])
         of_turns[sample] = list(scores)
@@ -141,6 +138,6 @@ def combine_turns(
 
 def _weighted(verifier: str, weight: float, score: float) -> float:
     """Return the product. Raises VerifierError if it is too large."""
-    if not abs(weight * score) <= LARGEST:
+    if not abs(weight * score) <= MOST:
         raise VerifierError(verifier, f"scored {score}, which is too large with the weight {weight}")
     return weight * score
