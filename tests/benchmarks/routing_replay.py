@@ -18,8 +18,8 @@ from protocol.messages import ScoredRollout
 from protocol.tensors import Array
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.hf.engine import HFEngine
-from rollout.environments.base import SampleBuilder
 from rollout.prompts.base import Prompt
+from rollout.sample import SampleBuilder
 from rollout.trajectory import assemble
 from trainer.algorithms import Algorithm, AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from protocol.messages import ScoredRollout
 from protocol.tensors import Array
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, EngineConfig, Sampling
 from rollout.engines.registry import make_engine
-from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt

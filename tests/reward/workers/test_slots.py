@@ -71,7 +71,7 @@ async def outcomes(pool: ScorePool, groups: Sequence[Sequence[str]]) -> list[str
 
     async def outcome(group: Sequence[str]) -> str:
         try:
-            return str((await pool.score("q", group, {}))[0])
+            return str((await pool.score("q", group, {})).rewards)
         except VerifierError as error:
             return error.error
 
@@ -124,15 +124,15 @@ async def test_a_call_that_does_not_end_when_cancelled_is_late_and_replaced(tmp_
 async def test_a_call_that_nobody_waits_for_and_does_not_end_ends_its_process(tmp_path: Path) -> None:
     async with own_pool(tmp_path) as pool:
         await outcomes(pool, [["stay", "raise"]])
-        shared = pool._waiting._shared
-        assert shared is not None
+        assert pool._shared is not None
+        shared = await pool._shared._shared.worker()
         await eventually(lambda: not shared.healthy)
         assert await outcomes(pool, [["good"]]) == ["[1.0]"]
 
 
 async def test_late_calls_get_the_score_for_that(tmp_path: Path) -> None:
     async with own_pool(tmp_path, timeout_s=0.5, timeout_score=0.25) as pool:
-        _, components = await pool.score("q", ["sleep", "good"], {})
+        components = (await pool.score("q", ["sleep", "good"], {})).components
         assert components == {"function": [0.25, 1.0], "timed_out": [1.0, 0.0]}
         assert pool.counts["function", "late"] == 2
 

@@ -12,18 +12,19 @@ from msgspec import Meta
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
+from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
-from rollout.environments.base import Environment, EnvironmentConfig, EpisodeOver, Generate, Sample
-from rollout.episodes import ModelCalls
-from rollout.generate import SamplingConfig
+from rollout.environments.base import Environment
 from rollout.off_loop import TOKEN, off_loop
 from rollout.programs.program import ProgramKilled
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
+from rollout.sample import EpisodeOver, Generate, Sample
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.calls import context_tokens
 from rollout.sessions.endpoint import MAX_CONNECTIONS, SessionEndpoint
+from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.results import Results
 from rollout.sessions.session import Session, SessionLimits
 

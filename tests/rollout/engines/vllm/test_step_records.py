@@ -1,11 +1,11 @@
-"""Tests what is read of vLLM's scheduler steps: running requests, and the KV blocks that they hold."""
+"""Tests the records of vLLM's scheduler steps: versions of tokens, running requests, and their KV blocks."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollout.engines.vllm.scheduled_requests import ScheduledRequests
+from rollout.engines.vllm.step_records import ScheduledRequests, TokenVersions
 
 Blocks = dict[str, list[int]]
 
@@ -58,3 +58,17 @@ def test_preempted_request_holds_only_the_blocks_that_it_is_given_again() -> Non
 
 def test_cache_without_blocks_has_no_share_in_use() -> None:
     assert readings(step(new={"a": []}), blocks=1) == [(1, None)]
+
+
+def test_request_is_marked_at_its_first_step_after_a_change() -> None:
+    marks = TokenVersions(1)
+    marks.step([("a", 0)])
+    marks.step([("a", 1)])
+    marks.switch(2)
+    marks.step([("b", 0)])  # "a" was preempted
+    marks.step([("a", 2), ("b", 1)])
+    marks.switch(3)
+    marks.step([("b", 2)], finished=["a"])
+    assert marks.of("a") == [(0, 1), (2, 2)]
+    assert marks.of("b") == [(0, 2), (2, 3)]
+    assert marks.of("c") == []
