@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.algorithms.registry import WHITENED
+from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import NOTHING_TRAINED, StepStats
 from trainer.backends.rank_commands import StepCommand, of_all_replicas
 from trainer.batch import Batch
@@ -77,6 +77,6 @@ def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> tuple[
     if models.critic is not None:
         values = models.critic.values(part)
         part = with_advantages(part, values, models.algorithm, models.policy.replicas)
-    elif models.algorithm.name in WHITENED:
+    elif ALGORITHMS[models.algorithm.name].whitened:
         part = with_whitened(part, models.algorithm, models.policy.replicas)
     return part, measured
