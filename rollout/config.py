@@ -1,7 +1,7 @@
 """Defines sections `[sampling]` and `[environment]`."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -44,7 +44,7 @@ class EnvironmentConfig:
     attempts: Annotated[int, Meta(ge=1, le=100)] = 2
     """Times that a sample is tried before it has failed. Its group is trained without it if at least two
     samples remain."""
-    record: str = "auto"
+    record: Literal["auto", "on", "off"] = "auto"
     """Whether an environment that exchanges text with the model records calls of the model and results of
     tools, so that an episode whose worker was lost continues where it was. `auto`: `tools` alone does; `on`,
     `off`. Those whose harness talks to a URL always do."""

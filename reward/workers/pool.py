@@ -19,7 +19,7 @@ from protocol.ranges import check_ranges
 from reward.combine import combine
 from reward.config import RewardConfig
 from reward.turns import GroupTurns, combine_turns
-from reward.verifiers.registry import checked_verifier
+from reward.verifiers.registry import find_verifier
 from reward.workers.client import WorkerClient, WorkerEnded
 from reward.workers.frames import CallOutcome, GroupFrame, VerifierTraits
 from reward.workers.group_scoring import (
@@ -71,7 +71,7 @@ class ScorePool:
         """
         check_ranges(config, "reward")
         for verifier in config.verifiers:
-            checked_verifier(verifier.name)
+            find_verifier(verifier.name)
         names = [verifier.component for verifier in config.verifiers]
         if len({*names, *OWN}) != len(names) + len(OWN):
             raise SettingsError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trainer.algorithms.base import Algorithm
-from trainer.algorithms.registry import CRITIC, WHITENED
+from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import Backend
 from trainer.batch import Batch
 from trainer.ranks.collectives import sum_replicas
@@ -58,7 +58,8 @@ def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batc
     first = _first_rows(part)
     columns = torch.stack([part.rewards * first, part.group_index * first, sums], dim=1)
     rewards, groups, penalties = _of_all_replicas(columns, part, policy).unbind(1)
-    if algorithm.config.name in CRITIC | WHITENED:
+    entry = ALGORITHMS[algorithm.config.name]
+    if entry.has_critic or entry.whitened:
         return part, float(penalties.mean())
     advantages = algorithm.advantages((rewards - algorithm.config.kl_coef * penalties).float(), groups.long())
     of_tokens = advantages[part.rows][part.sample_index]

@@ -14,7 +14,7 @@ import torch
 
 from protocol.messages import Mismatch
 from trainer.algorithms.base import TokenLoss
-from trainer.algorithms.registry import ON_DATA
+from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, TrainedTokens
 from trainer.config import AlgorithmConfig
@@ -165,7 +165,7 @@ class StepMeasures:
         importance_max, fresh_error, *errors_max = maxima
         mismatch = self._mismatch(sums[len(TOTALS) :], errors_max)
         fresh = mismatch.get(0)
-        if self.config.name in ON_DATA:  # nobody sampled the tokens: there is no policy to compare with
+        if ALGORITHMS[self.config.name].on_data:  # there is no policy to compare with
             entropy = total["entropy"] / self.tokens
             return StepStats(
                 self.tokens, skipped=skipped, loss=total["loss"], grad_norm=grad_norm, entropy=entropy

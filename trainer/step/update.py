@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.algorithms.registry import WHITENED
+from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import NOTHING_TRAINED, StepStats
 from trainer.batch import Batch
 from trainer.functional.corrections import leaves_region, log_ratio_limit
@@ -85,6 +85,6 @@ def _with_roles(models: RankModels, part: Batch, schedule: UpdateSchedule) -> tu
     if models.critic is not None:
         values = models.critic.values(part)
         part = with_advantages(part, values, models.algorithm.config, models.policy.replicas)
-    elif models.algorithm.config.name in WHITENED:
+    elif ALGORITHMS[models.algorithm.config.name].whitened:
         part = with_whitened(part, models.algorithm.config, models.policy.replicas)
     return part, measured
