@@ -45,7 +45,13 @@ def preload(module: str) -> Callable[[], None] | None:
 
 
 def can_fork() -> bool:
-    """Return whether a fork of this process works: it has one thread and has opened no GPU."""
+    """Return whether a fork of this process works: it has one thread and has opened no GPU.
+
+    Libraries that know of forks, as OpenBLAS does, end their threads before one: they do at a first fork here.
+    """
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
     try:
         threads, opened = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
     except OSError:  # not Linux: it cannot be known

@@ -4,6 +4,7 @@ An engine's module is imported only when it is chosen, so that nobody needs the 
 """
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,17 @@ CAN_SHARE = {"hf": "reference", "megatron": "megatron", "vllm": "reference"}
 """Engine -> the trainer's backend that can compute with its live weights."""
 
 
-def import_engine(config: EngineConfig) -> None:
+def import_engine(config: EngineConfig) -> Callable[[], None] | None:
     """Import an engine's class, and what that says itself that it will need, before it is made.
+
+    Returns: what a fork of this process, which will have the engine, has to do at first, if anything.
 
     Raises:
         ImportError: its library is not installed, or is broken.
     """
     module_name, class_name = ENGINES[checked_name(config.name, ENGINES, "engine")].rsplit(".", 1)
-    getattr(importlib.import_module(module_name), class_name).preload(config)
+    engine: type[Engine] = getattr(importlib.import_module(module_name), class_name)
+    return engine.preload(config)
 
 
 def make_engine(
