@@ -47,7 +47,7 @@ def preload(module: str) -> Callable[[], None] | None:
 def can_fork() -> bool:
     """Return whether a fork of this process works: it has one thread and has opened no GPU.
 
-    Libraries that know of forks, as OpenBLAS does, end their threads before one: they do at a first fork here.
+    Libraries that know of forks, as OpenBLAS does, end their threads before one: at a first one here.
     """
     if (child := os.fork()) == 0:
         os._exit(0)
@@ -94,7 +94,7 @@ def _begin(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    if "numpy.random" in sys.modules:  # the forks would draw the same numbers; Python's own generator is reseeded
+    if "numpy.random" in sys.modules:  # forks would draw the same numbers; Python reseeds its own generator
         sys.modules["numpy.random"].seed()
 
 
