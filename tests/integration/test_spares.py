@@ -1,4 +1,4 @@
-"""kill -9 of a trainer and a rollout worker that have spares: forks of these replace them, and the run finishes.
+"""kill -9 of a trainer and a rollout worker that have spares: forks of these replace them; the run finishes.
 
 Leases of the killed worker would last longer than the test.
 """

@@ -55,7 +55,7 @@ def run_server() -> None:
 
 
 def import_here() -> None:
-    """Import in this process what the server imports; torch must be told before not to compile."""
+    """Import in this process what the server imports; `without_compiler` has to be in force."""
     for name in PRELOADED:
         importlib.import_module(name)
 
