@@ -22,8 +22,7 @@ from services.spare import FORKS, READY
 log = logging.getLogger("tether.up")
 
 AFTER_S = 5.0
-"""Seconds after which a spare that was used and has ended has a successor, which would slow down the service's
-start."""
+"""Seconds after which a spare that was used and has ended has a successor: it would slow down the service."""
 AGAIN_S = 60.0
 """Seconds after which a spare that ended by itself, or for which there was no memory, is started again."""
 TRIES = 3
