@@ -55,7 +55,7 @@ def test_a_spare_replaces_a_trainer_and_a_rollout_worker_that_are_killed(tmp_pat
             seconds=120,
             what="their restart",
         )
-        assert spare_pids(log) == spares
+        assert spares.items() <= spare_pids(log).items()
         assert not {*now.values()} & {*spares.values()}
         assert up.wait(400) == 0, log.read_text()
     said = log.read_text()
