@@ -21,6 +21,8 @@ SETS = (
     "services.restarts=0",
     "run.steps=100000",
 )
+QUICK = ("engine.seconds_per_token=0.001", "engine.straggler_share=0")
+"""Settings of a run that is started again only to be finished: no group is held for seconds."""
 
 
 def arguments(run_dir: Path, run: str, *sets: str) -> list[str]:
@@ -71,7 +73,7 @@ def test_a_service_that_is_given_up_ends_the_run_drained_and_leaves_nothing(
     assert {event["reason"] for event in released} == {"drain"}
     result, made = audit(run_dir), len(read_steps(run_dir / "metrics.jsonl"))
     assert (result["code"], result["violations"]) == (0, [])
-    with tether_up(*arguments(run_dir, run, f"run.steps={made + 3}"), output=output) as up:
+    with tether_up(*arguments(run_dir, run, f"run.steps={made + 3}", *QUICK), output=output) as up:
         assert up.wait(120) == 0, output.read_text()
     result = audit(run_dir)
     assert (result["code"], result["violations"], result["steps"]) == (0, [], made + 3)
@@ -131,7 +133,7 @@ def test_a_run_whose_event_log_was_deleted_ends_at_once_and_says_what_to_do(tmp_
     assert output.read_text().splitlines()[-1].startswith(f"tether: {path} ends at event 0")
     aside.rename(path)
     made = len(read_steps(run_dir / "metrics.jsonl"))
-    with tether_up(*arguments(run_dir, run, f"run.steps={made + 3}"), output=output) as up:
+    with tether_up(*arguments(run_dir, run, f"run.steps={made + 3}", *QUICK), output=output) as up:
         assert up.wait(120) == 0, output.read_text()
     result = audit(run_dir)
     assert (result["code"], result["violations"], result["steps"]) == (0, [], made + 3)
