@@ -32,6 +32,22 @@ LITERARY_WORDS = {
 }
 """Words (regular expressions) that docstrings, messages and documents avoid, and what they say instead."""
 
+EVASIONS = {
+    r"that of|those of": 22,
+    r"what (a|the|is)|which ones": 40,
+    r"of which": 6,
+    r"nobody|nothing": 27,
+    r"beside|anew|likewise|whatever": 12,
+}
+"""Constructions (regular expressions) that keep a noun from its reader -> how often 10,000 words of the
+product's docstrings and comments have them at most."""
+
+MOST_OF_NAMES = 79
+"""How many functions, parameters and variables of the product may be called `of_x`."""
+
+MOST_CLAUSE_CLASSES = 74
+"""How many docstrings of the product's classes may begin with what, how, where or which."""
+
 FOREIGN_NAMES: frozenset[str] = frozenset()
 """Names of other projects that documents mention and the code does not."""
 
