@@ -1,6 +1,6 @@
 """Ends a process when its parent ends, however the parent ends.
 
-By Linux's parent-death signal (prctl(2), PR_SET_PDEATHSIG); on other systems nothing happens. Strictly, the
+By Linux's parent-death signal (prctl(2), PR_SET_PDEATHSIG); on other systems it has no effect. Strictly, the
 signal comes when the *thread* that started the process ends.
 """
 
