@@ -107,9 +107,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     rewards, own_prompts = _environment_rewards(rollout, n), _own_prompts(rollout, branches, starts)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
     contexts = _contexts(group, starts, branches, tokens)
-    context_experts = (
-        [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
-    )
+    ctx_experts = [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
     rows = tuple(
         RowView(
             sample=sample,
@@ -123,7 +121,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
             environment_reward=rewards[sample],
             own_prompt=own_prompts[i],
             experts=None if experts is None else experts[start:end],
-            context_experts=context_experts[i],
+            context_experts=ctx_experts[i],
         )
         for i, ((sample, _, _), (start, end)) in enumerate(zip(branches, pairwise(starts), strict=True))
     )

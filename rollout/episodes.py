@@ -28,9 +28,9 @@ from rollout.sessions.record import Recording, SampleRecord
 from rollout.strays import Strays
 
 FAILURES = ("call_s", "episode_s", "length", "replay", "error")
-"""Reasons of failed episodes: a time limit of `[environment]`; an environment did not handle that no turn or
-room was left; its harness must not be run again, or nothing of its recorded calls may be trained; any
-exception of the environment."""
+"""Reasons of failed episodes: a time limit of `[environment]` (`call_s`, `episode_s`); the environment did
+not catch EpisodeOver (`length`); calls are recorded, but the harness must not be run again, or all of them
+are too old to train (`replay`); any other exception of the environment (`error`)."""
 OVER = "the episode has ended; its model cannot be called any more"
 MAX_ERROR = 500
 """Characters of an error that are reported."""
@@ -38,7 +38,7 @@ MAX_ERROR = 500
 
 @dataclass(frozen=True, slots=True)
 class EpisodeReport:
-    """What became of one attempt at a sample."""
+    """Outcome of one attempt at a sample."""
 
     sample: int
     """Index in the group."""
@@ -53,9 +53,9 @@ class EpisodeReport:
     """One of `FAILURES`; empty: there is a sample."""
     error: str = ""
     first_prompt: PromptTokens = NOTHING_READ
-    """Those of the first call."""
+    """Tokens of the first call's prompt."""
     later_prompts: PromptTokens = NOTHING_READ
-    """Those of all other calls, each with the whole history."""
+    """Tokens of all other calls' prompts, each with the whole history."""
     replayed: int = 0
     """Calls that were answered from the record."""
     diverged: int = 0
@@ -93,7 +93,7 @@ class ModelCalls:
 
     @property
     def ended(self) -> str:
-        """Why the attempt is ended from outside; empty while it is not, or if nobody says."""
+        """Reason why the attempt is ended from outside; empty while it is not, or if none is given."""
         if self.late:
             return f"not done within environment.episode_s {self._config.episode_s:g} s"
         return self._ended()
@@ -187,7 +187,7 @@ class Episodes:
     ended: Callable[[], str] = lambda: ""
     """Returns why the group is ended from outside, to be asked once its episodes are cancelled."""
     recording: Recording | None = None
-    """Records the calls of sessions; None: nothing is recorded."""
+    """Records the calls of sessions; None: calls are not recorded."""
     strays: Strays = field(default_factory=Strays)
     """Has the episodes that do not end when they are cancelled, of all groups of the process."""
 
@@ -291,7 +291,7 @@ class Episodes:
                 except (Exception, BaseExceptionGroup, SystemExit) as error:  # it may raise anything
                     failure = EpisodeError("error", located(error)[:MAX_ERROR])
         except TimeoutError:
-            pass  # `limit` has expired: whatever else is raised inside is caught there
+            pass  # `limit` has expired: other exceptions inside are caught there
         if calls.error is not None:
             raise calls.error
         if limit.expired():
@@ -309,7 +309,7 @@ class Episodes:
 
 @contextlib.asynccontextmanager
 async def _limited(calls: ModelCalls, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Cancel the block after some time, of which its model calls know before it is cancelled."""
+    """Cancel the block after some time; its model calls see the reason before it is cancelled."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
 

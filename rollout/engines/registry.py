@@ -1,6 +1,6 @@
 """Creates engines by name.
 
-An engine's module is imported only when it is chosen, so that nobody needs the libraries of the others.
+An engine's module is imported only when it is chosen, so that the other engines' libraries are not needed.
 """
 
 import importlib

@@ -36,9 +36,9 @@ NOTHING_READ = PromptTokens()
 
 
 class EpisodeOver(Exception):
-    """Raised by a model call for which the episode has no turn or no room left; nothing was generated.
+    """Raised by a model call for which the episode has no turn or no room left; no token was generated.
 
-    The sample is truncated, which is no failure: an `Episode` ends with what it has.
+    The sample is truncated, which is no failure: an `Episode` ends with its turns so far.
     """
 
 
@@ -107,18 +107,18 @@ class Sample:
     reward: float | None = None
     """Reward of the environment, if it gives one."""
     experts: NDArray[np.uint16] | None = None
-    """[P + T, L, K], the prompt's first, as in `Completion`; None: nothing was recorded."""
+    """[P + T, L, K], the prompt's first, as in `Completion`; None: not recorded."""
     prompt: tuple[int, ...] | None = None
     """[P]: what its tokens continue; None: the prompt's tokens, as they were given to `run`."""
     branches: tuple[Branch, ...] = ()
-    """More rows of the sample, of which the tokens above are row 0."""
+    """More rows of the sample; the tokens above are row 0."""
     response: str | None = None
-    """Text for verifiers; None: that of the tokens."""
+    """Text for verifiers; None: the text of the tokens."""
     calls: tuple[tuple[int, int, int], ...] = ()
     """As in `Branch`."""
     recorded: tuple[int, tuple[int, ...]] | None = None
     """Index of the sample in the record of its calls, and the numbers of recorded calls that are in no row;
-    None: nothing was recorded."""
+    None: no call was recorded."""
     turns: tuple[tuple[int, int, int], ...] = ()
     """As in `Branch`."""
 
@@ -141,7 +141,7 @@ class Environment(ABC):
     ) -> Sample:
         """Produce one sample.
 
-        Cancelling the call cancels the generation in progress and leaves nothing behind.
+        Cancelling the call cancels the generation in progress and releases all resources.
 
         Args:
             prompt: the prompt.
@@ -150,9 +150,10 @@ class Environment(ABC):
             renderer: tokenizes and detokenizes text.
 
         Raises:
-            SettingsError: the prompt lacks metadata that this environment needs; the group fails.
+            SettingsError: the prompt lacks metadata that the environment needs; the group fails.
             EngineError: `generate` raised it; the group fails.
-            Exception: anything else fails this attempt alone, and so does a time limit of `[environment]`.
+            Exception: any other error fails this attempt alone, and so does a time limit of
+                `[environment]`.
         """
 
     def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most need not know
@@ -166,7 +167,7 @@ class Environment(ABC):
         """
 
     async def close(self) -> None:  # noqa: B027  most environments have nothing to close
-        """Release what the environment holds besides its samples. Idempotent."""
+        """Release the environment's own resources. Idempotent."""
 
 
 class SampleBuilder:
@@ -195,7 +196,7 @@ class SampleBuilder:
         for end, version in completion.spans:
             self._extend(start + end, version)
         if completion.experts is not None:
-            # A token's first pass counts: that of an earlier turn.
+            # A token's first pass counts, in an earlier turn.
             known = sum(map(len, self._experts))
             self._experts.append(completion.experts[known:])
 

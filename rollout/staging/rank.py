@@ -37,7 +37,7 @@ class RankStaging:
         self._cuda = torch.cuda.is_available()
         self._device = torch.cuda.current_device() if self._cuda else -1
         self._stream = torch.cuda.Stream() if self._cuda else None
-        """Stream of all fetches, so that the kernels of one run before those of the next."""
+        """Stream of all fetches, so that one fetch's kernels run before the next one's."""
         self._state = "idle"
         """One of idle, staging, staged, failed, asleep; staging until the fetching thread has ended."""
         self._error = ""
@@ -47,7 +47,7 @@ class RankStaging:
         self._poisoned = False
         """Whether live weights may be mixed, or this process cannot receive any more."""
         self._lock = threading.Lock()
-        """Guards the staging copy: nothing is written into it while it is committed or released."""
+        """Guards the staging copy: no fetch writes into it while it is committed or released."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
         """Size of the live parameters that versions contain."""
 
@@ -66,7 +66,7 @@ class RankStaging:
         return {"error": ""}
 
     def status(self) -> dict[str, Any]:
-        """Return what is staged or being staged.
+        """Return the state of the staged or incoming version.
 
         Returns: {"state", "error", "covered", "poisoned"}, and if a version is staged {"epoch", "version",
             "digest"}.
@@ -83,7 +83,7 @@ class RankStaging:
         return status
 
     def cancel(self) -> dict[str, Any]:
-        """End a running fetch, or discard what is staged; return the status."""
+        """End a running fetch, or discard the staged version; return the status."""
         with self._lock:
             fetching = self._state == "staging"
             if self._state == "staged":
@@ -130,7 +130,7 @@ class RankStaging:
         }
 
     def sleep(self) -> dict[str, Any]:
-        """Discard what is staged and release the copy's memory. Return {"error"}."""
+        """Discard the staged version and release the copy's memory. Return {"error"}."""
         with self._lock:
             if self._state == "staging":
                 return {"error": "a version is being staged"}
@@ -173,7 +173,7 @@ class RankStaging:
                         covered = self._staging.fetch(manifest, deadline_s)
                     finally:
                         self._stream.synchronize()
-        except Exception as error:  # whatever it is, `status` reports it to the engine's process
+        except Exception as error:  # `status` reports any error to the engine's process
             with self._lock:
                 self._staging.discard()
                 self._error, self._state = str(error) or repr(error), "failed"

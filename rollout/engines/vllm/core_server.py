@@ -1,7 +1,8 @@
 """Runs a server that imports vLLM while this process does, and from which the engine process is forked.
 
-Neither then waits for the other's ten seconds of imports. The server computes nothing and has no thread, so a
-fork of it is safe. It is for eager engines of one rank on a CPU: nothing is compiled, no device is opened.
+Neither then waits for the other's ten seconds of imports. The server runs no computation and has no thread,
+so a fork of it is safe. It is for eager engines of one rank on a CPU, which neither compile nor open a
+device.
 """
 
 import multiprocessing
@@ -18,7 +19,7 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
 )
-"""What the server imports. Not our worker module: it belongs into the engine process alone."""
+"""Modules that the server imports. Not our worker module: it belongs into the engine process alone."""
 SWITCH = "TORCHDYNAMO_DISABLE"
 """Environment variable that keeps torch from compiling."""
 
@@ -53,7 +54,7 @@ def run_server() -> None:
 
 
 def stop_server(user: object) -> None:
-    """End the server once nobody uses it; until then it reports the ends of the processes that it forked."""
+    """End the server once it is unused; until then it reports the ends of the processes that it forked."""
     if user not in _users:
         return
     _users.discard(user)
@@ -72,7 +73,7 @@ def server_pid() -> int | None:
 
 @contextmanager
 def forked_from_server(is_used: bool) -> Iterator[None]:
-    """Have vLLM fork engine processes from the server, rather than start them anew, if it `is_used`."""
+    """Have vLLM fork engine processes from the server, not start new interpreters, if it `is_used`."""
     from vllm.v1.engine import utils
 
     before = utils.get_mp_context

@@ -1,14 +1,14 @@
 """Records which requests vLLM's scheduler runs and which blocks of its KV cache they hold.
 
-It runs in the model's process, where every step brings what the scheduler has changed; vLLM's own statistics
-would cost time at every token.
+It runs in the model's process, where every step brings the scheduler's changes; vLLM's own statistics would
+cost time at every token.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
 NULL_BLOCKS = 1
-"""Blocks that vLLM sets aside as a place for nothing."""
+"""Blocks that vLLM sets aside as placeholders."""
 
 
 class ScheduledRequests:
