@@ -16,7 +16,7 @@ from reward.workers.pool import ScorePool
 MAX_ERROR = 500
 """Characters of an error that are sent."""
 MAX_REMARK = 2000
-"""Characters of what a judge said of one sample."""
+"""Characters of a judge's text about one sample."""
 MAX_REMARKS = 64_000
 """Characters of what judges said of a group."""
 
@@ -64,16 +64,16 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
         scorer=scorer,
         score_s=time.perf_counter() - began,
         remarks=bounded(remarks),
-        turn_rewards=_of_turns(turns.rewards) if turns.rewards and rollout.turns is not None else None,
-        turn_components={name: _of_turns(scores) for name, scores in turns.components.items()}
+        turn_rewards=_flattened(turns.rewards) if turns.rewards and rollout.turns is not None else None,
+        turn_components={name: _flattened(scores) for name, scores in turns.components.items()}
         if rollout.turns is not None
         else {},
     )
 
 
-def _of_turns(values: Sequence[Sequence[float]]) -> Array:
+def _flattened(values: Sequence[Sequence[float]]) -> Array:
     """Return [n][K_i] as float32 [K]."""
-    return Array.of([value for of_sample in values for value in of_sample], "float32")
+    return Array.of([value for sample_turns in values for value in sample_turns], "float32")
 
 
 def bounded(remarks: Sequence[Remark]) -> tuple[Remark, ...]:

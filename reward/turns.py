@@ -22,7 +22,7 @@ class GroupTurns:
     counts: Sequence[int]
     """[n]: K_i, at least 1."""
     texts: Sequence[Sequence[str]] | None = None
-    """[n][K_i]; None: nobody sent them."""
+    """[n][K_i]; None: they were not sent."""
     contexts: Sequence[Sequence[str]] | None = None
     """[n][K_i]: what was written to the model before each turn."""
     components: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class GroupTurns:
         if turns is None:
             texts = [[text] for text in rollout.responses]
             return cls([1] * len(texts), texts, [[""] for _ in texts])
-        counts = [len(of_sample) for of_sample in turns]
+        counts = [len(sample_turns) for sample_turns in turns]
         if not rollout.turn_texts or not rollout.turn_contexts:
             return cls(counts)
         return cls(counts, by_sample(rollout.turn_texts, turns), by_sample(rollout.turn_contexts, turns))
@@ -79,8 +79,8 @@ class GroupTurns:
         for number, score in enumerate(scores):
             if not abs(score) <= LARGEST:
                 raise VerifierError(by, f"scored turn {number} of sample {sample} as {score}")
-        of_turns = self.components.setdefault(verifier, [[] for _ in self.counts])
-        of_turns[sample] = list(scores)
+        by_sample = self.components.setdefault(verifier, [[] for _ in self.counts])
+        by_sample[sample] = list(scores)
         return math.fsum(scores)
 
     def forget(self, verifier: str, sample: int) -> None:
@@ -89,13 +89,13 @@ class GroupTurns:
             self.components[verifier][sample] = []
 
     def combine(self, components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> None:
-        """Combine the scores of turns, if there are any, with those of whole samples.
+        """Combine the scores of turns, if there are any, with the scores of whole samples.
 
-        A turn's reward is the weighted sum of its scores. What is given to a whole sample counts at its last
-        turn, also where a verifier that scores turns was replaced by another one, or was too slow.
+        A turn's reward is the weighted sum of its scores. A score of a whole sample counts at its last turn,
+        also where a verifier that scores turns was replaced by another one, or was too slow.
 
         Args:
-            components: verifier -> [n] scores of samples; of turns their sums.
+            components: verifier -> [n] scores of samples; for turns, the sums of their scores.
             weights: verifier -> weight.
 
         Raises:
@@ -103,9 +103,9 @@ class GroupTurns:
         """
         if not self.components:
             return
-        for name, of_turns in self.components.items():
+        for name, by_sample in self.components.items():
             for i, count in enumerate(self.counts):
-                of_turns[i] = of_turns[i] or [0.0] * (count - 1) + [components[name][i]]
+                by_sample[i] = by_sample[i] or [0.0] * (count - 1) + [components[name][i]]
         whole = {name: scores for name, scores in components.items() if name not in self.components}
         for i, count in enumerate(self.counts):
             given = [

@@ -143,7 +143,7 @@ def _calls(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array 
 
 
 def _turns(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array | None:
-    """Return where the turns of the samples lie, in the order of their making; None if every sample is one turn."""
+    """Return where the turns of the samples lie, in order; None if every sample is one turn."""
     places: list[tuple[int, int, int, int]] = []
     remaining = enumerate(rows)
     for number, sample in enumerate(samples):
