@@ -79,8 +79,8 @@ class GroupTurns:
         for number, score in enumerate(scores):
             if not abs(score) <= LARGEST:
                 raise VerifierError(by, f"scored turn {number} of sample {sample} as {score}")
-        by_sample = self.components.setdefault(verifier, [[] for _ in self.counts])
-        by_sample[sample] = list(scores)
+        turn_scores = self.components.setdefault(verifier, [[] for _ in self.counts])
+        turn_scores[sample] = list(scores)
         return math.fsum(scores)
 
     def forget(self, verifier: str, sample: int) -> None:
@@ -103,9 +103,9 @@ class GroupTurns:
         """
         if not self.components:
             return
-        for name, by_sample in self.components.items():
+        for name, turn_scores in self.components.items():
             for i, count in enumerate(self.counts):
-                by_sample[i] = by_sample[i] or [0.0] * (count - 1) + [components[name][i]]
+                turn_scores[i] = turn_scores[i] or [0.0] * (count - 1) + [components[name][i]]
         whole = {name: scores for name, scores in components.items() if name not in self.components}
         for i, count in enumerate(self.counts):
             given = [

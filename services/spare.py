@@ -1,8 +1,8 @@
-"""Runs `python -m services.spare services.ROLE`: imports what the service needs, and waits to become it.
+"""Runs `python -m services.spare services.ROLE`: imports the service's modules, and waits to become it.
 
-`tether up` starts it with the variables of a service, and a socket as its standard input. It holds nothing of
-the run meanwhile: no connection, no lock, no file but its log, and no device. A line of the socket makes it
-the service; the end of the socket, or of `tether up`, ends it.
+`tether up` starts it with the variables of a service, and a socket as its standard input. It holds no
+resource of the run meanwhile: no connection, no lock, no file but its log, and no device. A line of the
+socket makes it the service; the end of the socket, or of `tether up`, ends it.
 """
 
 import importlib
@@ -18,14 +18,14 @@ from services.runtime import start_time
 from services.settings.load import load_settings
 
 READY = b"ready\n"
-"""What the spare writes to the socket once it has imported everything."""
+"""Line that the spare writes to the socket once all imports are done."""
 
 
 def preload(module: str) -> None:
-    """Import a service, and what it says itself that it will need with the settings of the environment.
+    """Import a service, and the modules that it declares to need with the environment's settings.
 
     Args:
-        module: started as `python -m MODULE`. That of a package is `MODULE.service`, whose function
+        module: started as `python -m MODULE`. A package's module is `MODULE.service`, whose function
             `preload`, if it has one, gets the settings.
     """
     spec = importlib.util.find_spec(module)

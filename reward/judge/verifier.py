@@ -1,4 +1,4 @@
-"""Scores by the answers of a model at an OpenAI-style URL: one request for a response, or for a prompt."""
+"""Scores by the answers of a model at an OpenAI-style URL: one request for a response or a group."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Keeps spares: processes that have imported what a service needs, and replace one that dies.
+"""Keeps spares: processes that have imported a service's modules, and replace one that dies.
 
 A spare is of a kind: a module and its environment variables, which libraries read as they are imported. It is
 started in the session that the service will have. Each kind has one spare at most.
@@ -44,14 +44,14 @@ class Spare:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     used: asyncio.Event
-    """Set once it is to become a service: its life is that of the service from then on."""
+    """Set once it is to become a service: from then on it lives as long as the service."""
 
 
 class Spares:
     """The spares of a fleet."""
 
     def __init__(self, logs: Path) -> None:
-        """Start nothing yet; `logs` is where spares write `spare.NAME.log`, NAME being a service."""
+        """Begin without spares; they write `spare.NAME.log` in `logs`, NAME being a service."""
         self._logs = logs
         self._kinds: dict[Kind, str] = {}
         """Kinds to keep a spare of -> the first service of that kind."""
@@ -99,8 +99,8 @@ class Spares:
     ) -> asyncio.subprocess.Process | None:
         """Have the spare of a kind become the service `name`, and append its output to `log_path`.
 
-        It waits for one that imports already, at most `READY_S`: the service, started anew, would import the
-        same beside it. Returns None if there is none.
+        It waits for one that imports already, at most `READY_S`: a new process of the service would import
+        the same at the same time. Returns None if there is none.
         """
         kind = _kind(module, environ, withheld)
         if importing := self._imports.get(kind):

@@ -55,7 +55,7 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
         problem: dict[str, Any] = dict(error.errors()[0])
         raise SettingsError(describe_problem({**problem, "loc": (prefix, *problem["loc"])})) from None
     check_ranges(engine, prefix)
-    if "name" in changes:  # that of `[engine]` is checked there
+    if "name" in changes:  # `[engine]`'s name is checked there
         checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
     if engine.dtype != base.dtype:
         raise SettingsError(

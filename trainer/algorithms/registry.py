@@ -24,7 +24,7 @@ ALGORITHMS = {
 }
 """Algorithm -> its class, which takes an `AlgorithmConfig`."""
 CRITIC = frozenset({"ppo"})
-"""Algorithms whose advantages are a critic's, which is trained beside the policy."""
+"""Algorithms whose advantages are a critic's, which is trained together with the policy."""
 GROUP_RELATIVE = frozenset(ALGORITHMS) - {"on_policy_distillation", "reinforce_plus_plus", "sft"} - CRITIC
 """Algorithms whose advantages compare the samples of a group with each other."""
 WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
@@ -32,7 +32,7 @@ WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 DISTILLATION = "on_policy_distillation"
 """The algorithm with a teacher."""
 ON_DATA = frozenset({"sft"})
-"""Algorithms that train on tokens that nobody sampled: there is no policy to compare with."""
+"""Algorithms that train on tokens that no policy sampled: there is no policy to compare with."""
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:

@@ -31,7 +31,7 @@ NOTHING_TRAINED = "no token of the batch is within the bound and in a sample tha
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What an optimizer update, or all of a step, measured, reduced over all ranks; equal on every rank.
+    """Measurements of an optimizer update, or of a step, reduced over all ranks; equal on every rank.
 
     Names and meanings are those of `StepReport`. None is what was not measured.
     """
@@ -103,7 +103,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """What each rank publishes."""
+    """Pieces that each rank publishes."""
 
     names: tuple[str, ...]
     """Hugging Face names, in the order of `Backend.export`."""
@@ -125,7 +125,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class FrozenSpec:
-    """A model beside the policy that is never trained."""
+    """A model other than the policy, which is never trained."""
 
     role: str
     """Section of the settings that names it, such as "teacher"."""

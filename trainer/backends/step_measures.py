@@ -47,7 +47,7 @@ MAXIMA = ("importance", "fresh_error")
 
 @dataclass(frozen=True, slots=True)
 class StepMeasures:
-    """How an update is measured; equal on every rank."""
+    """Measures of an update; equal on every rank."""
 
     config: AlgorithmConfig
     tokens: int

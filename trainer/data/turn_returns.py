@@ -1,4 +1,4 @@
-"""Reads what each turn of a scored group returns: its reward and those of the sample's later turns.
+"""Reads the return of each turn of a scored group: its reward and the rewards of the sample's later turns.
 
 Shapes: R rows of the group; k turns of a row; K turns of all samples, K_i of sample i.
 """
@@ -33,8 +33,8 @@ def turns_of_rows(scored: ScoredRollout, rows: int) -> list[RowTurns | None]:
     """Return the turns of each row, [R]; None where turns were not scored.
 
     Raises:
-        ProtocolError: turns contradict the rollout, or their rewards are of another number, not finite, or do
-            not add up to those of the samples; names group and field.
+        ProtocolError: turns contradict the rollout, or their rewards are of another number, not finite,
+            or do not add up to the samples' rewards; names group and field.
     """
     turns, group = turns_of(scored.rollout), scored.rollout.group
     if scored.turn_rewards is None:

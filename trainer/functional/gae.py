@@ -12,7 +12,7 @@ def generalized_advantages(
 ) -> Tensor:
     """Return A_i = d_i + gamma lambda A_(i+1), d_i = r_i + gamma v_(i+1) - v_i, over the tokens of a sample.
 
-    Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. i counts the tokens that the model sampled: those
+    Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. i counts the tokens that the model sampled: tokens
     that tools or templates inserted are part of the environment, and are skipped. A and v are 0 after the
     last one.
 
@@ -21,7 +21,7 @@ def generalized_advantages(
         values: [t]: value of the state in which each was sampled.
         sampled: bool [t].
         sample: int64 [t]: index of each token's sample, ascending.
-        gamma: discount of what a later token brings.
+        gamma: discount of later tokens' rewards.
         gae_lambda: 0 trusts the values, 1 the rewards alone.
 
     Returns:

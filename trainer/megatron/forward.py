@@ -38,7 +38,7 @@ from trainer.megatron.parallel import Position
 
 
 class Measures(Protocol):
-    """What joins the vectors of micro-batches and ranks, such as `StepMeasures`."""
+    """Measures that join the vectors of micro-batches and ranks, such as `StepMeasures`."""
 
     def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor: ...
 

@@ -66,8 +66,7 @@ class SlotCache(StaticInferenceContext):
     def set_positions(self, positions: torch.Tensor, rotaries: Sequence[Rotary]) -> None:
         """Begin a pass over tokens at these positions.
 
-        longrope rotates all sequences as those of the longest that a slot holds, so that keys stay what they
-        are.
+        longrope rotates all sequences as if they were as long as a slot, so that keys stay valid.
         """
         self.positions = positions
         longest = torch.full_like(positions.flatten(), self.max_sequence_length)
@@ -161,7 +160,7 @@ class CausalAttention(MegatronModule):
 
 
 class OutputRows:
-    """A selection of the rows whose logits are computed, so that prompts and padding cost nothing.
+    """A selection of the rows whose logits are computed, so that prompts and padding are free.
 
     Set `index` (int64 [T] into the flattened [S, B]) before a forward pass; the model then returns logits [1,
     T, V / P].
@@ -181,7 +180,7 @@ class OutputRows:
 
 
 class SlotModel:
-    """The whole model on one rank, alone or beside other users of megatron-core. Not thread-safe."""
+    """The whole model on one rank, alone or together with other users of megatron-core. Not thread-safe."""
 
     def __init__(
         self,
@@ -255,7 +254,7 @@ class SlotModel:
         return parts_of(self._plan.values(), self.parameters)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that it computes with beside the parameters."""
+        """Return the tensors other than parameters that it computes with."""
         return buffers_of(self.module)
 
     @torch.no_grad()

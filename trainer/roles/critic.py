@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
 @dataclass(frozen=True, slots=True)
 class CriticStats:
-    """What one optimizer step of the critic measured, reduced over all ranks; equal on every rank.
+    """Measurements of one optimizer step of the critic, reduced over all ranks; equal on every rank.
 
     Names and meanings are those of `StepReport`. None is what was not measured.
     """

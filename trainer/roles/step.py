@@ -62,7 +62,7 @@ def _batches(part: Batch, command: StepCommand) -> Iterator[Batch]:
         yield part
         return
     for number in command.updates:
-        yield part.of_mini_batch(number, command.mini_batches[number])
+        yield part.select_mini_batch(number, command.mini_batches[number])
 
 
 def _with_roles(models: RankModels, part: Batch, command: StepCommand) -> tuple[Batch, dict[str, Any]]:

@@ -20,7 +20,7 @@ TOTALS = ("loss", "clipped", "value", "return", "return_squared", "error", "erro
 
 @dataclass(frozen=True, slots=True)
 class ValueMeasures:
-    """How a batch is measured; equal on every rank."""
+    """Measures of a batch; equal on every rank."""
 
     tokens: int
     """Trained tokens of the whole batch."""

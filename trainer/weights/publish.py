@@ -12,7 +12,7 @@ def publish(backend: Backend, sender: WeightSender, epoch: str, version: int, dt
 
     Args:
         backend: this rank's part of the model, which may change when this function returns.
-        sender: that of this rank.
+        sender: this rank's.
         epoch: epoch of the trainer.
         version: number of the version.
         dtype: in which the weights are published.

@@ -9,7 +9,7 @@ import torch
 def statistics(
     logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float, softcap: float = 0.0
 ) -> torch.Tensor:
-    """Return what the log-probability and the entropy of each token are made of.
+    """Return the statistics that give the log-probability and the entropy of each token.
 
     With z = logits / temperature, logits bounded by `softcap`: max z, sum exp(z - max), sum exp(z - max)
     (z - max), and z at `local`.

@@ -1,6 +1,6 @@
 """Computes a softmax over the vocabulary, and its gradient, on a GPU: one pass over the logits each.
 
-The functions are those of `softmax_torch`, which says what they compute.
+`softmax_torch` has the same functions, and documents them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,8 +35,7 @@ def statistics(
 
 
 statistics_in_place = statistics
-"""Function of `softmax_torch`; the kernel reads the logits once, and the sum that is not needed costs nothing
-beside that."""
+"""Function of `softmax_torch`; the kernel reads the logits once, and the sum that is not needed is free."""
 
 
 def to_slopes(

@@ -1,4 +1,4 @@
-"""Computes from the settings what a rank will have on its device at the peak of a step. No torch here.
+"""Computes from the settings a rank's device memory at the peak of a step. No torch here.
 
 Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V vocabulary; P tensor ranks.
 """
@@ -37,7 +37,7 @@ class FrozenShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the memory of a rank depends on."""
+    """Facts that the memory of a rank depends on."""
 
     architecture: Architecture
     parallel: ParallelConfig
@@ -47,11 +47,11 @@ class Workload:
     reference: bool = False
     """Whether a copy of the model is kept as the reference."""
     frozen: tuple[FrozenShape, ...] = ()
-    """Models beside it that are never trained."""
+    """Other models, which are never trained."""
     shared: bool = False
     """Whether an engine computes with the parameters, so that masters are apart in every dtype."""
     critic: Architecture | None = None
-    """What is trained beside it as a critic, whose passes are made when those of the policy are over."""
+    """Critic that is trained, too; its passes come after the policy's."""
 
     @property
     def layout(self) -> Layout:
@@ -90,7 +90,7 @@ class ExpectedMemory:
     """Bytes on the device of one rank, by what they are for."""
 
     parameters: int
-    """With those of models that are not trained."""
+    """Bytes of all models' parameters, trained or not."""
     gradients: int
     optimizer: int
     """Masters and moments."""
@@ -99,9 +99,9 @@ class ExpectedMemory:
     head: int
     """Logits and their gradient."""
     workspace: int
-    """What the backward pass of a layer takes for a moment."""
+    """Bytes that the backward pass of a layer takes for a moment."""
     update: int
-    """What the optimizer takes for a moment, after the passes."""
+    """Bytes that the optimizer takes for a moment, after the passes."""
     visiting: int = 0
     """Parameters of the largest model that is on the device only before the passes."""
 
@@ -170,7 +170,7 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
 
 
 def frozen_layout(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the layout of a frozen model: that of the policy, its layers divided evenly between stages."""
+    """Return the layout of a frozen model: the policy's, with the layers divided evenly between stages."""
     return dataclasses.replace(
         parallel, num_layers_in_first_pipeline_stage=0, num_layers_in_last_pipeline_stage=0
     )
@@ -200,7 +200,7 @@ def stepped_of_stage(work: Workload, stage: int) -> int:
 
 
 def expert_parameters_of_stage(work: Workload, stage: int) -> int:
-    """Return those of a rank's parameters that are experts'."""
+    """Return the number of experts' parameters on a rank."""
     return _sizes(work.architecture, work.layout, stage)[0]
 
 

@@ -1,4 +1,4 @@
-"""Computes from the settings what the trainer's ranks have in the memory of a host. No torch here."""
+"""Computes from the settings the host memory of the trainer's ranks. No torch here."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from trainer.megatron.memory.expected import (
 STATE_BYTES = 12
 """Master and moments of a parameter, float32."""
 CHUNK_ELEMENTS = 1 << 26
-"""What the optimizer steps together, at least; as in `host_optimizer.py`, which needs torch."""
+"""Elements that the optimizer steps together, at least; as in `host_optimizer.py`, which needs torch."""
 ROOMS = 2
 """Chunks that have room in page-locked memory, in either direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWorkload:
-    """What the memory of a host depends on."""
+    """Facts that the memory of a host depends on."""
 
     work: Workload
     hosts: int = 1
@@ -36,7 +36,7 @@ class HostWorkload:
     on_gpu: bool = True
     """Whether ranks compute on GPUs; if not, all that they have is in host memory."""
     turns: bool = False
-    """Whether what is on a GPU moves to the host while engines have it."""
+    """Whether the GPU's state moves to the host while engines have the GPU."""
 
     @property
     def ranks(self) -> int:
@@ -55,7 +55,7 @@ class ExpectedHostMemory:
     transfers: int
     """Its gradients and parameters on their way."""
     checkpoint: int
-    """The copy that is written beside the steps."""
+    """Bytes of the copy that is written during the steps."""
     export: int
     """The model as it is exported, on the host of rank 0."""
 

@@ -1,7 +1,7 @@
 """Chooses how attention over packed sequences is computed, and makes it the core of megatron's layers.
 
-Shapes: T tokens, D size of a head's query and key, V of its value, mostly the same; heads are those of this
-tensor rank.
+Shapes: T tokens, D size of a head's query and key, V of its value, mostly the same; heads are this tensor
+rank's.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)

@@ -2,10 +2,10 @@
 
 A sink is a score s that takes part in the softmax of a query and has no value. With the kernel's output o and
 the log-sum-exp l of the scores, the result is o' = o exp(l - l') with l' = log(exp(l) + exp(s)). The kernel's
-backward pass makes the probabilities anew from the log-sum-exp, and subtracts the products of output and
+backward pass computes the probabilities again from the log-sum-exp, and subtracts the products of output and
 gradient: with l' and o' in place of l and o it gives the gradients of queries, keys and values, exactly.
 
-Shapes: T tokens, D head size; heads are those of this tensor rank.
+Shapes: T tokens, D head size; heads are this tensor rank's.
 """
 
 from typing import Any

@@ -45,7 +45,7 @@ class ClampedExperts(torch.nn.Module):
         self._around = (before, hidden - before - hidden // ranks)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Compute each expert's rows; arguments and result as those of `LocalExperts`."""
+        """Compute each expert's rows; arguments and result as in `LocalExperts`."""
         inner = expert_products(rows, self.fc1.transpose(1, 2), counts) + _of_rows(
             self.fc1_bias, counts, rows
         )

@@ -65,7 +65,7 @@ class ExpertRouter(torch.nn.Module):
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count loads anew."""
+        """Reset the loads to 0."""
         self.loads = torch.zeros(self.experts.count, device=self.weight.device)
 
     def forward(self, x: torch.Tensor, tokens: RoutedTokens | None) -> Routing:
@@ -73,7 +73,7 @@ class ExpertRouter(torch.nn.Module):
 
         Args:
             x: inputs of the layer's experts.
-            tokens: describes them; None: nothing is counted or balanced.
+            tokens: describes them; None: loads are neither counted nor balanced.
         """
         logits = self._logits(x)
         scores = scores_of(logits, self.experts)
@@ -123,7 +123,7 @@ def scores_of(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
 
 
 def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the experts of each token, int64 [T, k], by scores [T, E] and what is added to them, [E].
+    """Return the experts of each token, int64 [T, k], by scores [T, E] and their bias, [E].
 
     Where experts are in groups, only those of a token's best groups are chosen from (DeepSeek-V2 and V3,
     arXiv 2405.04434 and 2412.19437).
@@ -141,7 +141,7 @@ def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = N
 
 
 def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Return what the experts `chosen` (int64 [T, k]) count, float32 [T, k], by scores [T, E]."""
+    """Return the weights of the experts `chosen` (int64 [T, k]), float32 [T, k], by scores [T, E]."""
     weights = scores.gather(-1, chosen)
     if experts.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
