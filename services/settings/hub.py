@@ -70,16 +70,16 @@ def pin_names(settings: Settings) -> Settings:
         role: replace(getattr(settings, role), revision=commit or getattr(settings, role).revision)
         for role, commit in zip(ROLES, others[-len(ROLES) :], strict=True)
     }
-    of_mixture, of_sets = others[: len(mixture)], others[len(mixture) : -len(ROLES)]
+    mixture_commits, set_commits = others[: len(mixture)], others[len(mixture) : -len(ROLES)]
     return replace(
         settings,
         model=replace(settings.model, revision=model or settings.model.revision),
         prompts=replace(
             settings.prompts,
             revision=prompts or settings.prompts.revision,
-            mixture=tuple(map(_pinned, mixture, of_mixture)),
+            mixture=tuple(map(_pinned, mixture, mixture_commits)),
         ),
-        eval=replace(settings.eval, sets=tuple(map(_pinned, sets, of_sets))),
+        eval=replace(settings.eval, sets=tuple(map(_pinned, sets, set_commits))),
         **roles,
     )
 

@@ -144,11 +144,11 @@ def samples_of(
         )
 
 
-def _experts(of_prompt: NDArray[np.uint16] | None, row: RowView) -> tuple[Any, Any] | None:
+def _experts(prompt_experts: NDArray[np.uint16] | None, row: RowView) -> tuple[Any, Any] | None:
     """Return the experts of a row's context and of its own tokens, if they were recorded."""
-    if of_prompt is None or row.experts is None or row.context_experts is None:
+    if prompt_experts is None or row.experts is None or row.context_experts is None:
         return None
-    return np.concatenate([of_prompt, row.context_experts]), row.experts
+    return np.concatenate([prompt_experts, row.context_experts]), row.experts
 
 
 def has_signal(scored: ScoredRollout) -> bool:

@@ -82,7 +82,7 @@ def turn_advantages(
     compared: dict[tuple[int, int], int] = {}
     returns: list[float] = []
     index: list[int] = []
-    of_rows: list[list[int]] = []
+    row_places: list[list[int]] = []
     for row, sample in zip(rows, sample_of_row, strict=True):
         shaping = float(rewards[sample]) - row.reward
         turns = (
@@ -90,18 +90,18 @@ def turn_advantages(
             if row.turns is None
             else zip(row.turns.numbers.tolist(), row.turns.returns.tolist(), strict=True)
         )
-        of_rows.append([])
+        row_places.append([])
         for number, value in turns:
             place = places.setdefault((sample, number), len(places))
             if place == len(returns):
                 returns.append(value + shaping)
                 index.append(compared.setdefault((row.row, number), len(compared)))
-            of_rows[-1].append(place)
+            row_places[-1].append(place)
     values = torch.tensor(returns, dtype=torch.float32)
     advantages = algorithm.advantages(values, torch.tensor(index)).numpy()
     return TurnAdvantages(
-        [advantages[chosen] for chosen in of_rows],
-        [values.numpy()[chosen] for chosen in of_rows],
+        [advantages[chosen] for chosen in row_places],
+        [values.numpy()[chosen] for chosen in row_places],
         algorithm.config.name in CRITIC,
     )
 

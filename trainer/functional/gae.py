@@ -37,8 +37,8 @@ def generalized_advantages(
     # zero rewards and values after the last token of each sample
     table = torch.zeros(2, len(counts), int(counts.max()) + 1, dtype=torch.float64)
     table[0, row, column], table[1, row, column] = rewards[place].double(), values[place].double()
-    of_rewards, of_values = table
-    advantages = of_rewards[:, :-1] + gamma * of_values[:, 1:] - of_values[:, :-1]
+    reward_table, value_table = table
+    advantages = reward_table[:, :-1] + gamma * value_table[:, 1:] - value_table[:, :-1]
     for index in reversed(range(advantages.shape[1] - 1)):
         advantages[:, index] += gamma * gae_lambda * advantages[:, index + 1]
     result[place] = advantages[row, column]

@@ -148,14 +148,14 @@ class CausalAttention(MegatronModule):
             return out.permute(2, 0, 1, 3).flatten(2)
         # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
         # them.
-        of_group = q.reshape(*k.shape[:2], -1, q.size(3))
+        grouped_queries = q.reshape(*k.shape[:2], -1, q.size(3))
         mask = attention_mask[terms.window]
         if terms.softcap:
             out = softcapped_attention(
-                of_group, k, v, scale=terms.scale, softcap=terms.softcap, mask=mask[:, None]
+                grouped_queries, k, v, scale=terms.scale, softcap=terms.softcap, mask=mask[:, None]
             )
         else:
-            out = F.scaled_dot_product_attention(of_group, k, v, attn_mask=mask, scale=terms.scale)
+            out = F.scaled_dot_product_attention(grouped_queries, k, v, attn_mask=mask, scale=terms.scale)
         return out.flatten(1)[None]
 
 
@@ -348,10 +348,10 @@ def _shaped(angles: Angles, positions: torch.Tensor) -> Angles:
 
 def _slots(architecture: Architecture, itemsize: int, length: int, wanted: int, buffer_bytes: int) -> int:
     """Return how many sequences the KV cache holds."""
-    of_one = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * itemsize * length
-    if 0 < buffer_bytes < of_one:
+    needed = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * itemsize * length
+    if 0 < buffer_bytes < needed:
         raise SettingsError(
-            f"the KV cache of one sequence of {length} tokens takes {of_one / 2**30:.3g} GiB, the buffer has "
+            f"the KV cache of one sequence of {length} tokens takes {needed / 2**30:.3g} GiB, the buffer has "
             f"{buffer_bytes / 2**30:.3g}"
         )
-    return min(wanted, buffer_bytes // of_one) if buffer_bytes else wanted
+    return min(wanted, buffer_bytes // needed) if buffer_bytes else wanted

@@ -163,7 +163,7 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
         optimizer=share * (8 + masters) if on_device else 0,
         activations=most * passes_under_way(work.layout, stage),
         head=_head(work, tokens, table) if last else 0,
-        workspace=_of_layer_backward(work, tokens) + tied_gradient,
+        workspace=_layer_backward_bytes(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
         visiting=max(frozen_bytes(work, stage, offload=True), default=0),
     )
@@ -272,8 +272,8 @@ def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
         layers: of the chunk.
     """
     trainer, a = work.trainer, work.architecture
-    stream, of_layers = _stream(work, tokens), _bytes_of_layers(work, tokens, layers)
-    whole = max(of_layers)
+    stream, layer_bytes = _stream(work, tokens), _bytes_of_layers(work, tokens, layers)
+    whole = max(layer_bytes)
     angles = 2 * len(a.ropes) * tokens * a.positioned_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
     if trainer.recompute_granularity == "full":
@@ -285,10 +285,10 @@ def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
     if trainer.recompute_granularity == "selective":
         kept = _bytes_of_layers(work, tokens, layers, without=trainer.recompute_modules)
         return ends + sum(kept) + (whole - min(kept))
-    return ends + sum(of_layers)
+    return ends + sum(layer_bytes)
 
 
-def _of_layer_backward(work: Workload, tokens: int) -> int:
+def _layer_backward_bytes(work: Workload, tokens: int) -> int:
     """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight.
 
     Those of activations are of the product and of what it is made of. Bounded scores can take more, and so

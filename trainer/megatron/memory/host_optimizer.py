@@ -147,9 +147,9 @@ class HostOptimizer(Optimizer):
         if self._distributed:
             return self._norm_of([*dense, *experts], mpu.get_intra_distributed_optimizer_instance_group())
         # each rank steps all that it has, and other ranks have other experts
-        of_dense = self._norm_of(dense, mpu.get_model_parallel_group())
-        of_experts = self._norm_of(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
-        return math.sqrt(of_dense**2 + of_experts**2) if of_experts else of_dense
+        dense_norm = self._norm_of(dense, mpu.get_model_parallel_group())
+        expert_norm = self._norm_of(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
+        return math.sqrt(dense_norm**2 + expert_norm**2) if expert_norm else dense_norm
 
     def _norm_of(self, parts: Sequence[MasterSlice], group: dist.ProcessGroup) -> float:
         """Return the norm of the gradients of some slices and of those on the other ranks of a group."""

@@ -133,9 +133,9 @@ def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = N
         scores = scores + bias
     if experts.groups > 1:
         grouped = scores.unflatten(-1, (experts.groups, -1))
-        of_groups = grouped.topk(experts.best_of_group, -1).values.sum(-1)
-        best = of_groups.topk(experts.groups_per_token, -1).indices
-        left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, False)
+        group_scores = grouped.topk(experts.best_of_group, -1).values.sum(-1)
+        best = group_scores.topk(experts.groups_per_token, -1).indices
+        left_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
         scores = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(-2)
     return torch.topk(scores, experts.per_token, -1).indices
 
