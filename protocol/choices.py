@@ -1,8 +1,10 @@
-"""Checks names and options that a user wrote against those that exist, and suggests the nearest one."""
+"""Finds what a user named in a registry, checks options, and suggests the nearest known name."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,6 +12,44 @@ import msgspec
 from protocol.errors import SettingsError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Implementation in a registry. Subclasses add its capabilities as fields."""
+
+    path: str
+    """`MODULE:NAME` of its class or function, or `MODULE`."""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(dict[str, E]):
+    """Implementations by name. The module of one is imported when it is loaded."""
+
+    def find(self, name: str, what: str) -> E:
+        """Return the entry called `name`.
+
+        Raises:
+            SettingsError: there is none; arguments and message are those of `checked_name`.
+        """
+        return self[checked_name(name, self, what)]
+
+    def having(self, capability: str) -> tuple[str, ...]:
+        """Return the names of the entries whose field `capability` is neither false nor empty."""
+        return tuple(name for name, entry in self.items() if getattr(entry, capability))
+
+
+def load(path: str) -> Any:
+    """Return the class or function that `MODULE:NAME` names, or the module that `MODULE` names.
+
+    Raises:
+        ImportError: the module, or one that it imports, is not installed or is broken.
+    """
+    module, _, name = path.partition(":")
+    found = import_module(module)
+    return getattr(found, name) if name else found
 
 
 def checked_name(name: str, known: Iterable[str], what: str) -> str:

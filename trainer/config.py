@@ -1,29 +1,13 @@
 """The settings of the trainer, a section each. No torch here: every process reads settings."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from protocol.paths import FilePath
 
-TRAINER_DTYPES = ("bfloat16", "float16", "float32")
-IMPORTANCE_LEVELS = ("token", "sequence")
-TRUNCATED = ("train", "mask", "shape")
-"""What `algorithm.truncated` can be."""
-REJECTION_LEVELS = ("", "token", "sequence", "geometric")
-OPTIMIZERS = ("adamw", "muon", "adamw_8bit")
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "WSD")
-KL_ESTIMATORS = ("k1", "k2", "k3")
-PROXIMAL_POLICIES = ("start", "interpolated")
-ESS_SCALINGS = ("", "sqrt", "linear")
-DEVICES = ("auto", "cpu", "cuda")
-MISMATCH_ACTIONS = ("warn", "stop")
-"""What `trainer.mismatch_action` can be."""
-RECOMPUTE_GRANULARITIES = ("", "selective", "full")
-RECOMPUTE_METHODS = ("uniform", "block")
-RECOMPUTE_MODULES = ("core_attn", "layernorm", "mlp")
-"""What `trainer.recompute_modules` can name."""
+RecomputeGranularity = Literal["", "selective", "full"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +53,7 @@ class ParallelConfig:
 class OptimizerConfig:
     """Section `[optimizer]`: steps of fp32 masters. Names as in Megatron-core."""
 
-    name: str = "adamw"
+    name: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
     """adamw; reference only: muon (Muon on the matrices of hidden layers, AdamW on everything else, with the
     same lr) or adamw_8bit (AdamW with moments of 8 bits, of bitsandbytes)."""
     muon_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
@@ -81,7 +65,7 @@ class OptimizerConfig:
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Updates in which the learning rate rises linearly from 0. Skipped ones do not count. 0 is off. A
     step is one update, unless `trainer.epochs_per_batch` or `num_mini_batches` is above 1."""
-    lr_decay_style: str = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"
     """How the learning rate goes from `lr` to `min_lr` after the warm-up: constant (it stays), linear,
     cosine, or WSD (it stays, and falls linearly in the last `lr_wsd_decay_steps`)."""
     lr_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
@@ -119,10 +103,10 @@ class TrainerConfig:
 
     backend: str = "megatron"
     """What trains: megatron, reference (the oracle, one rank) or scripted (dry runs without a model)."""
-    dtype: str = "float32"
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of parameters in forward and backward: float32, or bfloat16 or (megatron) float16 with fp32
     masters. float16 is for GPUs without bfloat16: it scales the loss, see `optimizer.initial_loss_scale`."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto, cpu or cuda. auto: cuda where there is one."""
     micro_batch_tokens: Annotated[int, Meta(ge=0, le=10**8)] = 0
     """Tokens in one forward pass on each rank, prompts included; samples are packed into it without padding.
@@ -130,15 +114,15 @@ class TrainerConfig:
     many, over all ranks that share it. 0, or auto: what suits the device and its memory."""
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
-    recompute_granularity: str = ""
+    recompute_granularity: RecomputeGranularity = ""
     """megatron: activations that the backward pass computes again instead of keeping them: none (empty),
     selective (`recompute_modules` of each layer) or full (whole layers)."""
-    recompute_method: str = "uniform"
+    recompute_method: Literal["uniform", "block"] = "uniform"
     """full: uniform (layers in pieces of `recompute_num_layers`; only each piece's input is kept) or block
     (the first `recompute_num_layers` of each pipeline stage or chunk, one by one; the others keep all)."""
     recompute_num_layers: Annotated[int, Meta(ge=1, le=10**4)] = 1
     """full: layers; see `recompute_method`."""
-    recompute_modules: tuple[str, ...] = ("layernorm", "mlp")
+    recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = ("layernorm", "mlp")
     """selective: core_attn, layernorm, mlp. core_attn saves little: no kernel used here keeps scores."""
     routing_replay: bool = False
     """megatron, mixtures of experts: use the experts that the engine chose for each token, instead of those
@@ -182,7 +166,7 @@ class TrainerConfig:
     mismatch_limit: Annotated[float, Meta(ge=0, le=1e9)] = 1.05
     """Largest `token_mult_prob_error` at lag 0 (1 is perfect agreement) before `mismatch_action` is taken. 0
     is off."""
-    mismatch_action: str = "warn"
+    mismatch_action: Literal["warn", "stop"] = "warn"
     """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts with the
     cause)."""
     memory_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
@@ -217,10 +201,10 @@ class AlgorithmConfig:
     importance_cap: Annotated[float, Meta(ge=0, le=1e9)] = 2.0
     """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap), with
     `trainer.recompute_logprobs`. 0 is off."""
-    importance_level: str = "token"
+    importance_level: Literal["token", "sequence"] = "token"
     """What `importance_cap` compares: the ratio of each token (token), or the product of a sample's ratios
     (sequence)."""
-    rejection_level: str = ""
+    rejection_level: Literal["", "token", "sequence", "geometric"] = ""
     """Masked importance sampling: value that is compared with `rejection_low` and `rejection_high`, the ratio
     of each token (token), the product of a sample's ratios (sequence) or their geometric mean (geometric). A
     token outside has no policy gradient, at the other levels its whole sample. Empty: off."""
@@ -232,11 +216,11 @@ class AlgorithmConfig:
     """m2po: second-moment trust region. Of the tokens whose gradient moves the policy further from the
     engine's, the mean of log(pi / pi_behaviour)^2 over an update's batch is capped to this: where it is more,
     the cap sets the clip, at least `clip_low` and `clip_high`. It costs a forward pass."""
-    proximal_policy: str = "start"
+    proximal_policy: Literal["start", "interpolated"] = "start"
     """With `trainer.recompute_logprobs`: start (the policy at the start of the step) or interpolated (a mean
     of the logarithms of the engine's policy and the present one, by the token's lag: no forward pass, however
     many updates a step makes)."""
-    ess_scaling: str = ""
+    ess_scaling: Literal["", "sqrt", "linear"] = ""
     """Multiplies the learning rate of an update by the effective sample size of its samples' importance
     weights, as a share of the samples: by its root (sqrt, which suits Adam) or by itself (linear). Empty:
     off."""
@@ -262,7 +246,7 @@ class AlgorithmConfig:
     opd_reward_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """on_policy_distillation: factor of the reward, less the mean of its group, in the advantage. 0: rewards
     are ignored."""
-    kl_estimator: str = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence from one token: k2 (its gradient equals the divergence's), k3 (never
     negative, lower variance) or k1 (its gradient is 0 on average: only to compare)."""
     advantage_eps: Annotated[float, Meta(ge=1e-8, le=1e6)] = 1e-4
@@ -271,7 +255,7 @@ class AlgorithmConfig:
     length_normalizer: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit. 0: the longest
     sample of the batch."""
-    truncated: str = "train"
+    truncated: Literal["train", "mask", "shape"] = "train"
     """Treatment of samples that ended at the length limit (finish reason `length`): train (as others), mask
     (they carry no gradient, but count for the other samples of their group), or shape (DAPO's soft overlong
     punishment of every sample's length, see `overlong_buffer`)."""

@@ -1,11 +1,11 @@
 """Makes a training backend by name. A backend's module is imported when it is chosen."""
 
-import pkgutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.choices import checked_name
+from protocol.choices import Entry, Registry, checked_name, load
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
@@ -14,24 +14,34 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic
 
-BACKENDS = {
-    "megatron": "trainer.megatron.backend:MegatronBackend",
-    "reference": "trainer.reference.backend:ReferenceBackend",
-    "scripted": "trainer.backends.scripted:ScriptedBackend",
-}
-"""Backend -> its class."""
-CRITICS = {
-    "megatron": "trainer.megatron.roles.critic:MegatronCritic",
-    "reference": "trainer.reference.critic:ReferenceCritic",
-}
-"""Backend -> the class of its critic."""
+
+@dataclass(frozen=True, slots=True)
+class BackendEntry(Entry):
+    """Class of a training backend, and of its critic."""
+
+    critic: str = ""
+    """`MODULE:NAME` of its critic's class; empty: it has no critic."""
+
+
+BACKENDS = Registry(
+    {
+        "megatron": BackendEntry(
+            "trainer.megatron.backend:MegatronBackend", "trainer.megatron.roles.critic:MegatronCritic"
+        ),
+        "reference": BackendEntry(
+            "trainer.reference.backend:ReferenceBackend", "trainer.reference.critic:ReferenceCritic"
+        ),
+        "scripted": BackendEntry("trainer.backends.scripted:ScriptedBackend"),
+    }
+)
 
 
 def import_backend(name: str, *, with_critic: bool = False) -> None:
-    """Import a backend, and its critic, before it is needed; an unknown name is ignored."""
-    for table in (BACKENDS, CRITICS) if with_critic else (BACKENDS,):
-        if name in table:
-            pkgutil.resolve_name(table[name])
+    """Import a backend, and its critic, before it is needed; an unknown name imports nothing."""
+    entry = BACKENDS.get(name, BackendEntry(""))
+    for path in (entry.path, entry.critic) if with_critic else (entry.path,):
+        if path:
+            load(path)
 
 
 def make_backend(
@@ -63,7 +73,7 @@ def make_backend(
     Raises:
         SettingsError: no backend has that name, or it cannot work with these settings.
     """
-    name = checked_name(trainer.backend, BACKENDS, "setting trainer.backend:")
+    name, entry = trainer.backend, BACKENDS.find(trainer.backend, "setting trainer.backend:")
     options: dict[str, Any] = {"trainer": trainer}
     if name != "scripted":  # that has no model
         options |= {
@@ -79,7 +89,7 @@ def make_backend(
         raise SettingsError(
             f"the {name} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron"
         )
-    backend: Backend = pkgutil.resolve_name(BACKENDS[name])(**options)
+    backend: Backend = load(entry.path)(**options)
     return backend
 
 
@@ -103,8 +113,9 @@ def make_critic(
     Raises:
         SettingsError: the backend has no critic, or cannot train this one in the policy's layout.
     """
-    name = checked_name(trainer.backend, CRITICS, "setting trainer.backend, with a critic:")
-    critic: Critic = pkgutil.resolve_name(CRITICS[name])(
+    with_critic = BACKENDS.having("critic")
+    name = checked_name(trainer.backend, with_critic, "setting trainer.backend, with a critic:")
+    critic: Critic = load(BACKENDS[name].critic)(
         policy, model_dir, optimizer=optimizer, trainer=trainer, config=config
     )
     return critic

@@ -60,12 +60,13 @@ class SliceSums:
             self.launch()
 
     def launch(self) -> None:
-        """Queue the slices that are not queued yet."""
-        strips, self._strips, self._slices, self._bytes = self._strips, [], [], 0
-        if strips:
+        """Queue the kernel of the slices that were added since the last call."""
+        if self._strips:
             from protocol.device import triton_digests
 
-            triton_digests.add_strips(strips, inner_on(self.total.device), self.total)
+            triton_digests.add_strips(self._strips, inner_on(self.total.device), self.total)
+        # Only now: the kernel's table would otherwise be written into the memory of a slice.
+        self._strips, self._slices, self._bytes = [], [], 0
 
 
 def slice_sums(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Tensor:

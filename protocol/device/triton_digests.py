@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from protocol.weights.digests import ROW
+from protocol.weights.strips import WORD_BYTES
 
 BLOCK = 2048
 """Words per iteration of a program."""
@@ -51,25 +52,33 @@ def _row_sums(words, inner, sums, ROW: tl.constexpr, BLOCK: tl.constexpr):  # ty
 
 
 @triton.jit
-def _strips(table, inner, sums, ROW: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _strips(table, inner, sums, ROW: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     row, strip = tl.program_id(0).to(tl.int64), table + 8 * tl.program_id(1)
     if row < tl.load(strip + 7):
         words = tl.load(strip).to(tl.pointer_type(tl.int32))
         start, runs, width = tl.load(strip + 1), tl.load(strip + 2), tl.load(strip + 3)
         pitch, source_pitch = tl.load(strip + 4), tl.load(strip + 5)
         behind = (start // ROW + row) * ROW - start  # the row's first word; negative in the first row
-        run = tl.maximum(behind, 0) // pitch
-        offset = (behind - run * pitch).to(tl.int32)
-        pitch_32 = pitch.to(tl.int32)
         total = tl.zeros([BLOCK], tl.int64)
-        for first in range(0, ROW, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            word = offset + column
-            later = tl.maximum(word, 0) // pitch_32
-            inside = word - later * pitch_32
-            mask = (word >= 0) & (inside < width) & (run + later < runs)
-            found = tl.load(words + (run + later) * source_pitch + inside, mask=mask, other=0)
-            total += found.to(tl.int64) * tl.load(inner + column)
+        if (runs == 1) & (behind >= 0) & (behind + ROW <= width):  # loads without a mask can be vectorized
+            dense = words + behind
+            if ALIGNED:
+                dense = tl.multiple_of(dense, 16)
+            for first in range(0, ROW, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                total += tl.load(dense + column).to(tl.int64) * tl.load(inner + column)
+        else:
+            run = tl.maximum(behind, 0) // pitch
+            offset = (behind - run * pitch).to(tl.int32)
+            pitch_32 = pitch.to(tl.int32)
+            for first in range(0, ROW, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                word = offset + column
+                later = tl.maximum(word, 0) // pitch_32
+                inside = word - later * pitch_32
+                mask = (word >= 0) & (inside < width) & (run + later < runs)
+                found = tl.load(words + (run + later) * source_pitch + inside, mask=mask, other=0)
+                total += found.to(tl.int64) * tl.load(inner + column)
         tl.atomic_add(sums + tl.load(strip + 6) + row, tl.sum(total, 0))
 
 
@@ -119,4 +128,5 @@ def add_strips(strips: Sequence[tuple[int, ...]], inner: torch.Tensor, sums: tor
     """
     table = torch.tensor(strips, dtype=torch.int64).to(sums.device, non_blocking=True)
     rows = max(strip[-1] for strip in strips)
-    _strips[(rows, len(strips))](table, inner, sums, ROW=ROW, BLOCK=BLOCK)
+    aligned = not any((address - WORD_BYTES * start) % VECTOR_BYTES for address, start, *_ in strips)
+    _strips[(rows, len(strips))](table, inner, sums, ROW=ROW, BLOCK=BLOCK, ALIGNED=aligned)

@@ -1,34 +1,39 @@
 """Makes verifiers by name."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protocol.choices import checked_name, checked_options
+from protocol.choices import Entry, Registry, checked_options, load
 from protocol.errors import RewardError, SettingsError
+from protocol.user_code import located
 from reward.group import ResponseGroup, Verdict
 from reward.verifiers.awaited import AwaitedVerifier
-from reward.verifiers.location import locate
 
-VERIFIERS = (
-    "constant",
-    "exact_match",
-    "function",
-    "json_schema",
-    "judge",
-    "last_integer",
-    "math",
-    "positions",
-    "python_tests",
-    "reasoning_gym",
-    "reward_model",
+
+@dataclass(frozen=True, slots=True)
+class VerifierEntry(Entry):
+    """Module of a verifier with a dataclass `Options`; only worker processes that run it import it."""
+
+    factory: str = ""
+    """Function of the module that makes the verifier of its options; empty: the module has `score`."""
+
+
+VERIFIERS = Registry(
+    {
+        "constant": VerifierEntry("reward.verifiers.constant"),
+        "exact_match": VerifierEntry("reward.verifiers.exact_match"),
+        "function": VerifierEntry("reward.verifiers.function", "load_function"),
+        "json_schema": VerifierEntry("reward.verifiers.json_schema"),
+        "judge": VerifierEntry("reward.judge.verifier", "load_judge"),
+        "last_integer": VerifierEntry("reward.verifiers.last_integer"),
+        "math": VerifierEntry("reward.verifiers.math"),
+        "positions": VerifierEntry("reward.verifiers.positions"),
+        "python_tests": VerifierEntry("reward.verifiers.python_tests"),
+        "reasoning_gym": VerifierEntry("reward.verifiers.reasoning_gym"),
+        "reward_model": VerifierEntry("reward.verifiers.reward_model", "RewardModel"),
+    }
 )
-"""Modules in `reward/verifiers/`, and `judge`; only the worker processes that run one import it."""
-ELSEWHERE = {"judge": "reward.judge.verifier"}
-"""Verifier -> its module, where that is in another package."""
-FACTORIES = {"function": "load_function", "judge": "load_judge", "reward_model": "RewardModel"}
-"""Verifier -> the function of its module that makes it of its options; the others have a function `score`."""
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt_text, response, metadata) -> score."""
@@ -82,16 +87,15 @@ class EachResponse:
         return [self.function(group.prompt, group.responses[i], group.metadata) for i in samples]
 
 
-def checked_verifier(name: str) -> str:
-    """Return the module of a verifier; a name with a dot is a module of the user.
+def find_verifier(name: str) -> VerifierEntry:
+    """Return the entry of a verifier; a name with a dot is a module of the user.
 
     Raises:
         SettingsError: the name has no dot and is unknown; suggests the nearest one.
     """
     if "." in name:
-        return name
-    known = checked_name(name, VERIFIERS, "setting reward.verifiers: verifier")
-    return ELSEWHERE.get(known, f"reward.verifiers.{known}")
+        return VerifierEntry(name)
+    return VERIFIERS.find(name, "setting reward.verifiers: verifier")
 
 
 def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | AwaitedVerifier:
@@ -105,20 +109,19 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
         SettingsError: the name or an option is unknown (suggests the nearest one), or the module or function
             cannot be imported.
     """
-    path = checked_verifier(name)
+    entry = find_verifier(name)
     try:
-        module = importlib.import_module(path)
+        module = load(entry.path)
     except ImportError as error:
         raise SettingsError(f"verifier {name} cannot be imported: {error}") from None
     except (Exception, SystemExit) as error:  # a module of the user may raise anything, or be a script
-        text = f"{locate(error)}: {type(error).__name__}: {error}"
-        raise SettingsError(f"verifier {name} cannot be imported: {text}") from None
-    for part in ("Options", FACTORIES.get(name, "score")):
+        raise SettingsError(f"verifier {name} cannot be imported: {located(error)}") from None
+    for part in ("Options", entry.factory or "score"):
         if not hasattr(module, part):
             raise SettingsError(f"verifier {name}: {module.__file__} has no {part!r}; see docs/rewards.md")
     bound = checked_options(module.Options, options, f"verifier {name}")
-    if name in FACTORIES:
-        made: LoadedVerifier | AwaitedVerifier = getattr(module, FACTORIES[name])(bound)
+    if entry.factory:
+        made: LoadedVerifier | AwaitedVerifier = getattr(module, entry.factory)(bound)
         return made
 
     def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:

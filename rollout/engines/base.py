@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -26,16 +26,13 @@ class KvPolicy(StrEnum):
     KEEP = "keep"  # keep the old KV: no pause, but new tokens are computed partly from KV of old weights
 
 
-DTYPES = ("bfloat16", "float16", "float32")
-
-
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Section `[engine]`. An engine refuses a setting that it does not support, naming the field."""
 
     name: str = "vllm"
     """The engine, a name of `rollout/engines/registry.py`."""
-    dtype: str = "float32"
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of the engine's parameters. Weights are published in it, even if the trainer uses another."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Tensor-parallel ranks of one engine, a GPU each."""

@@ -1,32 +1,54 @@
-"""Makes environments by name."""
+"""Makes environments: of tether by name, of the user by `MODULE:CLASS` or `MODULE:FUNCTION`.
 
-import importlib
+    async def play(episode, *, turns: int = 3) -> float | None        a function
+    class Game:                                                       or a class
+        def __init__(self, *, turns: int = 3): ...
+        async def play(self, episode) -> float | None: ...
 
-from protocol.choices import checked_name, checked_options
+`[environment] options` are the keyword arguments. A class may also be an `Environment`, which has tokens
+instead of text. docs/environments.md describes both.
+"""
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.choices import Entry, Registry, checked_options, load
 from protocol.errors import SettingsError
-from rollout.environments.base import Environment, EnvironmentConfig
+from protocol.user_code import import_attribute, located
+from rollout.config import EnvironmentConfig
+from rollout.environments.base import Environment
 from rollout.environments.episode import EpisodeEnvironment
-from rollout.environments.user_environment import load_environment
 
-ENVIRONMENTS = (
-    "agent",
-    "command",
-    "given",
-    "gsm8k",
-    "guess_number",
-    "server",
-    "single_turn",
-    "textarena",
-    "tools",
-    "verifiers",
+SETTING = "setting environment.name"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentEntry(Entry):
+    """Module of an environment with a dataclass `Options` and a callable `make` that takes it."""
+
+    has_sessions: bool = False
+    """Whether its harness talks to a URL; its calls are always recorded."""
+    records: bool = False
+    """Whether it exchanges text and records it, unless `environment.record` is off."""
+
+
+ENVIRONMENTS = Registry(
+    {
+        "agent": EnvironmentEntry("rollout.environments.agent", has_sessions=True),
+        "command": EnvironmentEntry("rollout.environments.command", has_sessions=True),
+        "given": EnvironmentEntry("rollout.environments.given"),
+        "gsm8k": EnvironmentEntry("rollout.environments.gsm8k"),
+        "guess_number": EnvironmentEntry("rollout.environments.guess_number"),
+        "server": EnvironmentEntry("rollout.environments.server", has_sessions=True),
+        "single_turn": EnvironmentEntry("rollout.environments.single_turn"),
+        "textarena": EnvironmentEntry("rollout.environments.textarena"),
+        "tools": EnvironmentEntry("rollout.environments.tools", records=True),
+        "verifiers": EnvironmentEntry("rollout.environments.verifiers", has_sessions=True),
+    }
 )
-"""Modules in `rollout/environments/`, each with a dataclass `Options` and a callable `make` that takes it."""
-OF_SESSIONS = ("agent", "command", "server", "verifiers")
-"""Those whose harness talks to a URL."""
-RECORD = ("auto", "on", "off")
-"""What `environment.record` may be."""
-RECORDS = ("tools",)
-"""Environments that exchange text and record it, unless `environment.record` is off."""
 ON_DATA = "given"
 """The environment whose samples come with the data."""
 
@@ -38,8 +60,8 @@ def evaluated(config: EnvironmentConfig) -> EnvironmentConfig:
 
 def records_calls(config: EnvironmentConfig) -> bool:
     """Return whether calls of an environment are recorded."""
-    by_itself = (*OF_SESSIONS, *RECORDS) if config.record == "auto" else OF_SESSIONS
-    return config.record == "on" or config.name in by_itself
+    entry = ENVIRONMENTS.get(config.name, EnvironmentEntry(""))
+    return config.record == "on" or entry.has_sessions or (entry.records and config.record == "auto")
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
@@ -66,9 +88,48 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 def _made(config: EnvironmentConfig) -> Environment:
     if ":" in config.name:
         return load_environment(config.name, config.options)
-    name = checked_name(config.name, ENVIRONMENTS, "setting environment.name: environment")
-    module = importlib.import_module(f"rollout.environments.{name}")
+    module = load(ENVIRONMENTS.find(config.name, f"{SETTING}: environment").path)
     environment: Environment = module.make(
-        checked_options(module.Options, config.options, f"environment {name}")
+        checked_options(module.Options, config.options, f"environment {config.name}")
     )
     return environment
+
+
+def load_environment(path: str, options: Mapping[str, Any]) -> Environment:
+    """Return the environment at `path`, made with `options`.
+
+    Raises:
+        SettingsError: module, class or function is missing, the module or the class raises, it is not
+            asynchronous, or the options do not fit; names the file.
+    """
+    found, file = import_attribute(path, SETTING)
+    what = f"{SETTING}: {path} in {file}"
+    if isinstance(found, type):
+        _check_options(what, found, (), options)
+        try:
+            made = found(**options)
+        except (Exception, SystemExit) as error:  # a class may raise anything
+            raise SettingsError(f"{what}: {located(error)}") from None
+        if isinstance(made, Environment):
+            return made
+        play = getattr(made, "play", None)
+        if play is None:
+            raise SettingsError(f"{what} has no `async def play(self, episode)`")
+        _check_options(what, play, (None,), {})
+    else:
+        _check_options(what, found, (None,), options)
+        play = functools.partial(found, **options)
+    if not inspect.iscoroutinefunction(play):
+        raise SettingsError(f"{what} is not asynchronous; write `async def`")
+    return EpisodeEnvironment(play)
+
+
+def _check_options(what: str, function: Any, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raise SettingsError if a class or function cannot be called with these arguments."""
+    if not callable(function):
+        raise SettingsError(f"{what} is neither a class nor a function")
+    try:
+        inspect.signature(function).bind(*given, **options)
+    except TypeError as error:
+        takes = "one argument, the episode, and " if given else ""
+        raise SettingsError(f"{what}: {error}; it is called with {takes}environment.options") from None

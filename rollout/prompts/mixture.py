@@ -5,7 +5,7 @@ quota, and a permutation that depends on seed and number of the block alone says
 stream is prompt k of source s, and s and k are a function of (seed, i): whoever asks, in whichever order.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
 from rollout.prompts.base import Prompt, PromptConfig, PromptSource, source_settings, unseen
-from rollout.prompts.named_source import check_names
-from rollout.prompts.registry import make_source
+from rollout.prompts.named_source import SourceConfig, check_names
 
 BLOCK = 1000
 """Places of a block; a share is exact to one of these."""
@@ -89,8 +88,14 @@ class MixtureSource:
         return block * BLOCK + int(np.flatnonzero(owners == number)[rank])
 
 
-def make(config: PromptConfig) -> MixtureSource:
+def make(
+    config: PromptConfig, make_source: Callable[[PromptConfig, SourceConfig], PromptSource]
+) -> MixtureSource:
     """Return the mixture of `config.mixture`.
+
+    Args:
+        config: section `[prompts]`.
+        make_source: makes a source of its settings and its entry of the mixture.
 
     Raises:
         SettingsError: a source cannot be made, or its share is too small; names it.

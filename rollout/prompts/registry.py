@@ -1,32 +1,38 @@
 """Makes prompt sources by name."""
 
-import importlib
-
-from protocol.choices import checked_name
+from protocol.choices import Entry, Registry, load
 from protocol.errors import SettingsError
+from rollout.prompts import mixture
 from rollout.prompts.base import DEFAULTS, PromptConfig, PromptSource
 from rollout.prompts.named_source import UNUSED, SourceConfig
 
-SOURCES = ("hf", "jsonl", "reasoning_gym", "textarena")
-"""Modules in `rollout/prompts/` with a function `make`; only the chosen one is imported."""
+SOURCES = Registry(
+    {
+        "hf": Entry("rollout.prompts.hf:make"),
+        "jsonl": Entry("rollout.prompts.jsonl:make"),
+        "reasoning_gym": Entry("rollout.prompts.reasoning_gym:make"),
+        "textarena": Entry("rollout.prompts.textarena:make"),
+    }
+)
+"""Source -> the function that makes it of section `[prompts]`."""
 
 
 def make_source(config: PromptConfig, own: SourceConfig | None = None) -> PromptSource:
     """Return the source that `config.source` names, or the mixture of `config.mixture`.
 
     Args:
-        config: section `[prompts]`, or what `source_settings` makes of it.
-        own: the named source that it was made for, which may inherit what its kind of source does not use.
+        config: section `[prompts]`, or the result of `source_settings`.
+        own: the named source that `config` was made for; it may inherit settings that its kind of source does
+            not use.
 
     Raises:
         SettingsError: the name or anything else in the section is wrong.
     """
     if config.mixture:
-        mixed: PromptSource = importlib.import_module("rollout.prompts.mixture").make(config)
-        return mixed
-    name = checked_name(config.source, SOURCES, "setting prompts.source: source")
-    _refuse_unused(own or config, name)
-    source: PromptSource = importlib.import_module(f"rollout.prompts.{name}").make(config)
+        return mixture.make(config, make_source)
+    entry = SOURCES.find(config.source, "setting prompts.source: source")
+    _refuse_unused(own or config, config.source)
+    source: PromptSource = load(entry.path)(config)
     return source
 
 

@@ -137,7 +137,7 @@ class SharedPlan(LoaderTrace):
     def __init__(
         self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder
     ) -> None:
-        """Take what `record` returns.
+        """Take the result of `record`.
 
         Args:
             live: see `LoaderTrace`.

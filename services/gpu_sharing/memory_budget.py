@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
-from trainer.algorithms.registry import CRITIC
+from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, WeightConfig
 
 GIB = 1 << 30
@@ -126,5 +126,5 @@ def _state_gb(
     masters = 0 if trainer.dtype == "float32" else 4
     state = item if adapters else item + 4 + masters + 8
     reference = item if algorithm.kl_coef > 0 and not adapters else 0
-    critic = item + 4 + masters + 8 if algorithm.name in CRITIC else 0
+    critic = item + 4 + masters + 8 if ALGORITHMS[algorithm.name].has_critic else 0
     return parameters * (state + reference + critic) / GIB

@@ -1,14 +1,13 @@
 """Finds what prompts and tokenizer do not allow: steps, verifiers, lengths, stop tokens."""
 
-import importlib
 import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from protocol.choices import checked_options
+from protocol.choices import checked_options, load
 from protocol.errors import SettingsError
-from reward.verifiers.registry import VERIFIERS, checked_verifier, make_verifier
+from reward.verifiers.registry import VERIFIERS, make_verifier
 from reward.workers.group_scoring import check_fallbacks
 from rollout.prompts.base import Prompt, PromptSource
 from rollout.render import PromptTooLong, Renderer
@@ -106,7 +105,7 @@ def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
     """Return the fields of the metadata that one of our verifiers needs; none for a module of the user."""
     if name not in VERIFIERS:
         return ()
-    module = importlib.import_module(checked_verifier(name))
+    module = load(VERIFIERS[name].path)
     bound = checked_options(module.Options, options, f"verifier {name}")
     if hasattr(module, "needed_fields"):
         return tuple(module.needed_fields(bound))

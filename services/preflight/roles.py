@@ -12,7 +12,7 @@ from services.preflight.model import ModelFacts, frozen_problems, read_facts
 from services.preflight.problem import Problem
 from services.settings.hub import ROLES, fetch_frozen
 from services.settings.sections import Settings
-from trainer.algorithms.registry import DISTILLATION, ON_DATA
+from trainer.algorithms.registry import ALGORITHMS, DISTILLATION
 from trainer.random_model import write_tokenizer
 from trainer.roles.config import FROZEN_ROLES
 
@@ -72,7 +72,7 @@ def algorithm_problems(settings: Settings) -> Iterator[Problem]:
     """Yield settings that the chosen algorithm does not use, or cannot be used with."""
     algorithm = settings.algorithm
     if algorithm.use_kl_in_reward and (
-        not algorithm.kl_coef or algorithm.name in ON_DATA or algorithm.name == DISTILLATION
+        not algorithm.kl_coef or ALGORITHMS[algorithm.name].on_data or algorithm.name == DISTILLATION
     ):
         yield Problem(
             f"it needs algorithm.kl_coef above 0, and rewards, which {algorithm.name!r} does not need"
@@ -84,14 +84,14 @@ def algorithm_problems(settings: Settings) -> Iterator[Problem]:
         )
     if algorithm.name == DISTILLATION and not algorithm.opd_kl_coef:
         yield Problem("nothing is learned from the teacher", "set it above 0", "algorithm.opd_kl_coef", 0.0)
-    if (algorithm.name in ON_DATA) != (settings.environment.name == DATA_ENVIRONMENT):
+    if (ALGORITHMS[algorithm.name].on_data) != (settings.environment.name == DATA_ENVIRONMENT):
         yield Problem(
             f"algorithm 'sft' trains on what environment {DATA_ENVIRONMENT!r} gives; they go together",
             "set algorithm.name and environment.name",
             "environment.name",
             settings.environment.name,
         )
-    if algorithm.name in ON_DATA:
+    if ALGORITHMS[algorithm.name].on_data:
         yield from _useless_on_data(settings)
 
 

@@ -6,10 +6,10 @@ sample from the same distribution: an importance ratio between two different one
 
 from collections.abc import Iterator
 
-from rollout.generate import SamplingConfig
+from rollout.config import SamplingConfig
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
-from trainer.algorithms.registry import GROUP_RELATIVE
+from trainer.algorithms.registry import ALGORITHMS
 
 MIN_TEMPERATURE = 0.01
 """Below it, vLLM samples at 0.01, and engines take the most likely token."""
@@ -38,7 +38,7 @@ def distribution_problems(sampling: SamplingConfig) -> Iterator[Problem]:
 def group_problems(settings: Settings) -> Iterator[Problem]:
     """Yield the settings with which the samples of a group give no advantage."""
     sampling, algorithm = settings.sampling, settings.algorithm.name
-    if algorithm not in GROUP_RELATIVE:
+    if not ALGORITHMS[algorithm].group_relative:
         return
     if sampling.samples_per_prompt < 2:
         yield Problem(

@@ -18,7 +18,7 @@ from protocol.errors import EngineError, SettingsError
 from protocol.topics import CALLS, ROLLOUTS, WEIGHTS, Role, Topic
 from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
-from rollout.engines.registry import STARTED_TO_SLEEP, import_engine, make_engine
+from rollout.engines.registry import ENGINES, import_engine, make_engine
 from rollout.environments.base import Environment
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
@@ -231,7 +231,7 @@ def _engine_config(settings: Settings) -> EngineConfig:
     On a shared GPU, sleep is enabled where an engine needs it at start.
     """
     engine = settings.engine
-    sleeps = settings.colocated.enabled and engine.name in STARTED_TO_SLEEP
+    sleeps = settings.colocated.enabled and ENGINES[engine.name].started_to_sleep
     return dataclasses.replace(
         engine,
         enable_sleep_mode=engine.enable_sleep_mode or sleeps,

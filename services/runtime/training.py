@@ -6,15 +6,15 @@ from protocol.device.shared_layout import TRANSPORT
 from services.ledger.interface import Taken
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
-from trainer.algorithms.registry import ON_DATA, make_algorithm
+from trainer.algorithms.registry import ALGORITHMS, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
-from trainer.backends.rank_commands import TrainCommand
 from trainer.registry import make_backend, make_critic
 from trainer.roles.config import FROZEN_ROLES
 from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
+from trainer.step.train_command import TrainCommand
 
 
 def build_models(settings: Settings) -> RankModels:
@@ -28,9 +28,9 @@ def build_models(settings: Settings) -> RankModels:
     return RankModels(
         policy,
         entropy=control,
-        frozen=FrozenModels(algorithm, **roles),
+        frozen=FrozenModels(**roles),
         critic=_critic(settings, policy),
-        algorithm=settings.algorithm,
+        algorithm=algorithm,
     )
 
 
@@ -95,7 +95,9 @@ def train_command(
         temperature=settings.sampling.temperature or 1.0,
         recompute_logprobs=settings.trainer.recompute_logprobs,
         reference_logprobs=settings.algorithm.kl_coef > 0,
-        mismatch_share=0.0 if settings.algorithm.name in ON_DATA else settings.trainer.mismatch_share,
+        mismatch_share=0.0
+        if ALGORITHMS[settings.algorithm.name].on_data
+        else settings.trainer.mismatch_share,
         epochs=settings.trainer.epochs_per_batch,
         mini_batches=settings.trainer.num_mini_batches,
         seed=settings.trainer.seed,

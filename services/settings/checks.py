@@ -3,68 +3,34 @@
 from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 
-from protocol.choices import checked_name
+from protocol.choices import Entry, checked_name
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
 from protocol.ids import checked_run_id
 from protocol.ranges import range_errors
-from rollout.engines.base import DTYPES
-from rollout.engines.registry import CAN_SHARE, CAN_SLEEP, ENGINES, RECORD_EXPERTS, SERVE_ADAPTERS
-from rollout.environments.registry import OF_SESSIONS, RECORD, records_calls
+from rollout.engines.registry import ENGINES
+from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.bus.config import is_loopback
 from services.settings.engine_pool import check_pool
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
-from trainer.algorithms.registry import ALGORITHMS, CRITIC, GROUP_RELATIVE
-from trainer.config import (
-    DEVICES,
-    ESS_SCALINGS,
-    IMPORTANCE_LEVELS,
-    KL_ESTIMATORS,
-    LR_DECAY_STYLES,
-    MISMATCH_ACTIONS,
-    OPTIMIZERS,
-    PROXIMAL_POLICIES,
-    RECOMPUTE_GRANULARITIES,
-    RECOMPUTE_METHODS,
-    RECOMPUTE_MODULES,
-    REJECTION_LEVELS,
-    TRAINER_DTYPES,
-    TRUNCATED,
-    OptimizerConfig,
-    TrainerConfig,
-    WeightConfig,
-)
+from trainer.algorithms.registry import ALGORITHMS
+from trainer.config import OptimizerConfig, TrainerConfig, WeightConfig
 from trainer.hosts.place import check_cluster
 from trainer.recipe import check_recipe
-from trainer.registry import BACKENDS, CRITICS
-from trainer.weights.registry import LISTENING, TRANSPORTS
+from trainer.registry import BACKENDS
+from trainer.weights.registry import TRANSPORTS
 
-CHOICES: Mapping[str, Collection[str]] = {
+REGISTRIES: Mapping[str, Mapping[str, Entry]] = {
     "engine.name": ENGINES,
-    "engine.dtype": DTYPES,
-    "environment.record": RECORD,
-    "optimizer.lr_decay_style": LR_DECAY_STYLES,
-    "optimizer.name": OPTIMIZERS,
     "trainer.backend": BACKENDS,
-    "trainer.device": DEVICES,
-    "trainer.dtype": TRAINER_DTYPES,
-    "trainer.mismatch_action": MISMATCH_ACTIONS,
-    "trainer.recompute_granularity": RECOMPUTE_GRANULARITIES,
-    "trainer.recompute_method": RECOMPUTE_METHODS,
     "algorithm.name": ALGORITHMS,
-    "algorithm.importance_level": IMPORTANCE_LEVELS,
-    "algorithm.ess_scaling": ESS_SCALINGS,
-    "algorithm.kl_estimator": KL_ESTIMATORS,
-    "algorithm.proximal_policy": PROXIMAL_POLICIES,
-    "algorithm.rejection_level": REJECTION_LEVELS,
-    "algorithm.truncated": TRUNCATED,
     "weights.transport": TRANSPORTS,
 }
-"""Setting -> the names it can have."""
+"""Setting -> the registry that it names an entry of."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -79,7 +45,7 @@ def check_settings(settings: Settings) -> None:
 
 def settings_errors(settings: Settings) -> Iterator[SettingsError]:
     """Yield all errors; `check_settings` raises the first."""
-    for dotted, names in CHOICES.items():
+    for dotted, names in REGISTRIES.items():
         yield from _error_of(lambda d=dotted, n=names: _check_choice(settings, d, n))  # type: ignore[misc]
     yield from range_errors(settings, "")
     services, engine = settings.services, settings.engine
@@ -143,11 +109,12 @@ def _check_filter(settings: Settings) -> None:
     name, samples = settings.algorithm.name, settings.sampling.samples_per_prompt
     if not settings.algorithm.filter_groups:
         return
-    if name not in GROUP_RELATIVE:
+    group_relative = ALGORITHMS.having("group_relative")
+    if name not in group_relative:
         raise SettingsError(
             f"setting algorithm.filter_groups: {name!r} does not compare the samples of a group with each "
             f"other, so equal rewards are a signal, too; leave it out, or use "
-            f"{', '.join(sorted(GROUP_RELATIVE))}"
+            f"{', '.join(group_relative)}"
         )
     if samples < 2:
         raise SettingsError(
@@ -169,9 +136,7 @@ def _check_overlong(settings: Settings) -> None:
 
 
 def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
-    """Check the recomputed modules, and that what only megatron does is not asked of another backend."""
-    for module in trainer.recompute_modules:
-        checked_name(module, RECOMPUTE_MODULES, "setting trainer.recompute_modules:")
+    """Check that settings that only megatron has are not set for another backend."""
     asked = {
         "trainer.recompute_granularity": trainer.recompute_granularity,
         "trainer.moe_aux_loss_coeff": trainer.moe_aux_loss_coeff,
@@ -215,17 +180,18 @@ def _check_learning_rate(optimizer: OptimizerConfig) -> None:
 
 def _check_critic(settings: Settings) -> None:
     critic, name, backend = settings.critic, settings.algorithm.name, settings.trainer.backend
-    if name not in CRITIC:
+    with_critic = ALGORITHMS.having("has_critic")
+    if name not in with_critic:
         if critic.path:
             raise SettingsError(
                 f"setting critic.path: algorithm.name {name!r} has no critic; leave it out, or use "
-                f"{' or '.join(sorted(CRITIC))}"
+                f"{' or '.join(with_critic)}"
             )
         return
-    if backend not in CRITICS:
+    if backend not in BACKENDS.having("critic"):
         raise SettingsError(
             f"setting trainer.backend: {backend!r} has no critic, which algorithm.name {name!r} needs; use "
-            f"{' or '.join(sorted(CRITICS))}"
+            f"{' or '.join(BACKENDS.having('critic'))}"
         )
     if critic.critic_warmup_steps >= settings.run.steps:
         raise SettingsError(
@@ -246,7 +212,11 @@ def _check_hosts(settings: Settings) -> None:
 def _check_weights_host(settings: Settings) -> None:
     """Check that weights are not sent to whoever asks: off loopback, engines have to prove who they are."""
     weights = settings.weights
-    if weights.transport in LISTENING and not is_loopback(weights.host) and not settings.bus.curve_dir:
+    if (
+        weights.transport in TRANSPORTS.having("listens")
+        and not is_loopback(weights.host)
+        and not settings.bus.curve_dir
+    ):
         raise SettingsError(
             f"setting weights.host: {weights.host!r} can be reached from other machines: make keys with "
             "`tether keys DIR` and set bus.curve_dir, or listen on 127.0.0.1"
@@ -303,13 +273,15 @@ def _check_model(settings: Settings) -> None:
 
 def _check_adapters_and_sleep(settings: Settings) -> None:
     engine = settings.engine.name
-    if settings.lora.rank and engine not in SERVE_ADAPTERS:
+    if settings.lora.rank and engine not in ENGINES.having("serves_adapters"):
         raise SettingsError(
-            f"setting lora.rank: engine {engine!r} does not serve adapters; use {' or '.join(SERVE_ADAPTERS)}"
+            f"setting lora.rank: engine {engine!r} does not serve adapters; "
+            f"use {' or '.join(ENGINES.having('serves_adapters'))}"
         )
-    if settings.colocated.enabled and engine not in CAN_SLEEP:
+    if settings.colocated.enabled and engine not in ENGINES.having("can_sleep"):
         raise SettingsError(
-            f"setting colocated.enabled: engine {engine!r} cannot sleep; use {' or '.join(CAN_SLEEP)}"
+            f"setting colocated.enabled: engine {engine!r} cannot sleep; "
+            f"use {' or '.join(ENGINES.having('can_sleep'))}"
         )
     if settings.colocated.enabled and settings.services.pool:
         raise SettingsError(
@@ -324,17 +296,22 @@ def _check_routing_replay(settings: Settings) -> None:
         return
     setting = "trainer.routing_replay" if trainer.routing_replay else "engine.enable_return_routed_experts"
     if records_calls(settings.environment):
-        remedy = "" if settings.environment.name in OF_SESSIONS else "; set environment.record to 'off'"
+        remedy = (
+            ""
+            if settings.environment.name in ENVIRONMENTS.having("has_sessions")
+            else "; set environment.record to 'off'"
+        )
         raise SettingsError(
             f"setting {setting}: environment {settings.environment.name!r} does not record experts yet"
             + remedy
         )
     names = [engine.name, *(str(entry.engine.get("name", engine.name)) for entry in settings.services.pool)]
+    recording = ENGINES.having("records_experts")
     for name in names:
-        if name not in RECORD_EXPERTS:
+        if name not in recording:
             raise SettingsError(
                 f"setting {setting}: engine {name!r} does not record which experts it chose; "
-                f"use {', '.join(RECORD_EXPERTS[:-1])} or {RECORD_EXPERTS[-1]}"
+                f"use {', '.join(recording[:-1])} or {recording[-1]}"
             )
     if trainer.routing_replay and trainer.backend != "megatron":
         raise SettingsError(
@@ -343,8 +320,8 @@ def _check_routing_replay(settings: Settings) -> None:
 
 
 def _check_sessions(settings: Settings) -> None:
-    if settings.environment.name in OF_SESSIONS:
-        from rollout.sessions.environment import check_limits, check_rendering  # aiohttp, not for others
+    if settings.environment.name in ENVIRONMENTS.having("has_sessions"):
+        from rollout.environments.session import check_limits, check_rendering  # aiohttp, not for others
 
         check_rendering(settings.render)
         check_limits(settings.environment, settings.rollout.groups_in_flight, settings.sampling)
@@ -352,10 +329,11 @@ def _check_sessions(settings: Settings) -> None:
 
 def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
     trainer, engine, services = settings.trainer, settings.engine, settings.services
-    backend = CAN_SHARE.get(engine.name)
+    sharing = ENGINES.having("shares_with")
+    backend = ENGINES[engine.name].shares_with if engine.name in sharing else None
     trainer_gpu, rollout_gpu = gpu_list(services.trainer_gpus)[:1], gpu_list(services.rollout_gpus)[:1]
     return (
-        (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(CAN_SHARE)}"),
+        (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"),
         (
             trainer.backend != backend,
             f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} "

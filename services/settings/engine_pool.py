@@ -10,16 +10,24 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
-from services.settings.sources import describe_problem, refuse_unknown, to_toml
+from services.settings.sources import describe_problem, to_toml
 
-_adapter: TypeAdapter[EngineConfig] = TypeAdapter(EngineConfig)
+
+@dataclass(frozen=True, slots=True)
+class _EngineSection:
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    engine: EngineConfig
+
+
+_adapter: TypeAdapter[_EngineSection] = TypeAdapter(_EngineSection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +56,12 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
     Raises:
         SettingsError: names the setting under `prefix`, and what it can be.
     """
-    refuse_unknown(changes, EngineConfig, f"{prefix}.")
     try:
-        engine = _adapter.validate_python({**dataclasses.asdict(base), **changes})
+        engine = _adapter.validate_python({"engine": {**dataclasses.asdict(base), **changes}}).engine
     except ValidationError as error:
         problem: dict[str, Any] = dict(error.errors()[0])
-        raise SettingsError(describe_problem({**problem, "loc": (prefix, *problem["loc"])})) from None
+        problem["loc"] = problem["loc"][1:]  # less "engine"
+        raise SettingsError(describe_problem(problem, EngineConfig, prefix)) from None
     check_ranges(engine, prefix)
     if "name" in changes:  # `[engine]`'s name is checked there
         checked_name(engine.name, ENGINES, f"setting {prefix}.name:")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
-from rollout.engines.registry import SERVE_ADAPTERS
+from rollout.engines.registry import ENGINES
 from rollout.prompts.base import Prompt, PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
@@ -105,10 +105,10 @@ def check_evaluation(settings: Settings) -> None:
         )
     if not settings.eval.every:
         return
-    if settings.lora.rank and engine.name not in SERVE_ADAPTERS:
+    if settings.lora.rank and not ENGINES[engine.name].serves_adapters:
         raise SettingsError(
             f"setting eval.engine.name: engine {engine.name!r} does not serve adapters; "
-            f"use one of {', '.join(SERVE_ADAPTERS)}"
+            f"use one of {', '.join(ENGINES.having('serves_adapters'))}"
         )
     if settings.colocated.enabled and not gpus:
         raise SettingsError(

@@ -18,13 +18,21 @@ from services.settings.checks import check_settings
 from services.settings.paths import resolve_paths
 from services.settings.resume_rules import ResumeRule, rule_of
 from services.settings.sections import Settings
-from services.settings.sources import assign, describe_problem, from_environ, parse, read_file, refuse_unknown
+from services.settings.sources import assign, describe_problem, from_environ, parse, read_file
 from trainer.storage.checksums import sealed
 
 FILE = "settings.json"
 """Settings that a run was last started with, in its directory."""
 
 _adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
+
+
+class WrongSettings(SettingsError):
+    """Settings that have a wrong type or name, all of them at once."""
+
+    def __init__(self, problems: Sequence[str]):
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 def load_settings(
@@ -95,12 +103,11 @@ def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Setti
 
 
 def _typed(values: Mapping[str, Any]) -> Settings:
-    """Return tables as settings; checks names and types alone."""
-    refuse_unknown(values, Settings, "")
+    """Return tables as settings; checks names and types only."""
     try:
         return _adapter.validate_python(values)
     except ValidationError as error:
-        raise SettingsError("; ".join(describe_problem(item) for item in error.errors())) from None
+        raise WrongSettings([describe_problem(item, Settings) for item in error.errors()]) from None
 
 
 def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:

@@ -7,15 +7,15 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from protocol.ranges import describe_range, ranges_of
 from services.settings.automatic import AUTOMATIC
-from services.settings.checks import CHOICES
+from services.settings.checks import REGISTRIES
 from services.settings.paths import mark_of
 from services.settings.sections import Settings
 from services.settings.sources import SHORT_NAMES, inner_dataclass, to_toml
@@ -37,7 +37,7 @@ scratch; on GPUs, with an engine that is made for them, bfloat16, CUDA graphs, `
 engines have GPUs of their own and `ipc` where they share one. With enough GPUs, the trainer gets the first
 ones and the engines the others. Threads are the physical cores, within affinity and quota, divided between
 the trainer's ranks and the engines on the CPU; a model made from scratch gets one for each.
-RUN_DIR/settings.json holds what was chosen. A run that is started again keeps the data type that was chosen
+RUN_DIR/settings.json holds the chosen values. A run that is started again keeps the data type that was chosen
 for its trainer.
 
 A path in a file is relative to the directory of that file, a path in a variable or on a command line to the
@@ -126,16 +126,23 @@ def _type_text(hint: Any) -> str:
         return "array of tables" if inner_dataclass(hint) else f"array of {_type_text(get_args(hint)[0])}s"
     if get_origin(hint) is dict or inner_dataclass(hint):
         return "table"
-    return "string" if issubclass(hint, StrEnum) else TYPES[hint]
+    if get_origin(hint) is Literal or issubclass(hint, StrEnum):
+        return "string"
+    return TYPES[hint]
 
 
 def _range_text(kind: type, field: "dataclasses.Field[Any]", section: str) -> str:
     if field.name in ranges_of(kind):
         return describe_range(ranges_of(kind)[field.name])
     hint: Any = field.type
-    is_enum = isinstance(hint, type) and issubclass(hint, StrEnum)
-    names = hint if is_enum else CHOICES.get(f"{section}.{field.name}", ())
-    return ", ".join(f"`{name}`" for name in names)
+    if get_origin(hint) is tuple:
+        (hint, _) = get_args(hint)
+    names: Iterable[str] = REGISTRIES.get(f"{section}.{field.name}", ())
+    if get_origin(hint) is Literal:
+        names = get_args(hint)
+    elif isinstance(hint, type) and issubclass(hint, StrEnum):
+        names = hint
+    return ", ".join(f"`{name}`" for name in names if name)
 
 
 def _default_text(field: "dataclasses.Field[Any]") -> str:

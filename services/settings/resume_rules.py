@@ -110,7 +110,7 @@ One line says which bound is in force, and which one is pending; one lists what 
 refusal changes nothing and writes nothing. What `tether set` has set lasts until the next start.
 
 A checkpoint of the megatron backend is restored in any layout ([parallel]): masters and moments are the same
-bits. Random states are those of the rank with the same number; a rank that was not there has those of its
+bits. Random states come from the rank with the same number; a rank that was not there has those of its
 start.
 
 | rule | a changed value |

@@ -18,9 +18,8 @@ from protocol.paths import FilePath, HubPath
 from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
 from reward.config import RewardConfig
+from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
-from rollout.environments.base import EnvironmentConfig
-from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.named_source import HeldOutConfig
 from rollout.render import RenderConfig
@@ -28,7 +27,7 @@ from services.bus.config import BusConfig
 from services.ledger.limits import ARCHIVE_LIMIT
 from services.settings.placement import ServicesConfig
 from services.settings.tracking import TrackingConfig
-from trainer.algorithms.registry import CRITIC
+from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -272,7 +271,7 @@ class Settings:
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained with the policy."""
-        return self.algorithm.name in CRITIC
+        return self.algorithm.name in ALGORITHMS.having("has_critic")
 
     @property
     def critic_dir(self) -> Path:

@@ -8,7 +8,7 @@ from services.preflight.check import check_run, describe_run
 from services.preflight.endpoints import ledger_problems
 from services.settings.checks import settings_errors
 from services.settings.hub import pin_names
-from services.settings.load import compose_settings
+from services.settings.load import WrongSettings, compose_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,8 @@ def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
     """Check a settings file with overrides: first every setting by itself, then the run as a whole."""
     try:
         settings = compose_settings(config, overrides)
+    except WrongSettings as error:
+        return CheckedRun(error.problems, [])
     except SettingsError as error:
         return CheckedRun([str(error)], [])
     wrong = [str(error) for error in settings_errors(settings)]

@@ -1,17 +1,18 @@
 """Finds trackers by the kinds that `tracking.kind` names."""
 
 import os
-from collections.abc import Callable
-from importlib import import_module
 
+from protocol.choices import Entry, Registry, load
 from services.tracking.base import Tracker, TrackerOptions
 
-TRACKERS = {
-    "tensorboard": "services.tracking.tensorboard:TensorboardTracker",
-    "wandb": "services.tracking.wandb:WandbTracker",
-    "mlflow": "services.tracking.mlflow:MlflowTracker",
-    "trackio": "services.tracking.trackio:TrackioTracker",
-}
+TRACKERS = Registry(
+    {
+        "tensorboard": Entry("services.tracking.tensorboard:TensorboardTracker"),
+        "wandb": Entry("services.tracking.wandb:WandbTracker"),
+        "mlflow": Entry("services.tracking.mlflow:MlflowTracker"),
+        "trackio": Entry("services.tracking.trackio:TrackioTracker"),
+    }
+)
 
 OFFLINE = {
     "DO_NOT_TRACK": "1",
@@ -30,6 +31,5 @@ def open_tracker(kind: str, options: TrackerOptions) -> Tracker:
     """
     if options.offline:
         os.environ.update(OFFLINE)
-    module, _, name = TRACKERS[kind].partition(":")
-    make: Callable[[TrackerOptions], Tracker] = getattr(import_module(module), name)
-    return make(options)
+    tracker: Tracker = load(TRACKERS[kind].path)(options)
+    return tracker

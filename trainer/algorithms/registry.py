@@ -1,38 +1,54 @@
 """Makes an algorithm by name. Its module, and with it torch, is imported when it is chosen."""
 
-import pkgutil
+from dataclasses import dataclass
 
-from protocol.choices import checked_name
+from protocol.choices import Entry, Registry, load
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
 from trainer.algorithms.base import Algorithm
 from trainer.config import AlgorithmConfig
 
-ALGORITHMS = {
-    "cispo": "trainer.algorithms.cispo:Cispo",
-    "dapo": "trainer.algorithms.dapo:Dapo",
-    "dr_grpo": "trainer.algorithms.dr_grpo:DrGrpo",
-    "grpo": "trainer.algorithms.grpo:Grpo",
-    "gspo": "trainer.algorithms.gspo:Gspo",
-    "m2po": "trainer.algorithms.m2po:M2po",
-    "on_policy_distillation": "trainer.algorithms.on_policy_distillation:OnPolicyDistillation",
-    "ppo": "trainer.algorithms.ppo:Ppo",
-    "reinforce_plus_plus": "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
-    "reinforce_plus_plus_baseline": "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
-    "rloo": "trainer.algorithms.rloo:Rloo",
-    "sft": "trainer.algorithms.sft:Sft",
-}
-"""Algorithm -> its class, which takes an `AlgorithmConfig`."""
-CRITIC = frozenset({"ppo"})
-"""Algorithms whose advantages are a critic's, which is trained together with the policy."""
-GROUP_RELATIVE = frozenset(ALGORITHMS) - {"on_policy_distillation", "reinforce_plus_plus", "sft"} - CRITIC
-"""Algorithms whose advantages compare the samples of a group with each other."""
-WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Algorithms whose advantages are whitened over the trained tokens of a batch."""
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmEntry(Entry):
+    """Class of an algorithm, which takes an `AlgorithmConfig`, and its traits."""
+
+    group_relative: bool = False
+    """Whether its advantages compare the samples of a group with each other."""
+    has_critic: bool = False
+    """Whether its advantages come from a critic, which is trained together with the policy."""
+    on_data: bool = False
+    """Whether it trains on tokens that no policy sampled, so that there is no policy to compare with."""
+    whitened: bool = False
+    """Whether its advantages are whitened over the trained tokens of a batch."""
+
+
+ALGORITHMS = Registry(
+    {
+        "cispo": AlgorithmEntry("trainer.algorithms.cispo:Cispo", group_relative=True),
+        "dapo": AlgorithmEntry("trainer.algorithms.dapo:Dapo", group_relative=True),
+        "dr_grpo": AlgorithmEntry("trainer.algorithms.dr_grpo:DrGrpo", group_relative=True),
+        "grpo": AlgorithmEntry("trainer.algorithms.grpo:Grpo", group_relative=True),
+        "gspo": AlgorithmEntry("trainer.algorithms.gspo:Gspo", group_relative=True),
+        "m2po": AlgorithmEntry("trainer.algorithms.m2po:M2po", group_relative=True),
+        "on_policy_distillation": AlgorithmEntry(
+            "trainer.algorithms.on_policy_distillation:OnPolicyDistillation"
+        ),
+        "ppo": AlgorithmEntry("trainer.algorithms.ppo:Ppo", has_critic=True),
+        "reinforce_plus_plus": AlgorithmEntry(
+            "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlus", whitened=True
+        ),
+        "reinforce_plus_plus_baseline": AlgorithmEntry(
+            "trainer.algorithms.reinforce_plus_plus:ReinforcePlusPlusBaseline",
+            group_relative=True,
+            whitened=True,
+        ),
+        "rloo": AlgorithmEntry("trainer.algorithms.rloo:Rloo", group_relative=True),
+        "sft": AlgorithmEntry("trainer.algorithms.sft:Sft", on_data=True),
+    }
+)
 DISTILLATION = "on_policy_distillation"
 """The algorithm with a teacher."""
-ON_DATA = frozenset({"sft"})
-"""Algorithms that train on tokens that no policy sampled: there is no policy to compare with."""
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
@@ -41,9 +57,9 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     Raises:
         SettingsError: no algorithm has that name, or a coefficient is out of its range.
     """
-    path = ALGORITHMS[checked_name(config.name, ALGORITHMS, "setting algorithm.name:")]
+    entry = ALGORITHMS.find(config.name, "setting algorithm.name:")
     check_ranges(config, "algorithm")
-    algorithm: Algorithm = pkgutil.resolve_name(path)(config)
+    algorithm: Algorithm = load(entry.path)(config)
     return algorithm
 
 
@@ -51,9 +67,10 @@ def check_turn_scores(config: AlgorithmConfig) -> None:
     """Check that scores of turns can be trained on; called where a verifier gives them.
 
     Raises:
-        SettingsError: the penalty in the reward is one of whole samples; says what to change.
+        SettingsError: the KL penalty in the reward is per sample; says what to change.
     """
-    if config.use_kl_in_reward and config.name not in CRITIC | WHITENED:
+    entry = ALGORITHMS[config.name]
+    if config.use_kl_in_reward and not (entry.has_critic or entry.whitened):
         raise SettingsError(
             "setting algorithm.use_kl_in_reward: its penalty is of whole samples, and a verifier scores "
             f"turns: turn it off, so that the KL is in the loss, or use ppo instead of {config.name}"

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.algorithms.base import Algorithm
-from trainer.algorithms.registry import CRITIC, check_turn_scores
+from trainer.algorithms.registry import ALGORITHMS, check_turn_scores
 from trainer.data.samples import BatchSample
 
 
@@ -102,7 +102,7 @@ def turn_advantages(
     return TurnAdvantages(
         [advantages[chosen] for chosen in row_places],
         [values.numpy()[chosen] for chosen in row_places],
-        algorithm.config.name in CRITIC,
+        ALGORITHMS[algorithm.config.name].has_critic,
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import pkgutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protocol.choices import checked_name
+from protocol.choices import Entry, Registry, load
 from protocol.errors import SettingsError
 from protocol.host.key_proof import SenderKeys
 from trainer.config import WeightConfig
@@ -19,16 +19,24 @@ if TYPE_CHECKING:  # whoever reads settings imports this module for the names
 
 log = logging.getLogger("tether.weights")
 
-TRANSPORTS = {
-    "disk": "trainer.weights.files:disk_sender",
-    "ipc": "trainer.weights.parts.sender:PartSender",
-    "nccl": "trainer.weights.parts.sender:PartSender",
-    "shared": "trainer.weights.shared:SharedSender",
-    "shm": "trainer.weights.files:shm_sender",
-}
-"""Transport -> its sender's class, or the function that makes it."""
-LISTENING = ("ipc", "nccl")
-"""Transports whose sender listens for engines on `weights.host`; versions stay on the trainer's ranks."""
+
+@dataclass(frozen=True, slots=True)
+class TransportEntry(Entry):
+    """Class of a transport's sender, or the function that makes it."""
+
+    listens: bool = False
+    """Whether the sender listens for engines on `weights.host`; versions stay on the trainer's ranks."""
+
+
+TRANSPORTS = Registry(
+    {
+        "disk": TransportEntry("trainer.weights.files:disk_sender"),
+        "ipc": TransportEntry("trainer.weights.parts.sender:PartSender", listens=True),
+        "nccl": TransportEntry("trainer.weights.parts.sender:PartSender", listens=True),
+        "shared": TransportEntry("trainer.weights.shared:SharedSender"),
+        "shm": TransportEntry("trainer.weights.files:shm_sender"),
+    }
+)
 
 
 def make_sender(
@@ -62,9 +70,9 @@ def make_sender(
     for name in ("bucket_mb", "keep", "timeout_s"):
         if getattr(config, name) <= 0:
             raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
-    name = checked_name(config.transport, TRANSPORTS, "setting weights.transport:")
-    sender: Any = pkgutil.resolve_name(TRANSPORTS[name])
-    if name in LISTENING:
+    name, entry = config.transport, TRANSPORTS.find(config.transport, "setting weights.transport:")
+    sender: Any = load(entry.path)
+    if entry.listens:
         from trainer.weights.parts.layout import blank_manifest  # imports torch
 
         publication = backend.publication

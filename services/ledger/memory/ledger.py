@@ -38,13 +38,13 @@ from services.ledger.interface import (
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
 from services.ledger.memory import trainer_transitions as trainer
 from services.ledger.memory.run_clock import RunClock
-from services.ledger.memory.run_state import Group, Registry, RunState, bound_event
+from services.ledger.memory.run_state import Group, ProcessRegistry, RunState, bound_event
 
 _S = GroupState
 
 
 class MemoryLedger:
-    """Ledger of one run; `services/ledger/interface.py` says what the methods promise."""
+    """Ledger of one run; `services/ledger/interface.py` documents the methods."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class MemoryLedger:
         self._archive_limit = archive_limit
         self._tokens = tokens
         self._run_state: RunState | None = None
-        self._registry = Registry(self.clock)
+        self._registry = ProcessRegistry(self.clock)
 
     @property
     def run_state(self) -> RunState:

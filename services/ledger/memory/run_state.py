@@ -304,7 +304,7 @@ class RunState:
 
 
 @dataclass(slots=True)
-class Registry:
+class ProcessRegistry:
     """Processes of the run, and the time at which each counts as dead."""
 
     clock: Callable[[], int]

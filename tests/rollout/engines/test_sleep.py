@@ -10,7 +10,7 @@ from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.engine import HFEngine
-from rollout.engines.registry import STARTED_TO_SLEEP, make_engine
+from rollout.engines.registry import ENGINES, make_engine
 from tests.contracts.engine_bench import MAX_MODEL_LEN, PROMPTS, ask
 from tests.contracts.engine_models import adapted, tiny_model, weights, write_shm
 from tests.contracts.sglang_environment import sglang_settings
@@ -62,7 +62,8 @@ async def test_vllm_sleep_mode_on_a_cpu_is_refused_by_name(tmp_path: Path) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "name", ["hf", *(pytest.param(name, marks=pytest.mark.engine) for name in STARTED_TO_SLEEP)]
+    "name",
+    ["hf", *(pytest.param(name, marks=pytest.mark.engine) for name in ENGINES.having("started_to_sleep"))],
 )
 @pytest.mark.timeout(600)
 async def test_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: str) -> None:
@@ -76,7 +77,7 @@ async def test_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: st
         dtype="bfloat16",
         max_model_len=MAX_MODEL_LEN,
         memory_fraction=FRACTION,
-        enable_sleep_mode=name in STARTED_TO_SLEEP,
+        enable_sleep_mode=ENGINES[name].started_to_sleep,
         **asked,
     )
     engine = make_engine(config, tmp_path / "model", "e")
@@ -88,7 +89,7 @@ async def test_sleeping_engine_leaves_the_gpu_to_others(tmp_path: Path, name: st
             await engine.commit(manifest)
             assert await engine.live_digest() == manifest.digest  # type: ignore[attr-defined]
             await engine.generate(ask("some", PROMPTS[0], 16))
-            if name in STARTED_TO_SLEEP:
+            if ENGINES[name].started_to_sleep:
                 assert free - torch.cuda.mem_get_info()[0] > FRACTION / 2 * torch.cuda.mem_get_info()[1]
             await engine.sleep()
             given = torch.cuda.mem_get_info()[0]

@@ -3,11 +3,11 @@
 import pytest
 
 from protocol.errors import SettingsError
-from rollout.environments.registry import OF_SESSIONS
+from rollout.environments.registry import ENVIRONMENTS
 from services.settings.load import load_settings
 
 
-@pytest.mark.parametrize("name", OF_SESSIONS)
+@pytest.mark.parametrize("name", ENVIRONMENTS.having("has_sessions"))
 @pytest.mark.parametrize("setting", ["trainer.routing_replay", "engine.enable_return_routed_experts"])
 def test_no_environment_of_sessions_records_experts(setting: str, name: str) -> None:
     with pytest.raises(

@@ -21,6 +21,15 @@ def test_check_configuration_lists_every_setting_that_is_wrong_by_itself() -> No
     assert "optimizer.lr: nan is not between 0 and 1000" in "\n".join(found.problems)
 
 
+def test_check_configuration_lists_every_unknown_name_and_choice_at_once() -> None:
+    found = check_configuration(DEMO, ["run.stps=1", "optimizer.name=adam", "bound.staleness_policy=drp"])
+    assert found.problems == [
+        "setting run.stps is not known; did you mean 'steps'?",
+        "setting bound.staleness_policy: 'drp' is not known; did you mean 'drop'?",
+        "setting optimizer.name: 'adam' is not known; did you mean 'adamw'?",
+    ]
+
+
 def test_check_configuration_names_a_ledger_that_does_not_answer() -> None:
     found = check_configuration(DEMO, ["engine.name=hf", 'ledger.url="redis://127.0.0.1:1/0"'])
     (text,) = found.problems

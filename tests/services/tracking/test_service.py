@@ -20,6 +20,7 @@ from tests.services.tracking.test_tracked_run import make_steps
 
 HANGING = """
 import sys, time
+from protocol.choices import Entry
 from services.tracking import registry, service
 class Hanging:
     run_id = url = "x"
@@ -27,7 +28,7 @@ class Hanging:
     def log(self, points): print("hangs", flush=True); time.sleep(600)
     def close(self): pass
 sys.modules["hanging"] = sys.modules["__main__"]
-registry.TRACKERS["tensorboard"] = "hanging:Hanging"
+registry.TRACKERS["tensorboard"] = Entry("hanging:Hanging")
 service.main()
 """
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -12,11 +13,10 @@ from tests.trainer.algorithms import naive
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.algorithms.registry import ALGORITHMS
-from trainer.backends.step_measures import StepMeasures
-from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
-from trainer.config import IMPORTANCE_LEVELS, KL_ESTIMATORS, PROXIMAL_POLICIES, REJECTION_LEVELS
 from trainer.functional.corrections import leaves_region, log_ratio_limit
+from trainer.step.measures import StepMeasures
+from trainer.step.token_loss import micro_batch_loss
 
 STEP, BOUND = 5, 2
 
@@ -53,6 +53,11 @@ def branched(group: int, made: list[tuple[SampleSpec, int | None]]) -> GroupSpec
     return GroupSpec(group, samples=[spec for spec, _ in made], branches=branches)
 
 
+def choices(field: str) -> st.SearchStrategy[Any]:
+    """Return a strategy for the names that a setting of `[algorithm]` can have."""
+    return st.sampled_from(get_args(get_type_hints(AlgorithmConfig)[field]))
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> AlgorithmConfig:
     return AlgorithmConfig(
@@ -60,14 +65,14 @@ def configs(draw: st.DrawFn) -> AlgorithmConfig:
         clip_low=draw(st.sampled_from([0.1, 0.3])),
         clip_high=draw(st.sampled_from([0.1, 0.5])),
         importance_cap=draw(st.sampled_from([0.0, 1.1])),
-        importance_level=draw(st.sampled_from(IMPORTANCE_LEVELS)),
-        rejection_level=draw(st.sampled_from(REJECTION_LEVELS)),
+        importance_level=draw(choices("importance_level")),
+        rejection_level=draw(choices("rejection_level")),
         rejection_low=0.8,
         rejection_high=1.3,
         entropy_coef=draw(st.sampled_from([0.0, 0.05])),
         kl_coef=draw(st.sampled_from([0.0, 0.2])),
-        kl_estimator=draw(st.sampled_from(KL_ESTIMATORS)),
-        proximal_policy=draw(st.sampled_from(PROXIMAL_POLICIES)),
+        kl_estimator=draw(choices("kl_estimator")),
+        proximal_policy=draw(choices("proximal_policy")),
         second_moment_threshold=draw(st.sampled_from([0.02, 0.2])),
         use_kl_in_reward=draw(st.booleans()),
         opd_reward_coef=draw(st.sampled_from([0.0, 0.5])),

@@ -1,17 +1,18 @@
 """Tests the schedules of the learning rate, against Megatron-core's own."""
 
 from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from trainer.config import LR_DECAY_STYLES, OptimizerConfig
+from trainer.config import OptimizerConfig
 from trainer.functional.learning_rate import learning_rate
 
 
-@pytest.mark.parametrize("style", LR_DECAY_STYLES)
+@pytest.mark.parametrize("style", get_args(get_type_hints(OptimizerConfig)["lr_decay_style"]))
 @pytest.mark.parametrize("warmup", [0, 4])
-def test_every_style_is_megatrons(style: str, warmup: int) -> None:
+def test_every_style_is_megatrons(style: Any, warmup: int) -> None:
     config = OptimizerConfig(
         lr=0.5,
         min_lr=0.125 if style != "constant" else 0.0,

@@ -15,11 +15,10 @@ from tests.trainer.megatron.models import save_model
 from tests.trainer.recomputed.loop import NaiveTrainer
 from tests.trainer.recomputed.records import Groups
 from trainer.algorithms import Algorithm, make_algorithm
-from trainer.algorithms.registry import CRITIC as WITH_CRITIC
-from trainer.algorithms.registry import DISTILLATION
-from trainer.backends.rank_commands import TrainCommand
+from trainer.algorithms.registry import ALGORITHMS, DISTILLATION
 from trainer.config import AlgorithmConfig, OptimizerConfig
 from trainer.roles.config import CriticConfig
+from trainer.step.train_command import TrainCommand
 
 MODEL, OTHER = "qwen2", "qwen3-tied"
 """The policy, and a frozen model beside it: of one vocabulary, of two families."""
@@ -50,7 +49,7 @@ class Case:
 
     @property
     def has_critic(self) -> bool:
-        return self.config.name in WITH_CRITIC
+        return ALGORITHMS[self.config.name].has_critic
 
     @property
     def frozen(self) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from trainer.backends.scripted import ScriptedBackend
 from trainer.config import TrainerConfig, WeightConfig
 from trainer.weights.base import WeightSender
 from trainer.weights.parts.sender import PartSender
-from trainer.weights.registry import LISTENING, make_sender
+from trainer.weights.registry import TRANSPORTS as SENDERS
+from trainer.weights.registry import make_sender
 
 TRANSPORTS = ("shm", "disk", "nccl", "ipc")
 
@@ -94,7 +95,7 @@ def test_a_newer_version_is_served_beside_the_current_ones(sender: WeightSender)
     first = sender.publish("e1", 1, tensors(1))
     second = sender.publish("e1", 2, tensors(2))
     assert_arrived(second, tensors(2))
-    if first.transport in LISTENING:
+    if SENDERS[first.transport].listens:
         with pytest.raises(WeightError, match="current version is 2"):
             receive(first)
     else:

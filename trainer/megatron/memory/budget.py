@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from protocol.errors import SettingsError
+from trainer.config import RecomputeGranularity
 from trainer.megatron.memory.expected import GIB, ExpectedMemory, Workload, expected_memory
 
 TOKENS_STEP = 1024
@@ -11,7 +12,7 @@ TOKENS_MOST = 32768
 TOKENS_ON_CPU = 8192
 USED_SHARE = 0.9
 """Share of the free memory that the expected peak may take: the rest is for fragments and errors of it."""
-RECOMPUTES = ("", "selective", "full")
+RECOMPUTES: tuple[RecomputeGranularity, ...] = ("", "selective", "full")
 """What can be recomputed, the cheapest first."""
 
 

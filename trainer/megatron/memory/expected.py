@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
-from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.config import OptimizerConfig, ParallelConfig, RecomputeGranularity, TrainerConfig
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.stages import stage_rules
@@ -75,7 +75,9 @@ class Workload:
     def item(self) -> int:
         return ITEM_BYTES[self.trainer.dtype]
 
-    def changed(self, *, recompute: str | None = None, cpu_offload: bool | None = None) -> "Workload":
+    def changed(
+        self, *, recompute: RecomputeGranularity | None = None, cpu_offload: bool | None = None
+    ) -> "Workload":
         """Return the workload with another `recompute_granularity` or `optimizer.cpu_offload`."""
         trainer, optimizer = self.trainer, self.optimizer
         if recompute is not None:
