@@ -81,8 +81,8 @@ class TurnScores:
         for number, score in enumerate(scores):
             if not abs(score) <= MOST:
                 raise VerifierError(by, f"scored turn {number} of sample {sample} as {score}")
-        of_turns = self._components.setdefault(verifier, [[] for _ in self._counts])
-        of_turns[sample] = list(scores)
+        turn_scores = self._components.setdefault(verifier, [[] for _ in self._counts])
+        turn_scores[sample] = list(scores)
         return math.fsum(scores)
 
     def forget(self, verifier: str, sample: int) -> None:

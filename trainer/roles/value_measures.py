@@ -67,7 +67,7 @@ class ValueMeasures:
         return vector, vector[:0]
 
     def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> CriticStats:
-        """Return what the vector of the whole step says."""
+        """Return the statistics of the whole step's vector."""
         if not self.tokens:
             return CriticStats()
         total = dict(zip(TOTALS, vector.tolist(), strict=True))

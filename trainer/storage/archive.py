@@ -35,7 +35,7 @@ class Archive:
         """Use a directory, which need not exist.
 
         Args:
-            directory: that of the archive.
+            directory: the archive's.
             limit_mb: MiB for all steps; with 0 no step is archived. Readers need not give it.
         """
         self.directory = directory

@@ -293,8 +293,8 @@ def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
 def _layer_backward_bytes(work: Workload, tokens: int) -> int:
     """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight.
 
-    Those of activations are of the product and of what it is made of. Bounded scores can take more, and so
-    can, with context parallelism, gradients of keys and values that are seen, and of those that ranks have.
+    Gradients of activations cover the product and its factors. Bounded scores can take more, and so can, with
+    context parallelism, gradients of keys and values that are seen, and of those that ranks have.
     """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     gradients, width = mlp_projections(a) + 1, a.intermediate / tp

@@ -38,7 +38,7 @@ def by_segments(
     terms: AttentionTerms,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
+    """Compute it with torch's attention, a segment at a time: anywhere, and as the reference for others."""
     if (keys := sequences.keys) is not None:
         q = spread_queries(q, keys)
     numbers = terms.scale, terms.window, terms.softcap
