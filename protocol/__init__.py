@@ -6,5 +6,5 @@ What may be imported where:
     protocol.host       the standard library and psutil
     everything else     the standard library, numpy, msgspec, msgpack and xxhash
 
-Nothing in it imports another package of the project.
+No module here imports another package of the project.
 """

@@ -85,7 +85,7 @@ def checked_options(kind: type[T], values: Mapping[str, Any], what: str) -> T:
 
 
 def _check_keys(kind: Any, values: Mapping[str, Any], what: str) -> None:
-    """Refuse unknown keys, also those of nested dataclasses."""
+    """Refuse unknown keys, in nested dataclasses too."""
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
     for key, value in values.items():
         inner = fields[checked_name(key, fields, f"{what}: option")]

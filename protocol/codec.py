@@ -21,8 +21,8 @@ SCHEMA = 2
 MAX_FRAME_BYTES = 256 << 20
 """Limit on a frame, bytes."""
 SMALL_BYTES = 1 << 20
-"""Payloads of at most this many bytes are decoded without counting their values first; whatever they hold,
-they decode to about 40 MiB at worst."""
+"""Payloads of at most this many bytes are decoded without counting their values first; they decode to about
+40 MiB at worst."""
 
 SCRATCH_BYTES = 8 << 20
 """Largest buffer that a thread keeps between two messages that it encodes."""
@@ -121,8 +121,8 @@ def decode_envelope(frame: Buffer) -> Envelope:
     """Decode and check the envelope of a frame; the payload stays encoded.
 
     Raises:
-        FrameTooLarge, UnsupportedSchema, ChecksumMismatch, ProtocolError: whatever the bytes are, no other
-            exception is raised.
+        FrameTooLarge, UnsupportedSchema, ChecksumMismatch, ProtocolError: no bytes raise another
+            exception.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")

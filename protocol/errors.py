@@ -80,7 +80,7 @@ for it under the bound."""
 
 
 class Refused(TetherError):
-    """A refused transition, which changed nothing. Code tests `reason`; the text is for people."""
+    """A refused transition, without any change. Code tests `reason`; the text is for people."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -95,7 +95,7 @@ class Unavailable(TetherError):
 class SpoolError(TetherError, OSError):
     """The spool could not be read or written.
 
-    A failed write stored nothing, so the messages must not be acknowledged.
+    A failed write stored no message, so the messages must not be acknowledged.
     """
 
 

@@ -53,7 +53,7 @@ def check_ranges(config: Any, prefix: str) -> None:
 
 
 def range_errors(config: Any, prefix: str) -> Iterator[SettingsError]:
-    """Yield the errors of which `check_ranges` raises the first."""
+    """Yield all errors; `check_ranges` raises the first."""
     kind: type = type(config)
     for field in dataclasses.fields(config):
         value, dotted = getattr(config, field.name), f"{prefix}.{field.name}" if prefix else field.name

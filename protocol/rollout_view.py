@@ -1,7 +1,7 @@
 """Decodes one `Rollout` into its rows, and checks its arrays against each other.
 
 Shapes: P prompt tokens, n samples per group, R rows, T tokens of all rows together, T_i own tokens of row i,
-C_i tokens that it follows after the prompt. Without branches a row is a sample, and follows nothing else. A
+C_i tokens that it follows after the prompt. Without branches a row is a sample, and follows no other row. A
 row may be empty (T_i = 0).
 """
 
@@ -44,7 +44,8 @@ class RowView:
     versions: NDArray[np.int32]
     """[T_i]: weight version of each token, at least 0."""
     finish_reason: str
-    """Why the sample ended; it, the response and the reward are those of the sample."""
+    """Reason why the sample ended. This field, the response and the reward describe the row's whole sample.
+    """
     response: str
     environment_reward: float | None
     own_prompt: int = 0
@@ -63,7 +64,7 @@ class RolloutView:
     prompt: NDArray[np.int32]
     """[P], P > 0: the prompt of all samples."""
     rows: tuple[RowView, ...]
-    """[R], R > 0; those of a sample come one after the other."""
+    """[R], R > 0; a sample's rows come one after the other."""
     samples: int
     """n, at least 1."""
     prompt_experts: NDArray[np.uint16] | None = None
@@ -106,7 +107,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     rewards, own_prompts = _environment_rewards(rollout, n), _own_prompts(rollout, branches, starts)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
     contexts = _contexts(group, starts, branches, tokens)
-    of_contexts = [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
+    ctx_experts = [None] * len(branches) if experts is None else _contexts(group, starts, branches, experts)
     rows = tuple(
         RowView(
             sample=sample,
@@ -120,7 +121,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
             environment_reward=rewards[sample],
             own_prompt=own_prompts[i],
             experts=None if experts is None else experts[start:end],
-            context_experts=of_contexts[i],
+            context_experts=ctx_experts[i],
         )
         for i, ((sample, _, _), (start, end)) in enumerate(zip(branches, pairwise(starts), strict=True))
     )
@@ -219,10 +220,10 @@ def _experts(
     if parts[0] is None or parts[1] is None:
         require(parts == (None, None), group, "experts", "are given for prompt or samples alone")
         return None, None
-    of_prompt = checked_array(group, "prompt_experts", parts[0], "uint16", (prompt, None, None))
-    layers, chosen = of_prompt.shape[1:]
+    prompt_experts = checked_array(group, "prompt_experts", parts[0], "uint16", (prompt, None, None))
+    layers, chosen = prompt_experts.shape[1:]
     require(layers > 0 and chosen > 0, group, "prompt_experts", "are of no layer")
-    return of_prompt, checked_array(group, "experts", parts[1], "uint16", (tokens, layers, chosen))
+    return prompt_experts, checked_array(group, "experts", parts[1], "uint16", (tokens, layers, chosen))
 
 
 def _branches(rollout: Rollout, rows: int) -> list[tuple[int, int, int]]:
@@ -283,7 +284,7 @@ def _check_first_tokens(
     branches: Sequence[tuple[int, int, int]],
     mask: NDArray[Any],
 ) -> None:
-    """Refuse rows that follow nothing and begin with a sampled token, which nothing could score."""
+    """Refuse rows that follow no other row and begin with a sampled token, which has no context."""
     for row, (_, _, shared) in enumerate(branches):
         follows = prompt + shared > 0 or (starts[row] < starts[row + 1] and not mask[starts[row]])
         require(follows, group, "prompt_tokens", f"is empty, and row {row} begins with a sampled token")

@@ -21,7 +21,7 @@ GroupsPerStep = Annotated[int, Meta(ge=1, le=10**6)]
 
 
 class Policy(StrEnum):
-    """What happens when taking B scored groups would make an unscored group miss its deadline."""
+    """Choice for the case that taking B scored groups would make an unscored group miss its deadline."""
 
     WAIT = "wait"  # the step waits for the straggler
     MASK = "mask"  # take anyway; of a late group only tokens within the bound carry gradient
@@ -75,7 +75,7 @@ def admits(deadlines: Iterable[int], new: int, next_step: int, bound: Bound) -> 
 
 
 def lag(trained_at: int, generated_under: int) -> int:
-    """Return the lag of a token in versions: from the version that sampled it to that of the step's start."""
+    """Return the lag of a token in versions: the version at the step's start less the one that sampled it."""
     return trained_at - generated_under
 
 

@@ -14,7 +14,7 @@ from protocol.rollout_view import checked_array, require, samples_of_rows
 
 @dataclass(frozen=True, slots=True)
 class TurnPlace:
-    """Where a turn lies: what the model said at once, in answer to one call."""
+    """Place of a turn, the text that the model sampled in answer to one call."""
 
     row: int
     """Row of the message that has it."""
@@ -61,15 +61,15 @@ def turns_of(rollout: Rollout) -> list[list[TurnPlace]] | None:
 def by_sample(values: Sequence[str], turns: Sequence[Sequence[TurnPlace]]) -> list[list[str]]:
     """Return the entries [K] of all turns as a list for each sample, [n][K_i]."""
     rest = iter(values)
-    return [[next(rest) for _ in of_sample] for of_sample in turns]
+    return [[next(rest) for _ in sample_turns] for sample_turns in turns]
 
 
 def _check_cover(rollout: Rollout, turns: Sequence[Sequence[TurnPlace]], lengths: Sequence[int]) -> None:
     """Refuse turns that overlap, and sampled tokens in no turn."""
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     mask = checked_array(rollout.group, "loss_mask", rollout.loss_mask, "uint8", (int(starts[-1]),))
-    count = np.zeros(len(mask) + 1, dtype=np.int64)  # as large as what has arrived, whatever `lengths` says
-    for turn in (turn for of_sample in turns for turn in of_sample):
+    count = np.zeros(len(mask) + 1, dtype=np.int64)  # as large as the mask, not as `lengths`
+    for turn in (turn for sample_turns in turns for turn in sample_turns):
         count[starts[turn.row] + turn.first] += 1
         count[starts[turn.row] + turn.end] -= 1
     covered = np.cumsum(count)[:-1]

@@ -1,4 +1,4 @@
-"""Finds what a user names as `MODULE:NAME`, and what number and which exception come from it."""
+"""Finds the object that a user names as `MODULE:NAME`, and checks its number or locates its exception."""
 
 import importlib
 import math
@@ -54,7 +54,7 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
 
 
 def returned_number(value: Any) -> float:
-    """Return what the user's code returned as a score or reward as a float.
+    """Return the score or reward of the user's code as a float.
 
     Raises:
         ValueError: it is not a finite float, int or bool; the text shows it: "nan", "'1'", or its type.

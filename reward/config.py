@@ -21,7 +21,7 @@ class VerifierConfig:
     """Name of its scores in messages and metrics. Empty: `name`. Needed where a verifier is used twice."""
     fallback: str = ""
     """Name (its label, if it has one) of another verifier, whose score is taken for this one's where this one
-    fails. That verifier is asked for nothing else, and its weight does not count."""
+    fails. That verifier is not called otherwise, and its weight does not count."""
 
     @property
     def component(self) -> str:
@@ -49,8 +49,8 @@ class RewardConfig:
     """Worker processes, over which the samples of all groups are divided. Judges and asynchronous functions
     share one more, in which calls for all samples wait at the same time."""
     memory_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
-    """Address space of a worker process beside the models that it loads, MiB. 0: no limit, which a verifier
-    on a GPU needs."""
+    """Address space of a worker process in addition to the models that it loads, MiB. 0: no limit, which a
+    verifier on a GPU needs."""
 
     @property
     def may_score_turns(self) -> bool:

@@ -1,11 +1,11 @@
-"""Defines what a verifier is given of a prompt group."""
+"""Defines a verifier's input, the prompt group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Verdict = float | list[float] | None
-"""What a verifier gives to a sample: a score, or one for each of its turns; None: it was too slow."""
+"""A verifier's verdict on a sample: a score, or one for each of its turns; None: it was too slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class ResponseGroup:
     responses: Sequence[str]
     """[n] the samples as text."""
     metadata: Mapping[str, Any]
-    """What the prompt source knows of the prompt: answer, tests ..."""
+    """The prompt source's data about the prompt: answer, tests ..."""
     token_counts: Sequence[int]
     """[n] tokens of each sample, without the prompt; 0 for a response that no engine generated."""
     finish_reasons: Sequence[str]

@@ -1,4 +1,4 @@
-"""Keeps what a verifier did and said in one call: for metrics, and for the record of the sample."""
+"""Keeps a verifier's counts and text of one call: for metrics, and for the record of the sample."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -11,6 +11,6 @@ class Notes:
     counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """What happened -> how often, or how much: `requests`, `retries`, `prompt_tokens`, `cost` ..."""
     text: str = ""
-    """What a judge said."""
+    """A judge's answer."""
     problem: str = ""
     """What went wrong last."""

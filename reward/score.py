@@ -16,7 +16,7 @@ from reward.workers.pool import ScorePool
 MAX_ERROR = 500
 """Characters of an error that are sent."""
 MAX_REMARK = 2000
-"""Characters of what a judge said of one sample."""
+"""Characters of a judge's text about one sample."""
 MAX_REMARKS = 64_000
 """Characters of what judges said of a group."""
 

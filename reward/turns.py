@@ -34,7 +34,7 @@ class GroupTurns:
         if turns is None:
             texts = [[text] for text in rollout.responses]
             return cls([1] * len(texts), texts, [[""] for _ in texts])
-        counts = [len(of_sample) for of_sample in turns]
+        counts = [len(sample_turns) for sample_turns in turns]
         if not rollout.turn_texts or not rollout.turn_contexts:
             return cls(counts)
         return cls(counts, by_sample(rollout.turn_texts, turns), by_sample(rollout.turn_contexts, turns))
@@ -81,8 +81,8 @@ class TurnScores:
         for number, score in enumerate(scores):
             if not abs(score) <= MOST:
                 raise VerifierError(by, f"scored turn {number} of sample {sample} as {score}")
-        of_turns = self._components.setdefault(verifier, [[] for _ in self._counts])
-        of_turns[sample] = list(scores)
+        turn_scores = self._components.setdefault(verifier, [[] for _ in self._counts])
+        turn_scores[sample] = list(scores)
         return math.fsum(scores)
 
     def forget(self, verifier: str, sample: int) -> None:

@@ -85,23 +85,23 @@ def load_user_code(path: str, what: str, *, may_score_turns: bool = False) -> Us
 
 
 def _checked_parameters(
-    what: str, function: Callable[..., Any], of_turns: tuple[str, ...]
+    what: str, function: Callable[..., Any], turn_names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the names of the arguments to pass. `of_turns` are those that there are of turns, if any.
+    """Return the names of the arguments to pass. `turn_names` are the ones for turns, if any.
 
     Raises:
         SettingsError: the function cannot be called with the arguments that there are.
     """
     parameters = inspect.signature(function).parameters
-    whole, by_turn = "responses" in parameters, bool({*of_turns[:1]} & parameters.keys())
+    whole, by_turn = "responses" in parameters, bool({*turn_names[:1]} & parameters.keys())
     if whole == ("response" in parameters) and (whole or not by_turn):
-        more = ", or `turns` (scores each turn of one)" if of_turns else ""
+        more = ", or `turns` (scores each turn of one)" if turn_names else ""
         raise SettingsError(
             f"{what} must take a parameter `response` (scores one) or `responses` (scores all of a prompt)"
             f"{more}"
         )
     other: tuple[str, ...] = EACH if whole else WHOLE
-    known = (WHOLE if whole else EACH) + (of_turns if by_turn else ())
+    known = (WHOLE if whole else EACH) + (turn_names if by_turn else ())
     if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
         return known
     names = []

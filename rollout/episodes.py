@@ -37,7 +37,7 @@ MAX_ERROR = 500
 
 @dataclass(frozen=True, slots=True)
 class EpisodeReport:
-    """What became of one attempt at a sample."""
+    """Outcome of one attempt at a sample."""
 
     sample: int
     """Index in the group."""
@@ -52,9 +52,9 @@ class EpisodeReport:
     """One of `FAILURES`; empty: there is a sample."""
     error: str = ""
     first_prompt: PromptTokens = NOTHING_READ
-    """Those of the first call."""
+    """Tokens of the first call's prompt."""
     later_prompts: PromptTokens = NOTHING_READ
-    """Those of all other calls, each with the whole history."""
+    """Tokens of all other calls' prompts, each with the whole history."""
     replayed: int = 0
     """Calls that were answered from the record."""
     diverged: int = 0
@@ -79,7 +79,7 @@ class Episodes:
     ended: Callable[[], str] = lambda: ""
     """Returns why the group is ended from outside, to be asked once its episodes are cancelled."""
     recording: Recording | None = None
-    """Records the calls of sessions; None: nothing is recorded."""
+    """Records the calls of sessions; None: calls are not recorded."""
     strays: Strays = field(default_factory=Strays)
     """Has the episodes that do not end when they are cancelled, of all groups of the process."""
 
@@ -183,7 +183,7 @@ class Episodes:
                 except (Exception, BaseExceptionGroup, SystemExit) as error:  # it may raise anything
                     failure = EpisodeError("error", located(error)[:MAX_ERROR])
         except TimeoutError:
-            pass  # `limit` has expired: whatever else is raised inside is caught there
+            pass  # `limit` has expired: other exceptions inside are caught there
         if calls.error is not None:
             raise calls.error
         if limit.expired():
@@ -201,7 +201,7 @@ class Episodes:
 
 @contextlib.asynccontextmanager
 async def _limited(calls: ModelCalls, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Cancel the block after some time, of which its model calls know before it is cancelled."""
+    """Cancel the block after some time; its model calls see the reason before it is cancelled."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
 

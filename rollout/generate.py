@@ -25,7 +25,7 @@ from rollout.trajectory import assemble, turn_texts
 
 DEFAULT = EnvironmentConfig()
 ENGINE = "engine"
-"""Reason of a group that its engine failed, whatever its prompt is."""
+"""Reason of a group that its engine failed, independent of its prompt."""
 
 
 async def generate_group(
@@ -54,16 +54,16 @@ async def generate_group(
 
     Args:
         engine, renderer: generate, render the prompt, and detokenize the samples.
-        environment, prompt: what produces each sample, and from what.
+        environment, prompt: the producer of each sample, and its input.
         group, token, engine_name: fields of the message, see `Rollout`.
         n, sampling: samples to generate, and the parameters of every generation.
         config, max_model_len: limits of episodes, and of the tokens of prompt and sample; 0: none is known.
         least: samples that must remain when others have failed; None: all.
-        report, ended, recording, strays: as in `Episodes`; no strays: those of this group alone.
+        report, ended, recording, strays: as in `Episodes`; no strays: a new set for this group alone.
         with_turn_texts: whether the message has the text of each turn, for verifiers that score turns.
 
     Raises:
-        SettingsError: the prompt cannot be rendered; and whatever `Episodes.samples` raises.
+        SettingsError: the prompt cannot be rendered; and any error of `Episodes.samples`.
     """
     began, read, size = time.perf_counter(), _ReadTokens(report), size_of((prompt.text, prompt.messages))
     prompt_tokens = await off_loop(size, functools.partial(renderer.prompt_tokens, prompt))
@@ -89,7 +89,7 @@ def failure_reason(error: Exception) -> str:
 
 @dataclass(slots=True)
 class _ReadTokens:
-    """Adds up what the engine was given to continue in all attempts, and reports them."""
+    """Sum of the tokens that the engine was given to continue in all attempts; reports it."""
 
     report: Callable[[EpisodeReport], None]
     tokens: PromptTokens = NOTHING_READ

@@ -1,7 +1,7 @@
-"""Runs the work of large texts beside the event loop, which extends leases meanwhile.
+"""Runs the work of large texts in threads, so that the event loop extends leases meanwhile.
 
-Two threads do it for all sessions of a process. Work that waits is given up with its caller; so no more waits
-than there are connections and episodes.
+Two threads do it for all sessions of a process. Waiting work is dropped with its caller, so at most one for
+each connection and episode waits.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 LARGE = 8192
-"""Characters of text; more of them are parsed, rendered and tokenized beside the event loop. Less takes some
+"""Characters of text; longer text is parsed, rendered and tokenized in a thread. Less takes some
 milliseconds, and the way to a thread and back takes a tenth of one."""
 TOKEN = 8
 """Characters that count for a token."""
@@ -20,12 +20,12 @@ _THREADS = ThreadPoolExecutor(2, thread_name_prefix="large-text")
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
-    """Return what `work` returns; it runs in a thread if it is about more than `LARGE` characters.
+    """Return the result of `work`, run in a thread if it is about more than `LARGE` characters.
 
     Cancelled, work that has begun runs to its end, and its result is lost.
 
     Raises:
-        Exception: whatever `work` raises.
+        Exception: any exception of `work`.
     """
     if size <= LARGE:
         return work()

@@ -1,4 +1,4 @@
-"""Reads a tokenizer that is nothing but tokenizer.json, without importing transformers.
+"""Reads a tokenizer that consists of tokenizer.json alone, without importing transformers.
 
 That import takes seconds, which every process would wait for that renders a prompt: the check before a start,
 each rollout worker, the evaluation.

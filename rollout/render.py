@@ -46,8 +46,8 @@ class RenderConfig:
     stop_at_eos: bool = True
     """Whether the end-of-sequence token ends a sample."""
     max_prompt_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
-    """Longest rendered prompt, tokens. The group of a longer one is dropped. 0: what `engine.max_model_len`
-    has beside `sampling.max_tokens`."""
+    """Longest rendered prompt, tokens. The group of a longer one is dropped. 0: `engine.max_model_len` less
+    `sampling.max_tokens`."""
 
 
 class PromptTooLong(SettingsError):
@@ -226,7 +226,7 @@ class Renderer:
             raise SettingsError(f"prompt {index}: the chat template refuses it: {error}") from error
 
     def _applied(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return what the chat template writes of messages, whichever form of their content it takes."""
+        """Return the chat template's text of messages, in the form of content that it takes."""
         given = [_in_parts(message) for message in messages] if self._parts else list(messages)
         text: str = self._tokenizer.apply_chat_template(
             given, tools=list(tools) or None, tokenize=False, add_generation_prompt=True

@@ -31,9 +31,9 @@ NOTHING_READ = PromptTokens()
 
 
 class EpisodeOver(Exception):
-    """Raised by a model call for which the episode has no turn or no room left; nothing was generated.
+    """Raised by a model call for which the episode has no turn or no room left; no token was generated.
 
-    The sample is truncated, which is no failure: an `Episode` ends with what it has.
+    The sample is truncated, which is no failure: an `Episode` ends with its turns so far.
     """
 
 
@@ -75,18 +75,18 @@ class Sample:
     reward: float | None = None
     """Reward of the environment, if it gives one."""
     experts: NDArray[np.uint16] | None = None
-    """[P + T, L, K], the prompt's first, as in `Completion`; None: nothing was recorded."""
+    """[P + T, L, K], the prompt's first, as in `Completion`; None: not recorded."""
     prompt: tuple[int, ...] | None = None
     """[P]: what its tokens continue; None: the prompt's tokens, as they were given to `run`."""
     branches: tuple[Branch, ...] = ()
-    """More rows of the sample, of which the tokens above are row 0."""
+    """More rows of the sample; the tokens above are row 0."""
     response: str | None = None
-    """Text for verifiers; None: that of the tokens."""
+    """Text for verifiers; None: the text of the tokens."""
     calls: tuple[tuple[int, int, int], ...] = ()
     """As in `Branch`."""
     recorded: tuple[int, tuple[int, ...]] | None = None
     """Index of the sample in the record of its calls, and the numbers of recorded calls that are in no row;
-    None: nothing was recorded."""
+    None: no call was recorded."""
     turns: tuple[tuple[int, int, int], ...] = ()
     """As in `Branch`."""
 
@@ -121,7 +121,7 @@ class SampleBuilder:
         for end, version in completion.spans:
             self._extend(start + end, version)
         if completion.experts is not None:
-            # A token's first pass counts: that of an earlier turn.
+            # A token's first pass counts, in an earlier turn.
             known = sum(map(len, self._experts))
             self._experts.append(completion.experts[known:])
 

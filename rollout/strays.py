@@ -1,7 +1,7 @@
-"""Runs what users wrote, and leaves behind what does not end when it is cancelled.
+"""Runs users' coroutines, and leaves one behind that does not end when it is cancelled.
 
 A coroutine that catches its cancellation would otherwise keep its place in the worker for as long as it
-likes. Nothing but the end of its process ends it, so the number of those is limited.
+likes. Only the end of its process ends it, so the number of such coroutines is limited.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """Seconds that a cancelled coroutine has to close what it opened and end."""
 MOST = 64
-"""Coroutines left behind with which a process begins nothing new."""
+"""Number of coroutines left behind at which a process begins no new one."""
 
 
 class Strays:
@@ -50,10 +50,10 @@ class Strays:
     async def run(
         self, begin: Callable[[], Awaitable[T]], name: str, on_left: Callable[[], None] = lambda: None
     ) -> T:
-        """Return what a coroutine returns, or raise what it raises.
+        """Return a coroutine's result, or raise its exception.
 
         Cancelling the call cancels the coroutine and waits for its end, `grace_s` at most. One that runs on
-        is left behind: whatever becomes of it is ignored.
+        is left behind, and its outcome is ignored.
 
         Args:
             begin: returns the coroutine, which gets a task of its own.
@@ -98,7 +98,7 @@ class Strays:
 
 
 async def _outcome(begin: Callable[[], Awaitable[T]]) -> T | BaseException:
-    """Return what a coroutine returns or raises: SystemExit in a task would end the event loop."""
+    """Return a coroutine's result or exception: SystemExit in a task would end the event loop."""
     try:
         return await begin()
     except (Exception, BaseExceptionGroup, SystemExit) as error:

@@ -56,7 +56,7 @@ class TextGame:
             raise SettingsError(f"textarena game {name} with seed {seed} cannot begin: {problem}") from None
 
     def step(self, action: str) -> str | None:
-        """Act; return what the game says then, or None if it has ended.
+        """Act; return the game's next text, or None if it has ended.
 
         An action without brackets is put into brackets, as the games expect it.
         """
@@ -71,7 +71,7 @@ class TextGame:
 
     @contextmanager
     def _draws(self) -> Iterator[None]:
-        """Let global random numbers be those of the game, and afterwards those of before."""
+        """Use the game's state of the global random numbers inside the block, and restore it after."""
         outside = random.getstate(), np.random.get_state()
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
@@ -83,7 +83,7 @@ class TextGame:
             np.random.set_state(outside[1])
 
     def _told(self) -> str:
-        """Return what the game says since the last time."""
+        """Return the game's text since the last call."""
         from textarena import GAME_ID
 
         _, observation = self._game.get_observation()

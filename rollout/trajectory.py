@@ -88,7 +88,7 @@ def turn_texts(rollout: Rollout, text_of: Callable[[tuple[int, ...]], str]) -> R
     rows = np.split(rollout.tokens.numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
     ends: dict[int, int] = defaultdict(int)
     texts, contexts = [], []
-    for turn in (turn for of_sample in turns for turn in of_sample):
+    for turn in (turn for sample_turns in turns for turn in sample_turns):
         row = rows[turn.row].tolist()
         contexts.append(text_of(tuple(row[ends[turn.row] : turn.first])))
         texts.append(text_of(tuple(row[turn.first : turn.end])))
@@ -130,29 +130,29 @@ def _rows(
 
 
 def _calls(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array | None:
-    """Return where the answers of recorded calls lie, None if nothing was recorded."""
-    found: list[tuple[int, int, int, int, int]] = []
+    """Return the places of recorded calls' answers, None if no call was recorded."""
+    calls: list[tuple[int, int, int, int, int]] = []
     remaining = enumerate(rows)
     for sample in samples:
         for index, row in islice(remaining, 1 + len(sample.branches)):
             if sample.recorded is not None:
-                found += [(sample.recorded[0], n, index, first, end) for n, first, end in row.calls]
+                calls += [(sample.recorded[0], n, index, first, end) for n, first, end in row.calls]
         if sample.recorded is not None:
-            found += [(sample.recorded[0], number, -1, 0, 0) for number in sample.recorded[1]]
-    return Array.of(found, "int32") if found else None
+            calls += [(sample.recorded[0], number, -1, 0, 0) for number in sample.recorded[1]]
+    return Array.of(calls, "int32") if calls else None
 
 
 def _turns(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array | None:
-    """Return where the turns of the samples lie, as they were made; None if every sample is one turn."""
-    found: list[tuple[int, int, int, int]] = []
+    """Return where the turns of the samples lie, in order; None if every sample is one turn."""
+    places: list[tuple[int, int, int, int]] = []
     remaining = enumerate(rows)
     for number, sample in enumerate(samples):
-        made: list[tuple[int, int, int, int]] = []
+        own: list[tuple[int, int, int, int]] = []
         for index, row in islice(remaining, 1 + len(sample.branches)):
-            turns = row.turns or ((len(made), 0, len(row.tokens)),)
-            made += [(place, index, first, end) for place, first, end in turns]
-        found += [(number, index, first, end) for _, index, first, end in sorted(made)]
-    return Array.of(found, "int32") if len(found) > len(samples) else None
+            turns = row.turns or ((len(own), 0, len(row.tokens)),)
+            own += [(place, index, first, end) for place, first, end in turns]
+        places += [(number, index, first, end) for _, index, first, end in sorted(own)]
+    return Array.of(places, "int32") if len(places) > len(samples) else None
 
 
 def _after(own: tuple[int, ...], sample: Sample) -> Sample:
@@ -191,28 +191,28 @@ def _rewards(group: int, samples: Sequence[Sample]) -> Array | None:
 
 
 def _experts(group: int, prompt: int, samples: Sequence[Sample]) -> tuple[Array, Array] | tuple[None, None]:
-    """Return the experts of the prompt and of all samples' tokens, or neither if nothing was recorded.
+    """Return the experts of the prompt and of all samples' tokens, or neither if no expert was recorded.
 
-    Samples share their prompt's passes: what one has not recorded of them another has.
+    Samples share their prompt's passes: passes that one sample has not recorded another has.
 
     Raises:
-        EngineError: samples differ in what was recorded.
+        EngineError: samples differ in the recorded layers or experts.
     """
-    found = [sample.experts for sample in samples if sample.experts is not None]
-    if not found:
+    recorded = [sample.experts for sample in samples if sample.experts is not None]
+    if not recorded:
         return None, None
-    same = len({array.shape[1:] for array in found}) == 1
-    if len(found) != len(samples) or not same:
+    same = len({array.shape[1:] for array in recorded}) == 1
+    if len(recorded) != len(samples) or not same:
         raise EngineError(
-            f"group {group}: the engine recorded experts of {len(found)} of {len(samples)} samples"
+            f"group {group}: the engine recorded experts of {len(recorded)} of {len(samples)} samples"
             f"{'' if same else ', of different layers'}"
         )
-    of_prompt = found[0][:prompt].copy()
-    for other in found[1:]:
-        unknown = of_prompt == UNKNOWN_EXPERT
-        of_prompt[unknown] = other[:prompt][unknown]
-    of_samples = np.concatenate([array[prompt:] for array in found])
-    return Array.of(of_prompt, "uint16"), Array.of(of_samples, "uint16")
+    prompt_experts = recorded[0][:prompt].copy()
+    for other in recorded[1:]:
+        unknown = prompt_experts == UNKNOWN_EXPERT
+        prompt_experts[unknown] = other[:prompt][unknown]
+    sample_experts = np.concatenate([array[prompt:] for array in recorded])
+    return Array.of(prompt_experts, "uint16"), Array.of(sample_experts, "uint16")
 
 
 def pack_metadata(prompt: Prompt) -> msgspec.Raw:

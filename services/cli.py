@@ -98,7 +98,7 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find all that would keep a run from starting, and start nothing; exit code 2 if there is anything."""
+    """Find all problems that would keep a run from starting, without starting it; then exit with 2."""
     from services.tools.check import check_configuration, render_check
 
     found = check_configuration(str(config), set_ or [])
@@ -203,7 +203,7 @@ def trace(
     group: Annotated[int, typer.Argument(help="number of the group")],
     as_json: AsJson = False,
 ) -> None:
-    """Show one group's life with times, and what the model wrote, from the run's files alone."""
+    """Show one group's life with times, and the model's text, from the run's files alone."""
     import dataclasses
 
     from services.ledger.event_log.trace import render_trace
@@ -269,7 +269,7 @@ def set_value(
 def drain(
     run_dir: RunDir, off: Annotated[bool, typer.Option("--off", help="grant leases again")] = False
 ) -> None:
-    """End a run early: grant no more leases, train what is in flight (the last step may be short)."""
+    """End a run early: grant no more leases, train the groups in flight (the last step may be short)."""
     from services.tools.run_commands import drain_run
 
     print(drain_run(run_dir, off))
@@ -319,7 +319,7 @@ def keys(
 
 @app.command()
 def track(run_dir: RunDir) -> None:
-    """Send what the libraries of `tracking.kind` have not got yet, of a run that is over."""
+    """Send points of a finished run that the libraries of `tracking.kind` lack."""
     from services.settings.load import run_settings
     from services.tracking.service import track_rest
 

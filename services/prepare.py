@@ -3,7 +3,7 @@
 For services that are started one by one, as containers are. `tether up` does the same itself.
 
 Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the services read as
-`TETHER_CONFIG`. Harmless to repeat. Exit codes are those of a service: 0 ready, 1 failed, 2 wrong settings.
+`TETHER_CONFIG`. Harmless to repeat. Exit codes are as in a service: 0 ready, 1 failed, 2 wrong settings.
 """
 
 import asyncio
@@ -29,17 +29,17 @@ from trainer.storage.checksums import check_model_files
 
 
 def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
-    """Check all that can be checked before anything starts, then make the random model if one is configured.
+    """Check all that can be checked before the first service starts, then make a random model if configured.
 
     Args:
-        settings: those of the run, with names of the hub at commits.
+        settings: the run's settings, with names of the hub at commits.
         local: whether all services will run on this machine.
 
     Returns:
-        What the ledger has to know of the run.
+        The run's specification for the ledger.
 
     Raises:
-        SettingsError: names what is wrong; nothing was made.
+        SettingsError: names the problem; no file was made.
     """
     changes_since_last_start(settings)
     findings = check_run(settings, local=local)
@@ -48,7 +48,7 @@ def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
 
 
 def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
-    """Make the random model if one is configured, and return what the ledger has to know of the run.
+    """Make the random model if one is configured, and return the run's specification for the ledger.
 
     Raises:
         SettingsError: the model or the prompts cannot be made, or a file of the model is damaged.
@@ -76,15 +76,15 @@ async def prepare_run(settings: Settings, compose: Callable[[], Settings]) -> Se
     A run whose directory is empty is fetched from `run.remote` first.
 
     Args:
-        settings: those of the run.
+        settings: the run's settings.
         compose: composes them again, after the run was fetched.
 
     Returns:
-        Lines for the user: the bound in force, what changed since the last start, how durable the ledger's
-        server is.
+        Lines for the user: the bound in force, changes since the last start, how durable the ledger's
+            server is.
 
     Raises:
-        SettingsError: names what is wrong; ledger and settings.json are unchanged.
+        SettingsError: names the problem; ledger and settings.json are unchanged.
     """
     ledger_url(settings)  # before a model is made, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Runs `python -m services.spare services.ROLE`: imports what the service needs, and waits to become it.
+"""Runs `python -m services.spare services.ROLE`: imports the service's modules, and waits to become it.
 
 `tether up` starts it with the variables of a service, and a socket as its standard input. It holds nothing of
 the run meanwhile: no connection, no lock, no file but its log, and no device. For each byte of the socket it
@@ -33,7 +33,7 @@ def preload(module: str) -> Callable[[], None] | None:
     """Import a service, and what it says itself that it will need with the settings of the environment.
 
     Args:
-        module: started as `python -m MODULE`. That of a package is `MODULE.service`, whose function
+        module: started as `python -m MODULE`. A package's module is `MODULE.service`, whose function
             `preload`, if it has one, gets the settings.
 
     Returns: what a fork of this process has to do before it becomes the service, if anything.

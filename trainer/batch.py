@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What a data-parallel replica has to know of the samples of all of them; equal on every rank."""
+    """Totals over the samples of all data-parallel replicas; equal on every rank."""
 
     samples: int
     """Samples of the step, or of a mini-batch of it, over all replicas."""
@@ -37,7 +37,8 @@ class Batch:
     step: int
     """The version that the step starts from."""
     totals: StepTotals
-    """Those of the whole step, or of the mini-batch that an update trains, whichever samples are here."""
+    """Totals of the whole step, or of the mini-batch that an update trains, even if only some samples are
+    here."""
     offsets: torch.Tensor
     """int64 [n + 1]: where each sample begins; the last one is t."""
     tokens: torch.Tensor
@@ -55,7 +56,7 @@ class Batch:
     group_index: torch.Tensor
     """int64 [n]: index of the sample's group within the step."""
     rewards: torch.Tensor
-    """float32 [n]: of which advantages are made, after any punishment of long samples."""
+    """float32 [n]: basis of the advantages, after any punishment of long samples."""
     weights: torch.Tensor
     """float32 [n]: weight of each trained token of the sample in the loss of an update."""
     measured: torch.Tensor
@@ -66,32 +67,31 @@ class Batch:
     """Whether the objective is decoupled, with the policy at the start of the step as proximal policy."""
     start_logprobs: torch.Tensor | None = None
     """float32 [t]: under the policy at the start of the step, where it makes several updates; 0 where not
-    sampled. None: those of the training pass itself, than which no other pass says anything new in the first
-    update."""
+    sampled. None: the training pass's own, since in the first update another pass would compute the same."""
     reference_logprobs: torch.Tensor | None = None
     """float32 [t]: under the initial model, for the KL term; else None."""
     rows: torch.Tensor | None = None
-    """int64 [n]: index of each sample within the step, the same for all of its branches; None where nobody
-    needs it."""
+    """int64 [n]: index of each sample within the step, the same for all of its branches; None where it is not
+    needed."""
     shares: torch.Tensor | None = None
     """float32 [n]: what part of its sample's tokens each branch has, where a mean over samples counts it by
     that; None: each is a sample."""
     experts: torch.Tensor | None = None
     """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
-    where unknown. The trainer's model uses them in place of its own choice. None: nothing was recorded."""
+    where unknown. The trainer's model uses them in place of its own choice. None: not recorded."""
     log_ratio_limit: float | None = None
     """Largest |log(pi / pi_behaviour)| that M2PO does not clip in an update; None: any."""
     entropy_coef: float | None = None
-    """Bonus for entropy in this step; None: that of the settings."""
+    """Bonus for entropy in this step; None: the settings' value."""
     mini_batch: torch.Tensor | None = None
     """int64 [n]: the mini-batch of each sample, from 0; None: they are of one."""
     values: torch.Tensor | None = None
     """float32 [t]: the critic's, at the start of the step, of the state in which each token was sampled; 0
     where not sampled. None: there is no critic."""
     returns: torch.Tensor | None = None
-    """float32 [t]: what the critic is trained towards, of each sampled token; else None."""
+    """float32 [t]: the critic's target for each sampled token; else None."""
     turn_rewards: torch.Tensor | None = None
-    """float32 [t]: reward that follows each sampled token, of which a critic's advantages are made. None: the
+    """float32 [t]: reward that follows each sampled token, the basis of a critic's advantages. None: the
     sample's, at its last one; turns were not scored, or there is no critic."""
 
     @property
@@ -107,7 +107,7 @@ class Batch:
         )
 
     def select(self, samples: torch.Tensor) -> "Batch":
-        """Return the `samples` (int64 [m]) in the order given; `totals` stay those of the step."""
+        """Return the `samples` (int64 [m]) in the order given; `totals` stay the step's."""
         lengths = self.lengths[samples]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         shift = self.offsets[samples] - offsets[:-1]
@@ -116,7 +116,7 @@ class Batch:
         changed |= self._map(SAMPLE_FIELDS, lambda values: values[samples])
         return dataclasses.replace(self, offsets=offsets, **changed)
 
-    def of_mini_batch(self, mini_batch: int, totals: StepTotals) -> "Batch":
+    def select_mini_batch(self, mini_batch: int, totals: StepTotals) -> "Batch":
         """Return its samples of a mini-batch, whose totals over all replicas are given."""
         part = self
         if self.mini_batch is not None:

@@ -21,8 +21,8 @@ class ParallelConfig:
     data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Copies of the model, each with its part of the batch."""
     virtual_pipeline_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
-    """Parts of the model that each pipeline stage has, interleaved with those of the others, so that stages
-    wait less for each other. Divides the layers of every stage; needs at least two stages."""
+    """Parts of the model that each pipeline stage has, interleaved with the other stages' parts, so that
+    stages wait less for each other. Divides the layers of every stage; needs at least two stages."""
     num_layers_in_first_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
     """Layers of the first stage, which also has the embedding. 0: as many as the other stages with 0."""
     num_layers_in_last_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
@@ -99,7 +99,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
-    """Section `[trainer]`: what trains, on which device, and what is kept of a run."""
+    """Section `[trainer]`: the training backend, its device, and the kept files of a run."""
 
     backend: str = "megatron"
     """What trains: megatron, reference (the oracle, one rank) or scripted (dry runs without a model)."""
@@ -115,12 +115,11 @@ class TrainerConfig:
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
     recompute_granularity: RecomputeGranularity = ""
-    """megatron: what of the activations the backward pass computes again instead of keeping it: nothing
-    (empty), selective (`recompute_modules` of each layer) or full (whole layers)."""
+    """megatron: activations that the backward pass computes again instead of keeping them: none (empty),
+    selective (`recompute_modules` of each layer) or full (whole layers)."""
     recompute_method: Literal["uniform", "block"] = "uniform"
-    """full: uniform (layers in pieces of `recompute_num_layers`, of each of which only the input is kept) or
-    block (the first `recompute_num_layers` of each pipeline stage or chunk, one by one; the others keep
-    all)."""
+    """full: uniform (layers in pieces of `recompute_num_layers`; only each piece's input is kept) or block
+    (the first `recompute_num_layers` of each pipeline stage or chunk, one by one; the others keep all)."""
     recompute_num_layers: Annotated[int, Meta(ge=1, le=10**4)] = 1
     """full: layers; see `recompute_method`."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = ("layernorm", "mlp")
@@ -137,7 +136,7 @@ class TrainerConfig:
     logits small, the mean over the samples of a step. 0 is off."""
     moe_router_bias_update_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """megatron, models whose routers choose by score and bias: by how much a step raises the biases of
-    experts with fewer tokens than the mean, and lowers those of others. 0 is off."""
+    experts with fewer tokens than the mean, and lowers the others' biases. 0 is off."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of each rank. auto: the cores that the engines leave, divided between the ranks."""
     checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = 20
@@ -159,7 +158,7 @@ class TrainerConfig:
     recompute_logprobs: bool = False
     """Decoupled objective: the proximal policy is the trainer's at the start of the step, and the engine's
     enters by the weight of `algorithm.importance_cap` alone. In a step of one update its log-probabilities
-    are those of the training pass itself, so it costs nothing; with more they take a forward pass."""
+    are the training pass's own, so it is free; with more they take a forward pass."""
     mismatch_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     """Share of the groups on whose trained tokens the trainer's log-probabilities are compared with the
     engine's; a group is in it or not by its number. They come from the training pass, so all of them cost
@@ -203,11 +202,11 @@ class AlgorithmConfig:
     """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap), with
     `trainer.recompute_logprobs`. 0 is off."""
     importance_level: Literal["token", "sequence"] = "token"
-    """What `importance_cap` compares: the ratio of each token (token), or the product of those of a sample
+    """What `importance_cap` compares: the ratio of each token (token), or the product of a sample's ratios
     (sequence)."""
     rejection_level: Literal["", "token", "sequence", "geometric"] = ""
-    """Masked importance sampling: what is compared with `rejection_low` and `rejection_high`, the ratio of
-    each token (token), the product of those of a sample (sequence) or their geometric mean (geometric). A
+    """Masked importance sampling: value that is compared with `rejection_low` and `rejection_high`, the ratio
+    of each token (token), the product of a sample's ratios (sequence) or their geometric mean (geometric). A
     token outside has no policy gradient, at the other levels its whole sample. Empty: off."""
     rejection_low: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Smallest ratio that is trained, with `rejection_level`."""
@@ -216,7 +215,7 @@ class AlgorithmConfig:
     second_moment_threshold: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """m2po: second-moment trust region. Of the tokens whose gradient moves the policy further from the
     engine's, the mean of log(pi / pi_behaviour)^2 over an update's batch is capped to this: where it is more,
-    the clip is what the cap says, at least `clip_low` and `clip_high`. It costs a forward pass."""
+    the cap sets the clip, at least `clip_low` and `clip_high`. It costs a forward pass."""
     proximal_policy: Literal["start", "interpolated"] = "start"
     """With `trainer.recompute_logprobs`: start (the policy at the start of the step) or interpolated (a mean
     of the logarithms of the engine's policy and the present one, by the token's lag: no forward pass, however
@@ -235,20 +234,20 @@ class AlgorithmConfig:
     entropy_coef_max: Annotated[float, Meta(ge=0, le=1e6)] = 0.005
     """With `entropy_target`: largest bonus."""
     kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    """Weight of the KL divergence to the initial model, or to that of `[reference]`. 0 is off and costs
-    nothing."""
+    """Weight of the KL divergence to the initial model, or to the model of `[reference]`. 0 is off and free.
+    """
     use_kl_in_reward: bool = False
     """Whether that divergence, by k1, is subtracted from the reward instead of added to the loss, as in PPO
-    and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards; with
-    ppo that of each token, with reinforce_plus_plus that of each token and those after it."""
+    and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards; with ppo
+    each token's term, with reinforce_plus_plus each token's term and the later ones'."""
     opd_kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     """on_policy_distillation: factor of the reverse KL of each token, log pi - log pi_teacher, in its
     advantage."""
     opd_reward_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """on_policy_distillation: factor of the reward, less the mean of its group, in the advantage. 0: rewards
-    count for nothing."""
+    are ignored."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence from one token: k2 (its gradient is that of the divergence), k3 (never
+    """Estimator of that divergence from one token: k2 (its gradient equals the divergence's), k3 (never
     negative, lower variance) or k1 (its gradient is 0 on average: only to compare)."""
     advantage_eps: Annotated[float, Meta(ge=1e-8, le=1e6)] = 1e-4
     """Added to the standard deviation that advantages are divided by, where they are. Without it a group of
@@ -257,16 +256,16 @@ class AlgorithmConfig:
     """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit. 0: the longest
     sample of the batch."""
     truncated: Literal["train", "mask", "shape"] = "train"
-    """What is done with samples that ended at the length limit (finish reason `length`): train (nothing),
-    mask (they carry no gradient, but count for the other samples of their group), or shape (DAPO's soft
-    overlong punishment of every sample's length, see `overlong_buffer`)."""
+    """Treatment of samples that ended at the length limit (finish reason `length`): train (as others), mask
+    (they carry no gradient, but count for the other samples of their group), or shape (DAPO's soft overlong
+    punishment of every sample's length, see `overlong_buffer`)."""
     overlong_buffer: Annotated[int, Meta(ge=0, le=10**7)] = 0
     """shape: tokens before `overlong_length` in which the punishment grows from 0 to `overlong_penalty`."""
     overlong_length: Annotated[int, Meta(ge=0, le=10**7)] = 0
     """shape: tokens of a sample, without its prompt, from which it is punished in full. 0:
     `sampling.max_tokens`."""
     overlong_penalty: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
-    """shape: what is subtracted from the reward of a sample at `overlong_length`."""
+    """shape: penalty subtracted from the reward of a sample at `overlong_length`."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: drop groups whose rewards are all equal before a step takes them, and generate
     groups of other prompts in their place."""
@@ -274,7 +273,7 @@ class AlgorithmConfig:
     """The run halts when `filter_groups` has dropped so many batches (of `bound.groups_per_step` groups)
     since the last step. 0: it never does."""
     gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """ppo: discount of what a later token brings, for each token between."""
+    """ppo: discount of later tokens' rewards, for each token between."""
     gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 0.95
     """ppo: how far advantages trust rewards (1) instead of the critic's values (0)."""
     whiten_advantages: bool = True
@@ -308,7 +307,7 @@ class ClusterConfig:
     """Section `[cluster]`: hosts that the trainer's ranks are divided between. docs/cluster.md says how."""
 
     nodes: Annotated[int, Meta(ge=0, le=4096)] = 0
-    """Hosts of the trainer, each of which runs `python -m services.trainer`. 0: what Slurm says
+    """Hosts of the trainer, each of which runs `python -m services.trainer`. 0: Slurm's number
     (SLURM_STEP_NUM_NODES, SLURM_NNODES) where `rendezvous` is set, else 1."""
     node_rank: Annotated[int, Meta(ge=-1, le=4095)] = -1
     """Number of this host, from 0. Host 0 has rank 0 of the trainer. -1: what Slurm (SLURM_NODEID) or

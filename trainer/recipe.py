@@ -16,7 +16,7 @@ def check_recipe(
     """Check what algorithm, corrections, the updates of a step and the optimizer require of each other.
 
     Args:
-        algorithm: section `[algorithm]`; the others likewise.
+        algorithm: section `[algorithm]`; the other arguments are sections, too.
         trainer: says how many updates a step makes.
         optimizer: makes them.
         lora: says whether adapters are trained.

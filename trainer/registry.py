@@ -101,12 +101,12 @@ def make_critic(
     trainer: TrainerConfig,
     config: CriticConfig,
 ) -> Critic:
-    """Return this rank's part of the critic beside a policy. Called on every rank.
+    """Return this rank's part of the critic of a policy. Called on every rank.
 
     Args:
         policy: this rank's part of the policy, of the backend that `trainer.backend` names.
         model_dir: Hugging Face directory of the model that the critic starts from.
-        optimizer: settings of the policy's AdamW; the critic's differ in what `config` has.
+        optimizer: settings of the policy's AdamW; the critic's differ in the fields of `config`.
         trainer: settings of the backend.
         config: settings of the critic.
 

@@ -1,8 +1,8 @@
 """Initializes process groups with a deadline, since NCCL's initialization may block without limit.
 
-The initialization runs in a thread. A thread that misses its deadline is abandoned: it uses nothing but what
-it creates, and discards that if it ever returns. A process tolerates fewer than `MAX_STUCK` such threads;
-then it has to be restarted.
+The initialization runs in a thread. A thread that misses its deadline is abandoned: it shares no state, and
+discards its result if it ever returns. A process tolerates fewer than `MAX_STUCK` such threads; then it has
+to be restarted.
 """
 
 import threading
@@ -32,14 +32,13 @@ def init_with_deadline(
     seconds: float,
     disconnected: Callable[[], bool],
 ) -> T:
-    """Run `make` in a thread, and return or raise what it does.
+    """Run `make` in a thread, and return its result or raise its exception.
 
     Args:
-        make: may never return, and must not share state. It passes what it has created so far to its
-            argument,
-            so that this can be discarded while `make` still blocks on it.
-        discard: aborts what `make` returned or passed on, once nobody uses it; called from either thread,
-            possibly twice.
+        make: may never return, and must not share state. It passes each object that it has created to its
+            argument, so that the object can be discarded while `make` still blocks on it.
+        discard: aborts an object that `make` returned or passed on, once it is unused; called from either
+            thread, possibly twice.
         seconds: the deadline.
         disconnected: returns whether the peer has left.
 
@@ -88,7 +87,7 @@ class _Attempt(Generic[T]):
         self._thread.start()
 
     def result(self) -> T:
-        """Return or raise what the call that has ended did; what it had created before is discarded."""
+        """Return the ended call's result or raise its exception; discard what it had created before."""
         if self._raised:
             for group in self._created:
                 self._discard(group)
@@ -96,7 +95,7 @@ class _Attempt(Generic[T]):
         return self._returned[0]
 
     def abandon(self) -> None:
-        """Discard what the call returned; if it still runs, what it has created, which unblocks it."""
+        """Discard the call's result, or the objects that a running call has created, which unblocks it."""
         with _lock:
             running = not self.ended.is_set()
             if running:

@@ -1,7 +1,7 @@
 """Shares buckets of memory with processes of the same host, by handles that are plain values for JSON.
 
 GPU memory is shared by CUDA IPC handles. Host memory is an anonymous file, found through its owner's open
-descriptor: nothing is left when the owner ends, and a process that has mapped it keeps it.
+descriptor: it disappears when the owner ends, and a process that has mapped it keeps it.
 """
 
 import base64
@@ -49,7 +49,7 @@ class GpuBuckets:
         return [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in shared]
 
     def close(self) -> None:
-        """Do nothing: the memory ends with its last bucket."""
+        """Return at once: the memory ends with its last bucket."""
 
 
 class HostBuckets:
@@ -85,7 +85,7 @@ def open_bucket(place: str, handle: list[Any]) -> torch.Tensor:
 
     Args:
         place: `SharedBuckets.place` of its owner.
-        handle: what the owner's `handle` returned.
+        handle: the result of the owner's `handle`.
 
     Raises:
         OSError, RuntimeError, TypeError, ValueError: it cannot be mapped, or its owner has ended.

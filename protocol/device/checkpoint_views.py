@@ -14,7 +14,7 @@ from protocol.errors import SettingsError
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint holds of a model, by the model's own names: parameters and kept buffers.
+    """Return the tensors of a model's checkpoint by the model's own names: parameters and persistent buffers.
 
     Tied parameters occur once.
     """

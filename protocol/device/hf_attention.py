@@ -7,7 +7,7 @@ def use_whole_attention(model: Any) -> None:
     """Have a model whose config.json bounds attention scores compute them written out.
 
     transformers' default, torch's `scaled_dot_product_attention`, ignores `attn_logit_softcapping` (Gemma 2):
-    log-probabilities would be those of another model than the one that vLLM, SGLang and Megatron compute.
+    log-probabilities would differ from the ones that vLLM, SGLang and Megatron compute.
     """
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")

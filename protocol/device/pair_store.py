@@ -1,10 +1,10 @@
 """Creates a process group of two whose ends find each other over the connection that they have already.
 
-torch's own stores serve whoever connects to them. This one is in the memory of both ends: what one of them
-sets goes to the other as a line of that connection, of which it is known who is at its other end.
+torch's own stores serve whoever connects to them. This one is in the memory of both ends: an entry that one
+end sets goes to the other as a line of that connection, whose other end is already authenticated.
 
     both   {"key": k, "value": hexadecimal}   an entry that this end has set
-    both   {"joined": true}                   this end has its group, and sets nothing more
+    both   {"joined": true}                   this end has its group, and sets no more entries
 """
 
 import threading
@@ -44,7 +44,7 @@ def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> An
     """Return a group, see `make_pair`, whose other rank is at the other end of `line`.
 
     Args:
-        line: used by nobody else meanwhile.
+        line: must not be used elsewhere meanwhile.
         rank: `SENDER` or `RECEIVER`.
         device: the CPU, for gloo, or a GPU, for NCCL.
         seconds: the deadline.
@@ -82,7 +82,10 @@ def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> An
 
 
 class _PairStore(Store):
-    """What torch asks of a store. A thread that creates a group waits for entries; another one adds them."""
+    """Store of a group of two.
+
+    The thread that creates the group waits for entries; another thread adds them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +137,7 @@ class _Exchange:
         self._taken = 0
 
     def step(self) -> None:
-        """Send what this end has set, and set what the other one has."""
+        """Send the entries that this end has set, and receive the other end's."""
         while self._store.unsent:
             key, value = self._store.unsent.popleft()
             self._line.send({"key": key, "value": value.hex()})

@@ -41,7 +41,7 @@ def matches_layout(part: "torch.Tensor", shape: tuple[int, ...]) -> bool:
     """Return whether `part`, of a model's memory, is a tensor of `shape`.
 
     Either it is dense and has that shape, or it is interleaved with others in blocks of rows: then it is
-    [blocks, rows of a block, ...], and the rows of all blocks in order are those of the tensor.
+    [blocks, rows of a block, ...], and the rows of all blocks, in order, are the tensor's rows.
     """
     if part.ndim == len(shape):
         return tuple(part.shape) == shape and part.is_contiguous()

@@ -2,8 +2,8 @@
 
     FILE.msgpack    a `Description`: the owner, its memories, and the tensors in them
 
-Host memory is an anonymous file (memfd), found through the owner's open descriptor: nothing is left when the
-owner ends, however it does, and a process that has mapped it keeps it. GPU memory is shared by CUDA IPC
+Host memory is an anonymous file (memfd), found through the owner's open descriptor: it disappears when the
+owner ends, even by a crash, and a process that has mapped it keeps it. GPU memory is shared by CUDA IPC
 handles. Owner and readers must be in the same pid namespace.
 """
 
@@ -120,11 +120,11 @@ class SharedTensors:
         ]
 
     def write(self, path: Path, sections: Sections) -> None:
-        """Write the description file, for this user only, and remove those of dead processes beside it.
+        """Write the description file, for this user only, and remove dead processes' files next to it.
 
         Args:
             path: the file.
-            sections: the tensors to describe, each of which is one of `tensors` or a view of one.
+            sections: the tensors to describe; each is one of `tensors` or a view of one.
 
         Raises:
             WeightError: the file cannot be written, or GPU memory cannot be shared.
@@ -192,7 +192,7 @@ class SharedTensors:
 def map_tensors(path: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Map the tensors that a file describes: section -> name -> tensor, in the memory of their owner.
 
-    What the owner writes is seen. Writes to host tensors are private to this process.
+    The owner's writes are seen. Writes to host tensors are private to this process.
 
     Raises:
         WeightError: the file is missing or not a description, or its owner has ended.
@@ -245,7 +245,7 @@ def map_host(pid: int, memory: HostMemory) -> torch.UntypedStorage:
         found = os.fstat(descriptor)
         if (found.st_ino, found.st_size) != (memory.inode, memory.nbytes):
             raise FileNotFoundError("the owner has reused the descriptor for another file")
-        # A private mapping: the owner's writes are seen as long as nothing is written here.
+        # A private mapping: the owner's writes are seen until this process writes.
         storage: torch.UntypedStorage = torch.UntypedStorage.from_file(
             f"/proc/self/fd/{descriptor}", False, memory.nbytes
         )  # type: ignore[assignment]

@@ -16,9 +16,9 @@ BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 
 
 class SliceSums:
-    """Adds up the sums h of many slices, each at its place, in one array.
+    """Array that adds up the sums h of many slices, each at its place.
 
-    Those of a GPU are added by few kernels, on the stream that is current at each call, which must always be
+    Slices on a GPU are added by few kernels, on the stream that is current at each call, which must always be
     the same: launching one for each slice takes Python's time, which an engine's steps need.
     """
 
@@ -38,7 +38,7 @@ class SliceSums:
 
         Args:
             tensor: the elements of `box`, in its shape, dense or not.
-            shape: that of the whole tensor.
+            shape: the whole tensor's shape.
             box: the slice's place in it.
             first: index of the sum of the tensor's first row; below 0 if there are sums of later rows only.
         """
@@ -74,7 +74,7 @@ def slice_sums(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Te
 
     Args:
         tensor: the elements of `box`, in its shape, dense or not.
-        shape: that of the whole tensor.
+        shape: the whole tensor's shape.
         box: the slice's place in it.
 
     Returns:

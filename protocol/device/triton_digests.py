@@ -103,7 +103,7 @@ def fold(words: Sequence[torch.Tensor], inner: torch.Tensor, outer: torch.Tensor
     Args:
         words: n tensors on a GPU, int32 [any number above 0].
         inner: [ROW] int64 on that GPU, as in `protocol.weights.digests.fold`.
-        outer: [at least 2 * rows] int64 on that GPU, likewise.
+        outer: [at least 2 * rows] int64 on that GPU, as in `protocol.weights.digests.fold`.
 
     Returns:
         int64 [n] on that GPU.
@@ -118,7 +118,7 @@ def fold(words: Sequence[torch.Tensor], inner: torch.Tensor, outer: torch.Tensor
 
 
 def add_strips(strips: Sequence[tuple[int, ...]], inner: torch.Tensor, sums: torch.Tensor) -> None:
-    """Add the sums h of slices to those of their rows.
+    """Add the sums h of slices to the sums of their rows.
 
     Args:
         strips: of each (address of its first word, start, runs, width, pitch, source_pitch, index of the sum

@@ -1,4 +1,4 @@
-"""Writes files and directories aside and renames them: nobody sees a half-written one, even after a crash."""
+"""Writes files and directories aside and renames them: no half-written one is seen, even after a crash."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 def written_aside(
     path: Path, *, mode: int = 0o644, durable: bool = True, aside: Path | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary path beside `path` to write a file to; it replaces `path` when the block ends.
+    """Yield a temporary path next to `path` to write a file to; it replaces `path` when the block ends.
 
     Args:
         path: the file to write; an existing one is replaced in one step.
@@ -40,14 +40,14 @@ def written_aside(
 def write_atomically(
     path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True, aside: Path | None = None
 ) -> None:
-    """Replace the contents of a file in one step; arguments and errors are those of `written_aside`."""
+    """Replace the contents of a file in one step; arguments and errors are as in `written_aside`."""
     with written_aside(path, mode=mode, durable=durable, aside=aside) as temporary:
         temporary.write_bytes(data)
 
 
 @contextmanager
 def directory_written_aside(path: Path, *, durable: bool = True, aside: Path | None = None) -> Iterator[Path]:
-    """Yield an empty temporary directory beside `path` to write into; it becomes `path` when the block ends.
+    """Yield an empty temporary directory next to `path` to write into; it becomes `path` when the block ends.
 
     An existing directory is removed just before the rename, so for a moment there is none.
 

@@ -26,5 +26,5 @@ def is_for_want_of_room(error: BaseException | None) -> bool:
 
 
 def describe_full(run_dir: Path) -> str:
-    """Return what the user reads of a full disk."""
+    """Return the message that a user reads when a disk is full."""
     return f"the disk of {run_dir} is full"

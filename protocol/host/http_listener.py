@@ -14,7 +14,7 @@ BACKLOG = 4096
 def request_logger(name: str) -> logging.Logger:
     """Return a logger for aiohttp that leaves out requests that are no HTTP.
 
-    Port scanners would fill the log, and what is quoted of a request may have a key in its path.
+    Port scanners would fill the log, and a quoted request may have a key in its path.
     """
     logger = logging.getLogger(name)
     if _is_no_bad_request not in logger.filters:

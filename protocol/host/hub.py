@@ -21,7 +21,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Kind(StrEnum):
-    """What a repository on the hub holds."""
+    """Kind of a repository on the hub."""
 
     MODEL = "model"
     DATASET = "dataset"
@@ -40,7 +40,7 @@ NOT_FETCHED: Mapping[Kind, Sequence[str]] = {
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether `text` looks like OWNER/NAME on the hub and names nothing in the working directory."""
+    """Return whether `text` looks like OWNER/NAME on the hub and names no file in the working directory."""
     is_name = re.fullmatch(HUB_NAME, text) and ".." not in text and "--" not in text
     return bool(is_name) and not Path(text).exists()
 
@@ -66,7 +66,7 @@ def resolve_commit(kind: Kind, name: str, revision: str) -> str:
     this host, and a warning says so.
 
     Args:
-        kind: what the repository holds.
+        kind: the repository's kind.
         name: OWNER/NAME.
         revision: branch, tag or commit. Empty: the branch main.
 
@@ -82,7 +82,7 @@ def resolve_commit(kind: Kind, name: str, revision: str) -> str:
             name, repo_type=kind, revision=revision or None, timeout=constants.HF_HUB_ETAG_TIMEOUT
         )
         return str(info.sha)
-    except Exception as error:  # its own, those of its HTTP library, and OSError
+    except Exception as error:  # the client's own errors, its HTTP library's errors, and OSError
         if not _is_no_answer(error):
             raise _refusal(kind, name, revision, error) from error
         cause = error
@@ -99,8 +99,8 @@ def resolve_commit(kind: Kind, name: str, revision: str) -> str:
 def fetch(kind: Kind, name: str, commit: str) -> Path:
     """Return the directory with a repository's files at a commit; they are fetched unless the cache has them.
 
-    Several processes may fetch the same at once. If this is interrupted, what is complete stays in the cache
-    and the next call continues from there.
+    Several processes may fetch the same at once. After an interruption complete files stay in the cache, and
+    the next call continues from there.
 
     Raises:
         SettingsError: a file can neither be fetched nor be found in the cache.
@@ -121,13 +121,13 @@ def _patterns(kind: Kind) -> dict[str, Any]:
 
 
 def _is_no_answer(error: Exception) -> bool:
-    """Return whether the hub was not reached, or failed itself; it said nothing about the repository then."""
+    """Return whether the hub was not reached, or failed itself: no answer about the repository."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status is None or status >= 500
 
 
 def _refusal(kind: Kind, name: str, revision: str, error: Exception) -> SettingsError:
-    """Return the error to raise for one of the client: what was asked for, what is wrong, and what to do."""
+    """Return the error to raise for a client's error: the request, the cause, and the remedy."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -1,12 +1,12 @@
 """Proves to both ends of a connection that the other one has a key of the bus.
 
     receiver -> sender   {"key": K, "nonce": N}     the public key of its pair "client"
-    sender -> receiver   {"nonce": M, "proof": P}   or nothing more, if K is not in authorized/
+    sender -> receiver   {"nonce": M, "proof": P}   or the end of the connection, if K is not in authorized/
     receiver -> sender   {"proof": Q}
 
-CURVE's keys are those of X25519: each end derives the same secret from its own secret key and the other's
-public one. P and Q are the halves of what HKDF makes of it with both nonces and both public keys, so nobody
-without one of the secret keys can make either, and none is valid for another connection.
+CURVE's keys are X25519 keys: each end derives the same secret from its own secret key and the other's public
+one. P and Q are the halves of the output of HKDF over that secret, both nonces and both public keys. Neither
+can be computed without one of the secret keys, and neither is valid for another connection.
 """
 
 import hmac
@@ -27,7 +27,7 @@ CONTEXT = b"tether weights 1"
 
 
 class Proofs(NamedTuple):
-    """What only the two ends of one connection can compute, as hexadecimal text."""
+    """The two proofs of one connection, which only its two ends can compute, as hexadecimal text."""
 
     sender: str
     receiver: str

@@ -10,7 +10,7 @@ ROOT = Path("/")
 
 
 def memory_limit(root: Path = ROOT) -> int:
-    """Return the bytes that processes of this host may have: its memory, or what a control group grants.
+    """Return the bytes that processes of this host may have: its memory, or a control group's limit.
 
     Args:
         root: where /proc and /sys are.

@@ -1,7 +1,7 @@
-"""Keeps what a process has from other users, and from other processes of its user: files, memory, variables.
+"""Hides a process's files, memory and variables from other users, and from other processes of its user.
 
 By umask(2), which child processes inherit, and on Linux by prctl(2), PR_SET_DUMPABLE, which they do not: each
-process hides itself after its exec. Then /proc/PID/environ, mem, fd and cwd are closed to all that have not
+process hides itself after its exec. Then /proc/PID/environ, mem, fd and cwd are closed to processes without
 the capability CAP_SYS_PTRACE, ptrace(2) is refused, and no core is dumped.
 """
 

@@ -1,4 +1,4 @@
-"""Says what the processors of this machine offer a process.
+"""Describes the processors that this machine offers a process.
 
 Reads files only: importing torch takes seconds.
 """
@@ -39,7 +39,7 @@ def has_bfloat16(root: Path = ROOT) -> bool:
 
 
 def processor_name(root: Path = ROOT) -> str:
-    """Return what the processor calls itself, or "" where it does not say.
+    """Return the processor's model name, or "" where it reports none.
 
     Args:
         root: where /proc is.
@@ -85,7 +85,7 @@ def _first_version(group: Path) -> tuple[int, int]:
 
 
 def _number(text: str) -> int:
-    """Return a number of microseconds; 0 for "max", "-1" and what is not there."""
+    """Return a number of microseconds; 0 for "max", "-1" and a missing value."""
     return int(text) if text.isdecimal() else 0
 
 

@@ -1,6 +1,6 @@
 """Defines the messages of one call of a session: journalled before it is answered, and recalled.
 
-What a tool answered is a call, too: one with a name and without tokens.
+A tool's result is a call, too: one with a name and without tokens.
 
 Shapes: C tokens that the harness added, T sampled tokens, S version spans.
 """
@@ -26,9 +26,9 @@ class Call(Message, tag="call", frozen=True, kw_only=True):
     number: int
     """Number of the call, counted from 0 over all attempts at the sample."""
     parent: int
-    """Number of the call whose tokens it continues; -1: it begins anew."""
+    """Number of the call whose tokens it continues; -1: it continues none."""
     inserted: Array
-    """int32 [C]: tokens that the harness added behind those of `parent`."""
+    """int32 [C]: tokens that the harness added after `parent`'s tokens."""
     tokens: Array
     """int32 [T]: the answer."""
     logprobs: Array
@@ -44,9 +44,9 @@ class Call(Message, tag="call", frozen=True, kw_only=True):
     began_ms: int = 0
     """When the engine was asked, Unix time on the worker's clock, ms."""
     ended_ms: int = 0
-    """When it had answered, likewise."""
+    """When the engine had answered, Unix time on the worker's clock, ms."""
     name: str = ""
-    """What the harness calls the result of a tool that this is; empty: it is a call of the model."""
+    """The harness's name for this tool result; empty: a call of the model."""
     result: bytes = b""
     """That result, as JSON. The arrays and hashes of the call are empty then, and `parent` is -1."""
 

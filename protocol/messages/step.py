@@ -6,11 +6,11 @@ from protocol.messages.base import Message
 
 
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the trainer's log-probabilities are from the engine's, over the measured tokens of one lag.
+    """Distance of the trainer's log-probabilities from the engine's, over the measured tokens of one lag.
 
     d = log pi(trainer, at the start of the step) - log pi(engine, when it sampled the token). At lag 0 both
-    have the same weights, so d is what the two implementations differ by. At a larger lag it is that and what
-    the policy has moved since.
+    have the same weights, so d is the difference of the two implementations. At a larger lag d also contains
+    the policy's change since then.
     """
 
     tokens: int
@@ -129,7 +129,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     micro_batches: int | None = None
     """Forward passes that the busiest data-parallel replica made."""
     padding_share: float | None = None
-    """Share of padding in what the forward passes computed, 0 to 1."""
+    """Share of padding in the tokens of the forward passes, 0 to 1."""
     imbalance: float | None = None
     """By which share the dearest data-parallel replica's part costs more than the mean of all."""
     step_s: float | None = None
@@ -153,7 +153,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Tokens that the busiest expert of any layer got, by those that it would get if all got as many; None
     where the model has no experts, or the backend does not count."""
     expert_load_min: float | None = None
-    """Tokens of the expert with the fewest, likewise."""
+    """Tokens of the expert with the fewest, in the unit of `expert_load_max`."""
     importance_rejected: float | None = None
     """Share of trained tokens that `algorithm.rejection_level` or `second_moment_threshold` left without a
     policy gradient, 0 to 1; measured where one is set."""
@@ -191,8 +191,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Mean over the samples of the sum of log pi_engine - log pi_ref over a sample's tokens, nats, which
     `algorithm.use_kl_in_reward` subtracts from rewards; measured where it is set."""
     value_loss: float | None = None
-    """What the critic's optimizer minimized, the weighted sum of token losses; None, as all below, without a
-    critic."""
+    """Loss that the critic's optimizer minimized, the weighted sum of token losses; None, as all below,
+    without a critic."""
     critic_grad_norm: float | None = None
     """L2 norm of the critic's gradient before clipping."""
     value_mean: float | None = None
@@ -207,7 +207,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Share of `masked_tokens` in them and the trained ones, 0 to 1; None if there is neither."""
     prefix_hit_rate: float | None = None
     """Share of the tokens that engines were given to continue whose KV was in their prefix cache, over all
-    calls for the batch's groups, 0 to 1; None where nobody counted."""
+    calls for the batch's groups, 0 to 1; None where the engine does not count."""
     train_tokens_per_s: float | None = None
     """Tokens of the batch, prompts included, by `train_s`."""
     frac_reward_zero_std: float | None = None

@@ -11,7 +11,7 @@ from protocol.messages.base import Message
 from protocol.tensors import Array
 
 UNKNOWN_EXPERT = 2**16 - 1
-"""In place of an expert: nobody recorded which one it was."""
+"""In place of an expert whose index was not recorded."""
 
 
 class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
@@ -24,8 +24,8 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     engine: str
     """Incarnation of the engine that generated it."""
     prompt_tokens: Array
-    """int32 [P]: what all rows begin with. It may be empty if each row of `tokens` that follows nothing else
-    begins with a token that was not sampled."""
+    """int32 [P]: tokens that all rows begin with. It may be empty if each row of `tokens` that follows no
+    other row begins with a token that was not sampled."""
     lengths: Array
     """int32 [R]: tokens of each row; sums to T."""
     tokens: Array
@@ -53,7 +53,7 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     """uint16 [P, L, K]: the experts that each of the model's L mixture layers chose for each token of the
     prompt, K each; `UNKNOWN_EXPERT` where the engine did not record it. None if it recorded none."""
     experts: Array | None = None
-    """uint16 [T, L, K]: likewise, of the rows' tokens as inputs, so that a choice belongs to the
+    """uint16 [T, L, K]: experts of the rows' tokens as inputs, so that a choice belongs to the
     log-probability of the token after it; unknown for the last token of a sample."""
     branches: Array | None = None
     """int32 [R, 3], rows (sample, parent, shared): a row is of `sample`, and its own tokens follow the first
@@ -65,9 +65,9 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     journalled."""
     read_tokens: int = 0
     """Tokens that the engine was given to continue, of all calls of the model in all attempts at the group's
-    samples; 0: nobody counted. Those answered from a record are not in it."""
+    samples; 0: not counted. Calls that a record answered are left out."""
     cached_tokens: int = 0
-    """Those of them whose KV the engine had in its prefix cache."""
+    """Part of `read_tokens` whose KV the engine had in its prefix cache."""
     row_texts: tuple[str, ...] = ()
     """[R]: the rows' own tokens as text, special ones too, for readers, where `responses` are not the text of
     whole samples; otherwise empty."""
@@ -78,15 +78,15 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     turn_texts: tuple[str, ...] = ()
     """[K]: the turns as text, for verifiers that score turns; empty if no verifier may ask for them."""
     turn_contexts: tuple[str, ...] = ()
-    """[K]: likewise, what the environment or the harness wrote between the turn before in that row and this
-    one."""
+    """[K]: text that the environment or the harness wrote between the previous turn in that row and this one.
+    """
     own_prompts: Array | None = None
     """int32 [n]: how many tokens at the start of each sample's first row are the rest of its prompt, the
     context of its first call. They are not part of the response. None: all samples have the prompt P."""
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verifier said of a sample, for readers; nothing is computed from it."""
+    """A verifier's remark on a sample, for readers; no value is computed from it."""
 
     verifier: str
     """Name of the verifier that was asked; a fallback has a name of its own."""
@@ -97,7 +97,7 @@ class Remark(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     """Tokens that it read, of all requests for this score."""
     completion_tokens: int = 0
-    """Tokens that it wrote, likewise."""
+    """Tokens that it wrote."""
     cost: float = 0.0
     """What they cost, in the currency of the verifier's prices."""
     is_cached: bool = False
@@ -119,9 +119,8 @@ class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):
     remarks: tuple[Remark, ...] = ()
     """What judges said, at most one of each verifier and sample; their scores are in `components`."""
     turn_rewards: Array | None = None
-    """float32 [K]: the combined reward of each of the rollout's turns. Those of a sample add up to its
-    reward, since what is scored of the whole sample counts at its last turn. None: no verifier scored
-    turns."""
+    """float32 [K]: the combined reward of each of the rollout's turns. A sample's turn rewards add up to its
+    reward, since a score of the whole sample counts at its last turn. None: no verifier scored turns."""
     turn_components: dict[str, Array] = {}
     """Verifier that scored turns -> float32 [K], its scores before weighting; `components` has their sums."""
 

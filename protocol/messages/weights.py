@@ -37,7 +37,7 @@ class WeightPiece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class WeightPart(msgspec.Struct, frozen=True, array_like=True):
-    """What one trainer rank has of a version."""
+    """One trainer rank's part of a version."""
 
     location: str
     """Where its receiver finds it, as `WeightManifest.location`; empty if it has no piece."""
@@ -65,7 +65,7 @@ class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     base_model: str = ""
     """Architecture name from the model's config.json, which the engine checks."""
     parts: tuple[WeightPart, ...] = ()
-    """By trainer rank, where the bytes stay on the ranks: `location` is that of rank 0 then, and buckets and
+    """By trainer rank, where the bytes stay on the ranks: `location` is rank 0's then, and buckets and
     offsets name no bytes. Empty: `location` has all bytes."""
 
 

@@ -35,7 +35,7 @@ def is_within(box: Box, shape: Sequence[int]) -> bool:
 
 
 def intersection(left: Box, right: Box) -> Box | None:
-    """Return what two boxes of one tensor share; None if that is nothing."""
+    """Return the intersection of two boxes of one tensor; None if it is empty."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
@@ -66,7 +66,7 @@ def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def remainder(box: Box, holes: Iterable[Box]) -> list[Box]:
-    """Return disjoint boxes of what is left of a box without the holes."""
+    """Return disjoint boxes that cover a box without the holes."""
     left = [box] if size_of(box) else []
     for hole in holes:
         left = [part for piece in left for part in _without(piece, hole)]
@@ -104,9 +104,9 @@ def box_of(shape: Sequence[int], offset: int, size: Sequence[int], stride: Seque
     """Return the box that a strided window of a dense tensor is.
 
     Args:
-        shape: that of the tensor.
+        shape: the tensor's shape.
         offset: of the window's first element, in elements.
-        size: of the window; dimensions of which it has one index may be left out.
+        size: of the window; dimensions in which it has one index may be left out.
         stride: of the window, in elements.
 
     Returns:
@@ -137,7 +137,7 @@ def covers(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
 
 
 def dense_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """Return (first, after the last) of the elements of a dense tensor among which those of a box lie.
+    """Return (first, after the last) of the elements of a dense tensor that enclose a box's elements.
 
     In the first dimension in which the box has several indices, all of the tensor behind each counts.
     """

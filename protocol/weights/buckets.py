@@ -92,7 +92,7 @@ def check_manifest(manifest: WeightManifest) -> None:
 
 
 def check_digest(manifest: WeightManifest) -> None:
-    """Refuse a manifest whose digest is not that of its entries; a provisional one has none yet.
+    """Refuse a manifest whose digest does not match its entries; a provisional one has none yet.
 
     Raises:
         WeightError: names the version.

@@ -10,8 +10,8 @@ were drawn at random, two strings of the same length would collide with a probab
 level (Carter and Wegman 1979; Lemire and Kaser 2014). The digest detects errors of transfer; it does not
 resist an adversary.
 
-The sums h of disjoint slices of a tensor add up to those of the tensor, if each slice is digested at its
-place with zeros elsewhere. So ranks that have slices compute the digest of a tensor that none of them has.
+The sums h of disjoint slices of a tensor add up to the tensor's sums, if each slice is digested at its place
+with zeros elsewhere. So ranks that have slices compute the digest of a tensor that none of them has.
 """
 
 from collections.abc import Callable

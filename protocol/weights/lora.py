@@ -2,8 +2,8 @@
 
     W x + (alpha / rank) B A x        A [rank, in], B [out, rank]
 
-Tensor names are those of PEFT. Published are A and (alpha / rank) B, so that an engine adds B A without
-having to know the scaling.
+Tensor names follow PEFT. Published are A and (alpha / rank) B, so that an engine adds B A without having to
+know the scaling.
 """
 
 from collections.abc import Mapping

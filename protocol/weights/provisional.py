@@ -1,7 +1,7 @@
-"""Builds provisional manifests, of versions that are still being exported: all is known but the digests.
+"""Builds provisional manifests, of versions that are still being exported: only the digests are missing.
 
 An engine that stages a provisional version computes the digests itself. It commits the staged copy only if
-its digest equals that of the final manifest.
+its digest equals the final manifest's digest.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 """Plans which slices of a version go from the trainer's ranks to one engine rank; equal on both ends.
 
 A version that stays on the trainer's ranks lists the pieces of each rank (`WeightManifest.parts`). An engine
-rank tells which boxes of which tensors it wants. What both have in common is cut at the pieces' edges and
-packed into buckets. What proves that these bytes are the version's are the sums h of `digests.py`: those of
-the received cuts, those of the rest of each cut piece, computed by its rank from what it published, and those
-of all other pieces, which rank 0 has collected for the manifest. They add up to the tensor's sums, so every
-engine rank compares the digest of every whole tensor, although it received parts.
+rank sends the boxes of the tensors that it wants. The intersections of both are cut at the pieces' edges and
+packed into buckets. The sums h of `digests.py` prove that these bytes are the version's. The engine rank
+computes the sums of the received cuts. Each trainer rank computes the sums of the rest of its cut pieces from
+its published bytes. Rank 0 has collected the sums of all other pieces for the manifest. They add up to the
+tensor's sums, so every engine rank compares the digest of every whole tensor, although it received parts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ MAX_BOXES = 4096
 """Boxes that an engine rank may want of one tensor."""
 
 Wanted = Mapping[str, tuple[Box, ...]]
-"""Name -> disjoint boxes. Of a tensor that is absent nothing is wanted."""
+"""Name -> disjoint boxes. An absent tensor is not wanted."""
 
 
 class Cut(NamedTuple):
@@ -53,7 +53,7 @@ class Cut(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """What is not sent of a piece that is sent in part."""
+    """The boxes of a partly sent piece that are not sent."""
 
     piece: int
     """Index into the part's pieces."""
@@ -63,7 +63,7 @@ class Rest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one trainer rank sends to one engine rank, in this order."""
+    """The cuts that one trainer rank sends to one engine rank, in order."""
 
     buckets: tuple[tuple[Cut, ...], ...]
     rests: tuple[Rest, ...]
@@ -119,7 +119,7 @@ def _packed(
 
 
 class PiecePlace(NamedTuple):
-    """Where a piece lies in the buckets of its rank, bytes."""
+    """Place of a piece in its rank's buckets, bytes."""
 
     bucket: int
     offset: int
@@ -149,7 +149,7 @@ def senders_of(manifest: WeightManifest, wanted: Wanted) -> list[int]:
 
 
 def untouched(manifest: WeightManifest, wanted: Wanted) -> list[tuple[int, int]]:
-    """Return (part, index of the piece) of every piece of which nothing is wanted."""
+    """Return (part, index of the piece) of every piece without a wanted element."""
     return [
         (part, number)
         for part, found in enumerate(manifest.parts)
@@ -164,7 +164,7 @@ def _is_touched(manifest: WeightManifest, piece: WeightPiece, wanted: Wanted) ->
 
 
 def sum_span(entry: TensorEntry, box: Box) -> tuple[int, int]:
-    """Return the rows (first, after the last) of a tensor of which the sums of a slice are."""
+    """Return the rows (first, after the last) of a tensor that a slice's sums cover."""
     itemsize = DTYPE_BYTES[entry.dtype]
     first, end = dense_span(entry.shape, box)
     return row_span(first * itemsize, end * itemsize) if size_of(box) else (0, 0)
@@ -199,10 +199,11 @@ _decoder = msgspec.msgpack.Decoder(dict[str, tuple[tuple[tuple[int, int], ...], 
 
 
 def decode_wanted(data: bytes, manifest: WeightManifest) -> Wanted:
-    """Decode what an engine rank wants of a version.
+    """Decode the boxes that an engine rank wants of a version.
 
     Raises:
-        WeightError: it is not that, or names what the version does not have, or something twice.
+        WeightError: it is malformed, or names a tensor or box that the version does not have, or one
+            twice.
     """
     shapes = {entry.name: entry.shape for entry in manifest.tensors}
     try:

@@ -45,7 +45,7 @@ def strips_of(
     """Return the strips that make up a slice.
 
     Args:
-        shape: that of the whole tensor, which is dense.
+        shape: the whole tensor's shape; the tensor is dense.
         box: the slice's place in it.
         strides: of the slice where it lies, in elements.
         itemsize: bytes of an element.
@@ -82,8 +82,8 @@ def strips_of(
 def _merged(shape: Sequence[int], box: Box, strides: Sequence[int]) -> tuple[int, list[tuple[int, int, int]]]:
     """Return the slice's first element in the tensor, and its dimensions from the outermost one.
 
-    Each is (size, step in the tensor, step in the slice's memory); those of one index are left out, others
-    joined where both steps allow it.
+    Each is (size, step in the tensor, step in the slice's memory); dimensions of one index are left out,
+    others joined where both steps allow it.
     """
     base, dims = 0, list[tuple[int, int, int]]()
     step = math.prod(shape)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ClassifierConfig:
-    """Says what a classifier is loaded with; options of `reward_model`."""
+    """Options of `reward_model` for loading a classifier."""
 
     directory: Path
     """Directory of model and tokenizer."""

@@ -13,7 +13,7 @@ class HfClassifier:
     """A classifier of Hugging Face; the oracle of every other one."""
 
     def __init__(self, config: ClassifierConfig) -> None:
-        """Load it. Raises whatever transformers and torch raise."""
+        """Load it. Raises the errors of transformers and torch."""
         self._device, self._batch_size = config.device, config.batch_size
         torch.set_num_threads(config.threads)
         model = AutoModelForSequenceClassification.from_pretrained(

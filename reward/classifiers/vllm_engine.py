@@ -1,7 +1,7 @@
 """Computes the logits of a sequence classifier by vLLM, in this process.
 
 The engine packs texts of different lengths into one pass, keeps the KV cache of the prompt that the responses
-of a group share, and has kernels that transformers lacks. Its logits are those of `hf.py` to the rounding of
+of a group share, and has kernels that transformers lacks. Its logits equal `hf.py`'s up to the rounding of
 its data type.
 """
 
@@ -29,7 +29,7 @@ class VllmClassifier:
         Raises:
             SettingsError: another one runs in this process, or this vLLM computes elsewhere than the option
                 `device` says.
-            Exception: whatever vLLM raises.
+            Exception: any error of vLLM.
         """
         if VllmClassifier._is_taken:
             raise SettingsError("a reward worker can have one reward model with engine = 'vllm'")

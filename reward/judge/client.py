@@ -26,8 +26,8 @@ AGAIN = {408, 409, 425, 429, *range(500, 600)}
 MOST_BACKOFF_S = 60.0
 """Longest wait before a retry, also where the server asks for more."""
 CUT_OFF = ("length", "model_length", "content_filter", "abort", "error")
-"""Finish reasons of servers for an answer that ends before the model has finished: what it says last is no
-verdict. Those of finished ones differ more, and may be missing."""
+"""Finish reasons of servers for an answer that ends before the model has finished: its last words are no
+verdict. Finish reasons of finished answers differ more, and may be missing."""
 MAX_BODY = 4 << 20
 """Bytes of an answer that are read."""
 MAX_TOKENS = 10**9
@@ -61,7 +61,7 @@ class _Passing(Exception):
     def __init__(self, text: str, wait_s: float = 0.0) -> None:
         super().__init__(text)
         self.wait_s = wait_s
-        """What the server asks to wait, seconds."""
+        """Wait that the server asks for, seconds."""
 
 
 class JudgeClient:
@@ -78,14 +78,14 @@ class JudgeClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(self, messages: Messages, read: Callable[[str], T], notes: Notes) -> T:
-        """Return what `read` makes of the answer to some messages, from the cache or the server.
+        """Return `read`'s result for the answer to some messages, from the cache or the server.
 
         Cancelling it closes the request's connection.
 
         Args:
             messages: the question.
-            read: what is wanted of the answer's text; it raises Unreadable to ask again.
-            notes: counts what happens; gets the text.
+            read: extracts the result from the answer's text; it raises Unreadable to ask again.
+            notes: counts requests, retries and failures; gets the text.
 
         Raises:
             RewardError: there is none, after all retries, or a failure that a retry does not cure; names the

@@ -96,7 +96,7 @@ def checked_url(options: Options) -> URL:
 
 
 def check_options(options: Options) -> None:
-    """Check what the types and ranges do not.
+    """Check options beyond their types and ranges.
 
     Raises:
         SettingsError: names the option.
@@ -126,7 +126,7 @@ def read_key(options: Options) -> str:
     """Return the key; empty if none is asked for.
 
     Raises:
-        SettingsError: the variable or file is not there, or holds no key; says nothing of what it holds.
+        SettingsError: the variable or file is not there, or holds no key; its content is not quoted.
     """
     if options.key_env and options.key_file:
         raise SettingsError(f"{WHAT}: give one of the options key_env and key_file")

@@ -86,7 +86,7 @@ class OwnQuestion:
         self.whole, self.file = self._code.whole, self._code.file
 
     def messages(self, group: ResponseGroup, i: int) -> Messages:
-        """Return what the function returns. Raises RewardError if that are no messages."""
+        """Return the function's messages. Raises RewardError if its result is no list of messages."""
         found = self._code.function(**self._code.arguments(group, i))
         if isinstance(found, str):
             return [{"role": "user", "content": found}]

@@ -1,4 +1,4 @@
-"""Reads scores from what a judge said."""
+"""Reads scores from a judge's answer."""
 
 import json
 import math

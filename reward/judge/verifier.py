@@ -1,4 +1,4 @@
-"""Scores by what a model at an OpenAI-style URL says: one request for a response, or for all of a prompt."""
+"""Scores by the answers of a model at an OpenAI-style URL: one request for a response or a group."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ class Judge(AwaitedVerifier):
 
         Raises:
             RewardError: the judge gave none; names its URL.
-            Exception: whatever a function of the user raises.
+            Exception: any exception of a function of the user.
         """
         if self.at_once:
             scores = await self._ask(group, 0, len(group.responses), notes)

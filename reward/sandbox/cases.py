@@ -59,7 +59,7 @@ def read_cases(tests: object, field: str) -> Cases:
 
 
 def judge(code: str, cases: Cases, limits: Limits, tolerance: float) -> tuple[int, Verdict]:
-    """Run the code with the tests; return how many it passes, and what the sandbox reported.
+    """Run the code with the tests; return the number of passed tests, and the sandbox's report.
 
     Raises:
         RewardError: the sandbox cannot be set up.
@@ -104,7 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _equal(expected: Any, value: Any, tolerance: float) -> bool:
-    """Compare plain values; numbers of which one is a float may differ by `tolerance`."""
+    """Compare plain values; two numbers may differ by `tolerance` if one is a float."""
     if isinstance(expected, list):
         return (
             isinstance(value, list)

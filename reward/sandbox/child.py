@@ -1,14 +1,14 @@
 """Confines itself, then runs the code of a model; `reward/sandbox/runner.py` starts it as a script.
 
-What it runs (`RUNS`): tests in the code's own namespace; calls of its functions; the code as a program.
+Its kinds of runs (`RUNS`): tests in the code's own namespace; calls of its functions; the code as a program.
 
 It stands alone on purpose, and imports only the standard library (not even `protocol.host`): it runs with
 `python -I`, where the project cannot be imported, and code of the project in its memory would be within reach
 of the model's code.
 
-There are three processes: this one; its child, the first process of a new pid namespace, which waits; and
-that one's child, which runs the code. When the first process of a namespace ends, the kernel kills all others
-in it. Without namespaces, this process adopts and kills what is left (as a subreaper). The report goes to
+There are three processes: this one; its child, the first process of a new pid namespace, which waits; and a
+grandchild, which runs the code. When the first process of a namespace ends, the kernel kills all others in
+it. Without namespaces, this process adopts and kills remaining processes (as a subreaper). The report goes to
 standard output; every line of it begins with a secret word, because the code can write there, too.
 """
 
@@ -109,7 +109,7 @@ def wait_for(pid: int) -> None:
 
 
 def kill_orphans() -> None:
-    """Kill what outlived the code; with a pid namespace there is nothing left."""
+    """Kill processes that outlived the code; with a pid namespace there are none."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as children:
             pids = [int(pid) for pid in children.read().split()]
@@ -160,7 +160,7 @@ def namespaces(directory: str, size_mb: int) -> set[str]:
 
 
 def confine(limits: dict[str, Any], directory: str, isolation: set[str], filters: list[bytes]) -> None:
-    """Drop everything that the code does not need; add to `isolation` what is in force.
+    """Drop everything that the code does not need; add the kinds in force to `isolation`.
 
     The second of the seccomp `filters` allows to change modes and times, too. That is safe only if all mounts
     but the working directory are read-only, and Landlock keeps the code from the mounts of other processes.

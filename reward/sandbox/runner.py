@@ -1,7 +1,7 @@
 """Runs code of a model in a process of its own with limits: with tests, with calls, or as a program.
 
 `run_tests` runs tests in the interpreter of the code. `run_calls` and `run_programs` return plain values
-(JSON) that code of ours compares outside; what is expected never enters the sandbox.
+(JSON) that code of ours compares outside; expected results never enter the sandbox.
 
 Always: a session of its own, a minimal environment, a temporary working directory, limits on CPU time,
 memory, file size, open files and processes, no core dumps; it is killed together with everything that it
@@ -43,11 +43,11 @@ MAX_REPORT = 1 << 16
 KINDS = frozenset({"pid", "net", "tmpfs", "readonly", "landlock", "seccomp", "nobody"})
 """Kinds of isolation; `nobody` only as root."""
 NEEDED = KINDS - {"nobody"}
-"""Kinds of which full isolation consists."""
+"""Kinds that make up full isolation."""
 
 
 class IsolationLevel(StrEnum):
-    """What happens if the kernel does not offer all kinds of isolation."""
+    """Choice for kernels without all kinds of isolation."""
 
     BEST = "best"  # use those that it offers
     REQUIRED = "required"  # refuse to run code
@@ -70,7 +70,7 @@ class Limits:
     processes: int = 8
     """Processes and threads of the code."""
     isolation: IsolationLevel = IsolationLevel.BEST
-    """What happens if the kernel does not offer all kinds of isolation."""
+    """Choice for kernels without all kinds of isolation."""
 
     def __post_init__(self) -> None:
         for name in ("wall_s", "cpu_s", "memory_mb", "file_mb", "output_kb", "processes"):
@@ -97,7 +97,7 @@ def run_tests(code: str, tests: Sequence[str], limits: Limits) -> Verdict:
     """Run `code`, then each test, compiled before, in its namespace; leaves no process and no file behind.
 
     Raises:
-        RewardError: the sandbox cannot be set up. Nothing that the code does raises.
+        RewardError: the sandbox cannot be set up. The code itself cannot cause an exception.
     """
     return _run("tests", code, tests, limits)
 
@@ -246,7 +246,7 @@ def _remove(directory: str) -> None:
 
 
 def _open(folder: str, parent: int | None = None) -> None:
-    """Give this user all rights to a folder; do nothing to what a link leads to."""
+    """Give this user all rights to a folder; links are not followed."""
     with contextlib.suppress(OSError):
         found = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:

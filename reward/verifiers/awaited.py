@@ -26,7 +26,7 @@ class AwaitedVerifier(ABC):
         Args:
             group: prompt and responses.
             samples: numbers of the samples: one, or any number for a verifier that is `at_once`.
-            notes: what the verifier keeps of the call, whatever its outcome.
+            notes: the verifier's notes of the call, for any outcome.
 
         May raise anything.
         """

@@ -51,7 +51,7 @@ class UserFunction:
         self.file, self.at_once, self.by_turn, self._code = code.file, code.whole, code.by_turn, code
 
     def load(self) -> None:
-        """Do nothing: the function's module is imported."""
+        """Return at once: the function's module is imported."""
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[Verdict]:
         """Return the scores of these samples.
@@ -103,7 +103,7 @@ def checked_scores(
 
 
 def checked_verdict(code: UserCode, value: Any, group: ResponseGroup, sample: int) -> Verdict:
-    """Return what a function gave to a sample: a score, or one for each of its turns.
+    """Return a function's verdict on a sample: a score, or one for each of its turns.
 
     Raises:
         RewardError: it is something else.

@@ -31,7 +31,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     Some scorers raise on malformed answers; these score 0 if the scorer can read the right answer.
 
     Raises:
-        RewardError: the metadata is not that of the prompt source `reasoning_gym`, or the scorer does not
+        RewardError: the metadata is not from the prompt source `reasoning_gym`, or the scorer does not
             work on this prompt.
     """
     family, params = str(required(metadata, "family")), metadata.get("params") or {}
@@ -77,7 +77,7 @@ def _extract(response: str, options: Options) -> str | None:
 
 
 def _last_inside(text: str, opening: str, closing: str) -> str | None:
-    """Return what is between the last pair of tags; a regular expression would take quadratic time."""
+    """Return the text between the last pair of tags; a regular expression would take quadratic time."""
     found, place = None, 0
     while (start := text.find(opening, place)) >= 0:
         end = text.find(closing, start)

@@ -80,7 +80,7 @@ class EachResponse:
     maps_device_memory: bool = False
 
     def load(self) -> None:
-        """Do nothing: its module is imported."""
+        """Return at once: its module is imported."""
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> Sequence[Verdict]:
         """Return the scores of these samples."""

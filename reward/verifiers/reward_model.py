@@ -157,7 +157,7 @@ class RewardModel:
 
 
 def _make_classifier(options: Options, directory: Path, limit: int) -> Classifier:
-    """Load the model. Raises whatever its library raises."""
+    """Load the model. Raises its library's errors."""
     config = ClassifierConfig(
         directory, options.device, options.dtype, limit, options.batch_size, options.threads,
         options.memory_fraction, options.kv_cache_mb,

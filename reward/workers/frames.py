@@ -24,7 +24,7 @@ class GroupFrame:
 
 
 class VerifierTraits(msgspec.Struct, array_like=True, frozen=True):
-    """How a verifier is called, known once a worker has imported it."""
+    """Properties of a verifier, known once a worker has imported it."""
 
     at_once: bool
     """Whether one call takes all samples of a group, instead of one sample."""

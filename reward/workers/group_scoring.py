@@ -33,7 +33,7 @@ class CallVerifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VerifierScores:
-    """What verifiers gave to a group. Shapes: n samples; K_i turns of sample i."""
+    """Scores of a group by its verifiers. Shapes: n samples; K_i turns of sample i."""
 
     components: dict[str, list[float]]
     """Verifier -> [n] scores, for turns their sums; also `TIMED_OUT` and `FELL_BACK`."""

@@ -17,7 +17,7 @@ Parse = Callable[[dict[str, Any]], dict[str, Any]]
 def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
     """Load parsers and parse line by line, until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engine's libraries print is not an answer
+    os.dup2(2, 1)  # prints of the engine's libraries are no answers
 
     def say(found: dict[str, Any]) -> None:
         answers.write(json.dumps(found) + "\n")
@@ -39,7 +39,7 @@ def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
 
 
 def check_names(engine: str, given: dict[str, Any], known: dict[str, list[str]]) -> None:
-    """Raise ValueError if a parser is not among those of the engine; names them."""
+    """Raise ValueError, with the engine's parsers, if a parser is not among them."""
     for kind, names in known.items():
         if given[kind] and given[kind] not in names:
             raise ValueError(

@@ -20,7 +20,7 @@ from protocol.paths import ProgramPath
 
 
 class KvPolicy(StrEnum):
-    """What a commit does to the KV cache of running requests."""
+    """Treatment of running requests' KV cache at a commit."""
 
     RECOMPUTE = "recompute"  # preempt and prefill again: new tokens are computed from KV of the new weights
     KEEP = "keep"  # keep the old KV: no pause, but new tokens are computed partly from KV of old weights
@@ -33,12 +33,12 @@ class EngineConfig:
     name: str = "vllm"
     """The engine, a name of `rollout/engines/registry.py`."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
-    """Data type of the engine's parameters. Weights are published in it, whatever the trainer's own is."""
+    """Data type of the engine's parameters. Weights are published in it, even if the trainer uses another."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Tensor-parallel ranks of one engine, a GPU each."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.85
-    """Share of a GPU's memory for weights and KV cache; auto: 0.85, or 0.4 beside the trainer. Not used on a
-    CPU."""
+    """Share of a GPU's memory for weights and KV cache; auto: 0.85, or 0.4 on a GPU shared with the trainer.
+    Not used on a CPU."""
     kv_cache_mb: Annotated[int, Meta(ge=1, le=10**9)] = 64
     """KV cache on a CPU, MiB."""
     max_model_len: Annotated[int, Meta(ge=1, le=10**8)] = 1024
@@ -70,7 +70,7 @@ class EngineConfig:
     python: ProgramPath = ""
     """sglang: the Python interpreter that has SGLang. Empty: the one of the rollout worker."""
     environment: dict[str, str] = field(default_factory=dict)
-    """sglang: environment variables of its server, over those of the rollout worker."""
+    """sglang: environment variables of its server, which override the rollout worker's."""
     buffer_size_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """megatron: KV cache, GiB. Fewer requests than `max_running` run at once if they do not fit. 0: as much
     as `max_running` requests need."""
@@ -91,7 +91,7 @@ class EngineConfig:
 class Sampling:
     """Sampling parameters of one request.
 
-    Log-probabilities are those of the distribution that was sampled from: after temperature, top-k and top-p.
+    Log-probabilities come from the distribution that was sampled from: after temperature, top-k and top-p.
     """
 
     max_tokens: int
@@ -139,8 +139,8 @@ class Completion:
     """"stop", "length" or "abort"."""
     experts: NDArray[np.uint16] | None = None
     """[P + T - 1, L, K]: the experts that each of L mixture layers chose for each token that was an input, in
-    the pass that computed it first (SGLang: last); `UNKNOWN_EXPERT` where that was not recorded. None:
-    nothing was."""
+    the pass that computed it first (SGLang: last); `UNKNOWN_EXPERT` where the choice was not recorded. None:
+    no choice was."""
     cached_tokens: int = 0
     """Tokens of the prompt whose KV was in the engine's prefix cache, so that it was not computed again; 0
     where there is no such cache."""
@@ -161,7 +161,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """How full an engine is; None: it does not know."""
+    """Occupancy of an engine; None: unknown."""
 
     running: int | None = None
     """Requests in the decoded batch, paused ones included; not those that wait for a place in it."""
@@ -240,10 +240,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def stage(self, manifest: WeightManifest) -> None:
-        """Fetch a complete, verified copy of a version beside the live weights while generation continues.
+        """Fetch a complete, verified copy of a version next to the live weights while generation continues.
 
         A provisional manifest (`protocol/weights/provisional.py`) is staged as its bytes arrive. When the
-        version's final manifest is staged afterwards and has the digest of those bytes, nothing is fetched
+        version's final manifest is staged afterwards and has the digest of those bytes, no byte is fetched
         again.
 
         Raises:
@@ -258,13 +258,13 @@ class Engine(ABC):
         Returns: for how long running requests were paused, milliseconds.
 
         Raises:
-            WeightError: this version is not staged; nothing changed.
+            WeightError: this version is not staged; the live weights are untouched.
             PoisonedError: live weights may be mixed; the engine must be closed.
         """
 
     @abstractmethod
     async def adopt(self, epoch: str, version: int) -> None:
-        """Rename the live weights: a new epoch continues the branch with the same digest. Copies nothing.
+        """Rename the live weights: a new epoch continues the branch with the same digest.
 
         Raises:
             WeightError: if no version is live.
@@ -273,14 +273,14 @@ class Engine(ABC):
     async def sleep(self) -> None:
         """Release the accelerator's memory until `wake`: weights, staging copy and KV cache. Idempotent.
 
-        The engine then serves nothing (`served` is that of a fresh one) and refuses to stage, commit and
+        The engine then serves no version (`served` is as in a fresh engine) and refuses to stage, commit and
         adopt. Running requests keep their tokens, and new ones wait; both continue only when a version has
         been committed after `wake`, and the caller of `sleep` has to bound that wait. `abort`, `pause` and
         `close` work as usual.
 
         Raises:
-            Unsupported: if `capabilities.sleep` is false; nothing changed.
-            WeightError: while a version is being staged; nothing changed.
+            Unsupported: if `capabilities.sleep` is false; the engine is unchanged.
+            WeightError: while a version is being staged, which continues.
         """
         raise Unsupported(f"{type(self).__name__} cannot sleep: it keeps its memory until it is closed")
 

@@ -88,7 +88,7 @@ def check_request(
         running: ids of the running requests.
 
     Raises:
-        InvalidRequest: naming the request and what is wrong with it.
+        InvalidRequest: naming the request and its fault.
     """
     name, prompt, sampling = request.id, request.prompt, request.sampling
     if name in running:

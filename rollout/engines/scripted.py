@@ -2,7 +2,7 @@
 
 Tokens, lengths and delays are hashes of (script_seed, request id without its last part, prompt), so a group
 that is leased again gets the same rollouts. Weight updates are fetched and verified as by every engine, but
-nothing is computed with them.
+not used.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class AnyStaging(Staging):
 class ScriptedEngine(Engine):
     """Engine without a model.
 
-    Log-probabilities are those of a uniform distribution. A completion ends before `max_tokens` only if the
+    Log-probabilities come from a uniform distribution. A completion ends before `max_tokens` only if the
     request names stop tokens.
     """
 

@@ -1,12 +1,12 @@
 """Tracks which weight version is live and whether requests may run on it.
 
 Every engine, and every SGLang rank, keeps one `WeightState`. It copies no weights: its owner does that inside
-`commit` or after `release`, and the state says what is served afterwards.
+`commit` or after `release`, and the state says which version is served afterwards.
 
     served   --commit-->   serves the new version | unchanged (WeightError) | poisoned (any other failure)
     served   --release-->  released  --commit-->  serves the new version
 
-Nothing leaves poisoned: the engine must be closed and its process must exit.
+Poisoned is final: the engine must be closed and its process must exit.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class WeightState:
 
     @property
     def served(self) -> Served:
-        """The live version; that of a fresh engine before the first commit and after `release`."""
+        """The live version; as in a fresh engine before the first commit and after `release`."""
         return self._served
 
     @property
@@ -61,7 +61,7 @@ class WeightState:
 
     @property
     def committing(self) -> bool:
-        """Whether a commit runs or waits for its turn; nothing may be staged meanwhile."""
+        """Whether a commit runs or waits for its turn; no version may be staged meanwhile."""
         return self._pending_commits > 0
 
     @property
@@ -93,10 +93,10 @@ class WeightState:
         """Serve `manifest` if the body succeeds, which copies its weights over the live ones.
 
         The body must raise a plain WeightError only if it has changed no live weight. If it raises anything
-        else, cancellation included, nobody knows what was copied, and the state is poisoned.
+        else, cancellation included, some weights may have been copied, and the state is poisoned.
 
         Raises:
-            WeightError: by the body; nothing changed.
+            WeightError: by the body; the live weights are untouched.
             PoisonedError: for every other failure of the body, or if the state was poisoned before.
         """
         if self._poisoned:
@@ -119,7 +119,7 @@ class WeightState:
         self._released = False
 
     def renamed(self, epoch: str, version: int) -> Served:
-        """Return the live weights under another name; changes nothing.
+        """Return the live weights under another name, without a change to the state.
 
         Raises:
             WeightError: if no version is live.
@@ -129,7 +129,7 @@ class WeightState:
         return Served(epoch, version, self._served.digest)
 
     def release(self) -> None:
-        """Record that the memory is being released: nothing is served until the next commit."""
+        """Record that the memory is being released: no version is served until the next commit."""
         self._asleep = self._released = True
         self._served = Served()
 

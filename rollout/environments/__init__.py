@@ -1,1 +1,1 @@
-"""Provides environments, each of which turns one prompt into one sample."""
+"""Provides environments. An environment turns one prompt into one sample."""

@@ -38,11 +38,11 @@ class Agent(SessionEnvironment):
             )
 
     async def act(self, task: Task) -> float | None:
-        """Return what the function returns for a task.
+        """Return the function's reward for a task.
 
         Raises:
-            ValueError: that is no reward; names the function and its file.
-            Exception: whatever the function raises.
+            ValueError: its result is no reward; names the function and its file.
+            Exception: any exception of the function.
         """
         reward = await self._function(task)
         try:

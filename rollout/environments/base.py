@@ -22,7 +22,7 @@ class Environment(ABC):
     ) -> Sample:
         """Produce one sample.
 
-        Cancelling the call cancels the generation in progress and leaves nothing behind.
+        Cancelling the call cancels the generation in progress and releases all resources.
 
         Args:
             prompt: the prompt.
@@ -31,9 +31,10 @@ class Environment(ABC):
             renderer: tokenizes and detokenizes text.
 
         Raises:
-            SettingsError: the prompt lacks metadata that this environment needs; the group fails.
+            SettingsError: the prompt lacks metadata that the environment needs; the group fails.
             EngineError: `generate` raised it; the group fails.
-            Exception: anything else fails this attempt alone, and so does a time limit of `[environment]`.
+            Exception: any other error fails this attempt alone, and so does a time limit of
+                `[environment]`.
         """
 
     def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most need not know
@@ -47,4 +48,4 @@ class Environment(ABC):
         """
 
     async def close(self) -> None:  # noqa: B027  most environments have nothing to close
-        """Release what the environment holds besides its samples. Idempotent."""
+        """Release the environment's own resources. Idempotent."""

@@ -33,19 +33,19 @@ class Options(SessionOptions):
     """Options of `command`."""
 
     command: tuple[str, ...] = ()
-    """The program and its arguments, such as ["python", "-m", "my_agent"]; no shell. `python` is that of the
-    rollout worker."""
+    """The program and its arguments, such as ["python", "-m", "my_agent"]; no shell. `python` is the rollout
+    worker's."""
     directory: str = ""
-    """Directory that is searched for Python modules, before those of `run.modules`. Empty: that of the
-    rollout worker."""
+    """Directory that is searched for Python modules, before those of `run.modules`. Empty: the rollout
+    worker's directory."""
     variables: dict[str, str] = field(default_factory=dict)
     """More environment variables of the program."""
     processes: Annotated[int, Meta(ge=0, le=10**4)] = 0
     """Processes of the program in one rollout worker that stay, and serve one sample after another. 0: each
     sample has a process, which ends with it."""
     user: str = ""
-    """User of this machine that the program runs as; the rollout worker has to be root. Empty: that of the
-    worker, whose files the program can read."""
+    """User of this machine that the program runs as; the rollout worker has to be root. Empty: the worker's
+    user, whose files the program can read."""
 
 
 class Command(SessionEnvironment):

@@ -1,4 +1,4 @@
-"""Gives an environment its episode as text: what the model says, and what is inserted.
+"""Gives an environment its episode as text: the model's turns, and inserted messages.
 
 async def play(episode: Episode) -> float | None:
     said = await episode.generate()
@@ -26,13 +26,13 @@ from rollout.sessions.results import Results
 class Episode:
     """One sample while it is made: a conversation that begins with the prompt.
 
-    Tokens that were sampled are kept as they are; only what is inserted is tokenized.
+    Tokens that were sampled are kept as they are; only inserted text is tokenized.
     """
 
     def __init__(
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> None:
-        """Begin an episode; calls of a recorded sample whose attempt was begun are those of its record."""
+        """Begin an episode; a recorded sample whose attempt was begun replays the calls of its record."""
         self.prompt = prompt
         self.reward: float | None = None
         """Reward if the episode ends without another one: by `return` without a value, or truncated."""
@@ -50,17 +50,17 @@ class Episode:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the prompt source knows of the prompt: answer, task name ..."""
+        """The prompt source's data about the prompt: answer, task name ..."""
         return self.prompt.metadata
 
     async def generate(self, max_tokens: int | None = None) -> str:
-        """Let the model continue; return what it said, without special tokens.
+        """Let the model continue; return its text, without special tokens.
 
         Args:
             max_tokens: of this turn; None: as many as `[sampling]` and the engine allow.
 
         Raises:
-            EpisodeOver: no turn or no room is left; if nothing catches it, the episode ends truncated.
+            EpisodeOver: no turn or no room is left; uncaught, it ends the episode truncated.
             RuntimeError: another turn of this episode is being generated.
         """
         if self._running:
@@ -81,10 +81,10 @@ class Episode:
     def insert(self, text: str) -> None:
         """Insert a message before the model's next turn; several texts become one message.
 
-        What no turn follows is not part of the sample.
+        A message without a following turn is not part of the sample.
 
         Raises:
-            RuntimeError: the model has said nothing yet; what comes first is the prompt.
+            RuntimeError: the model has had no turn yet; the prompt comes first.
         """
         if self._last is None:
             raise RuntimeError(
@@ -93,10 +93,10 @@ class Episode:
         self._inserted.append(text)
 
     async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a tool once, also over kills: return what is recorded by this name, else what `work` returns.
+        """Run a tool once, also over kills: return its recorded result, or run `work`.
 
-        Its result, a JSON value, is on disk when this returns, if the episode is recorded. What raises is not
-        recorded.
+        Its result, a JSON value, is on disk when this returns, if the episode is recorded. An exception is
+        not recorded.
 
         Raises:
             RequestRefused: the name or the result does not fit, there are too many, or the episode has ended.
@@ -108,7 +108,7 @@ class Episode:
         """Return the sample.
 
         Raises:
-            ValueError: the model has said nothing, or the reward is no finite number.
+            ValueError: the model has had no turn, or the reward is no finite number.
         """
         if self._last is None:
             raise ValueError("the episode ended before the model said anything")

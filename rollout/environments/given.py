@@ -24,10 +24,10 @@ class Options:
 
 
 class Given(Environment):
-    """Has the completion's tokens in the place of sampled ones.
+    """Environment whose samples are given completions instead of sampled ones.
 
-    The engine samples one token, which only says which version it serves: that is the version of the sample.
-    Nobody sampled the tokens, so their log-probabilities are 0, and mean nothing.
+    The engine samples one token, which only says which version it serves: the sample has that version. The
+    tokens were not sampled, so their log-probabilities are 0, without meaning.
     """
 
     def __init__(self, options: Options) -> None:

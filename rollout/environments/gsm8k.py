@@ -27,7 +27,7 @@ NUMBER = re.compile(
 MARKED = re.compile(rf"####[\s*_]*{NUMBER.pattern}((?:-\d)?)", re.ASCII)
 """A number after the mark, and the rest of a range if it is one."""
 VALUE = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:[eE][-+]?\d{1,2}|/\d{1,99})?", re.ASCII)
-"""The forms that are read; of 1,5 and of the range 3 to 5 written with a dash nothing is."""
+"""The forms that are read; 1,5 and a range such as 3 to 5 written with a dash are not read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Options(SessionOptions):
 
 
 class ServerAnswer(msgspec.Struct, frozen=True):
-    """What the server says of an episode."""
+    """The server's answer about an episode."""
 
     reward: float | None
     """None: verifiers score the last answer of the model."""

@@ -1,4 +1,4 @@
-"""Makes a sample of what a harness does with a URL."""
+"""Makes a sample of the model calls that a harness sends to a URL."""
 
 import asyncio
 import logging
@@ -43,8 +43,8 @@ class SessionOptions(SessionLimits):
     body_mb: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Largest body of a request, MiB."""
     sampling: str = "refuse"
-    """What a request with a temperature or the like gets. `refuse`: an error. `run`: the parameters of
-    `[sampling]`, and a header that says so."""
+    """Reply to a request with sampling parameters of its own. `refuse`: an error. `run`: the parameters of
+    `[sampling]` apply, and a header says so."""
     tool_syntax: str = "hermes"
     """How the model writes tool calls: `hermes`, JSON between <tool_call> tags; `json`, an answer that is one
     JSON object; `none`, not at all; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
@@ -85,7 +85,7 @@ def check_limits(config: EnvironmentConfig, groups: int, sampling: SamplingConfi
 
 
 def check_rendering(config: RenderConfig) -> None:
-    """Check that nothing is configured for prompts that no request of a harness has.
+    """Check that no setting for rendered prompts is given: a harness's requests have none.
 
     Raises:
         SettingsError: names the setting.
@@ -100,7 +100,7 @@ def check_rendering(config: RenderConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a harness is given."""
+    """Task of one sample, as a harness gets it."""
 
     url: str
     """Base URL for clients of the OpenAI API, with the session's key in it."""
@@ -111,9 +111,9 @@ class Task:
     """What tools answered, for `once`."""
 
     async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a tool once, also over kills: return what is recorded by this name, else what `work` returns.
+        """Run a tool once, also over kills: return its recorded result, or run `work`.
 
-        Its result, a JSON value, is on disk when this returns. What raises is not recorded.
+        Its result, a JSON value, is on disk when this returns. An exception is not recorded.
 
         Raises:
             RequestRefused: the name or the result does not fit, there are too many, or the session has ended.
@@ -132,7 +132,7 @@ class Task:
 
 
 class SessionEnvironment(Environment):
-    """Environment whose harness makes model calls by HTTP; a subclass says what the harness is.
+    """Environment whose harness makes model calls by HTTP; a subclass runs the harness.
 
     The endpoint starts with the first sample.
     """

@@ -89,7 +89,7 @@ class Tools:
                 return turn
             tool = tools[call.tool]
             said.update(turn.encode(errors="surrogatepass"))
-            # all that was said names the result: it depends on the calls before, and on nothing else
+            # the whole conversation names the result, which depends on it alone
             name = f"{call.tool} {said.hexdigest()}"
             result, kept = await episode.once(name, functools.partial(_run, tool, call.text))
             tool.restore(kept)

@@ -1,8 +1,8 @@
 """Has an environment server of the package `verifiers` run each sample, over ZeroMQ.
 
-The server (`verifiers.v1.serve`) is a process of its own, with a Python environment of its own; nothing of
-the package is needed here. Each sample has a connection: three frames (request id, "run", MessagePack), which
-are answered by frames (request id, kind, MessagePack). Of kind "delta" are the changes of a trace; "reply"
+The server (`verifiers.v1.serve`) is a process of its own, with a Python environment of its own; this process
+does not import the package. Each sample has a connection: three frames (request id, "run", MessagePack),
+which are answered by frames (request id, kind, MessagePack). Kind "delta" has the changes of a trace; "reply"
 ends the episode. A cancelled sample sends "cancel".
 """
 
@@ -50,7 +50,7 @@ class TraceReward(msgspec.Struct, frozen=True):
 
 
 class TraceError(msgspec.Struct, frozen=True):
-    """What failed in an episode."""
+    """Error of an episode."""
 
     type: str = ""
     message: str = ""
@@ -65,7 +65,7 @@ class TraceValues(msgspec.Struct, frozen=True):
 
 
 class TraceDelta(msgspec.Struct, frozen=True):
-    """What changed in a trace."""
+    """Changes of a trace."""
 
     trace: str
     discard: bool = False
@@ -75,7 +75,7 @@ class TraceDelta(msgspec.Struct, frozen=True):
 
 
 class EpisodeHead(msgspec.Struct, frozen=True):
-    """What there is to say of an episode beside its traces."""
+    """Fields of an episode other than its traces."""
 
     ok: bool
     errors: tuple[TraceError, ...] = ()
@@ -97,7 +97,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class EpisodeReading:
-    """Reads what a server says of one episode."""
+    """Reader of a server's frames about one episode."""
 
     def __init__(self) -> None:
         self._rewards: dict[str, dict[str, TraceReward | None]] = {}
@@ -214,7 +214,7 @@ class EnvironmentServer(SessionEnvironment):
 
 
 def _decoded(kind: bytes, data: bytes) -> TraceDelta | Reply:
-    """Return what a frame says. Raises ValueError, ProtocolError or RecursionError if it is garbage."""
+    """Return a decoded frame. Raises ValueError, ProtocolError or RecursionError if it is garbage."""
     check_shape(data)
     if kind == b"delta":
         return msgspec.msgpack.decode(data, type=TraceDelta)
@@ -236,13 +236,13 @@ def run_request(task: Task) -> dict[str, Any]:
 
 
 def _cancel(connection: zmq.asyncio.Socket, run: bytes) -> None:
-    """Tell the server that nobody waits for a run any more."""
+    """Tell the server that a run's result is not awaited any more."""
     payload = msgspec.msgpack.encode({"request_id": run.decode()})
     plain: zmq.Socket[bytes] = zmq.Socket.shadow(connection.underlying)
     try:
         plain.send_multipart([uuid.uuid4().hex.encode(), b"cancel", payload], zmq.NOBLOCK)
     except zmq.ZMQError:
-        return  # not connected: there is nothing to cancel
+        return  # not connected: there is no run to cancel
 
 
 def _shown(text: str) -> str:

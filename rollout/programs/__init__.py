@@ -1,1 +1,1 @@
-"""Runs the programs of harnesses, beside the rollout worker."""
+"""Runs the programs of harnesses as processes next to the rollout worker."""

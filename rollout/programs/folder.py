@@ -1,4 +1,4 @@
-"""Makes the working directories of programs, and clears away those of workers that were killed.
+"""Makes the working directories of programs, and removes the directories that killed workers left.
 
 They are in a directory that no other user can change or list. Each is locked (flock) by the worker whose
 program works in it, for as long as that worker lives. So a directory whose lock is free belongs to no worker.
@@ -61,7 +61,7 @@ class ProgramFolder:
 
 
 def programs_directory() -> Path:
-    """Return the directory for those of programs, made if it is not there.
+    """Return the parent of programs' working directories; create it if it is missing.
 
     Raises:
         SettingsError: another user has made it, or may change it.

@@ -1,7 +1,7 @@
-"""Finds what a program has started, wherever that went, and kills it.
+"""Finds all processes that a program has started, and kills them.
 
-A process can leave its parent, its process group and its directory. What its children inherit unless they
-take care is their environment: each program has a variable `MARK` there whose value nobody can guess.
+A process can leave its parent, its process group and its directory. Its children inherit its environment
+unless they take care: each program has a variable `MARK` there with an unguessable value.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ MARK = "TETHER_PROGRAM"
 ROUNDS = 20
 """How often to search for processes that were started meanwhile."""
 DEEPEST = 64
-"""Directories above that of a process that are compared."""
+"""Directories above a process's own that are compared."""
 Identity = tuple[int, int]
 """Device and inode of a directory."""
 
@@ -38,10 +38,10 @@ class Sweeper:
 
 
 def kill_left(folders: Iterable[Path]) -> int:
-    """Kill what has the mark of one of these directories or works in it, and return how many processes.
+    """Kill processes that have the mark of one of these directories or work in it; return their number.
 
-    Those of other users, and those that have no mark, another directory and another process group, are not
-    found.
+    Processes of other users are not found, nor processes without the mark in another directory and process
+    group.
 
     Args:
         folders: directories in one that only this user can change.
@@ -59,7 +59,7 @@ def kill_left(folders: Iterable[Path]) -> int:
 
 
 def _kill_once(marks: set[bytes], places: set[Identity], known: set[int]) -> set[int]:
-    """Kill what is found by one search, but for processes that were killed before; return their ids."""
+    """Kill the processes that one search finds, except ones killed before; return their ids."""
     found = set()
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) in known or int(name) == os.getpid():

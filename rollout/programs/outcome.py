@@ -1,4 +1,4 @@
-"""Reads what a program says about its sample."""
+"""Reads a program's report about its sample."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """Starts a program in a process group and a directory of its own, and ends everything that it started.
 
-It gets no variables of the worker but a few, since the others may have credentials. What left its process
-group is found by a variable that it inherited (`left_processes.py`). If the worker is killed, which then ends
-nothing itself, the kernel kills the program, and the next worker what that started (`clear_left_folders`).
+It gets no variables of the worker but a few, since the others may have credentials. Processes that left its
+process group are found by a variable that they inherited (`left_processes.py`). If the worker is killed, the
+kernel kills the program, and the next worker kills the program's other processes (`clear_left_folders`).
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from rollout.programs.owner import Owner
 PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV")
 """Variables of the rollout worker that a program gets as they are; PATH begins with the worker's Python."""
 MAX_OUTPUT = 300
-"""Bytes that are reported of what a failed program wrote, the last ones."""
+"""Bytes of a failed program's output that are reported, the last ones."""
 MAX_LINE = 2**20
 """Bytes of a line that a program writes to the worker."""
 
@@ -36,18 +36,18 @@ class ProgramKilled(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How programs are started."""
+    """Settings with which programs are started."""
 
     command: tuple[str, ...]
     """The program and its arguments; no shell."""
     directory: str = ""
-    """First directory that is searched for Python modules. Empty: that of the rollout worker."""
+    """First directory that is searched for Python modules. Empty: the rollout worker's directory."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """More environment variables."""
     sweeper: Sweeper = field(default_factory=Sweeper, compare=False)
-    """Kills what the programs leave."""
+    """Kills processes that the programs leave."""
     owner: Owner | None = None
-    """User that they run as. None: that of the rollout worker."""
+    """User that they run as. None: the rollout worker's user."""
 
     def environ(self, more: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a program, with `more` last."""
@@ -92,7 +92,7 @@ class Program:
         return self._folder.write(name, text)
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Return what the program wrote to a file of its working directory; None if there is none.
+        """Return the contents of a file in the program's working directory; None if there is none.
 
         Raises:
             OSError: it is not a regular file.
@@ -122,8 +122,8 @@ class Program:
 
         Args:
             variables: environment variables besides those of `Launch`.
-            lines: whether standard input and output are pipes to this process; otherwise there is no input,
-                and the output is kept with that of standard error.
+            lines: whether standard input and output are pipes to this process; otherwise there is no
+                input, and the output is kept together with standard error.
 
         Raises:
             SettingsError: there is no such program, or it cannot be run.

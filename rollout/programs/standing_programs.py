@@ -45,7 +45,7 @@ class StandingPrograms:
                 found = await _answered(program, task)
                 reward = None if "error" in found else reward_of(found)
             except BaseException:
-                await program.close()  # nobody knows what it does
+                await program.close()  # its state is unknown
                 raise
             self._idle.append(program)
         if "error" in found:

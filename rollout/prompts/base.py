@@ -59,7 +59,7 @@ class PromptConfig:
     """jsonl, hf: text with fields of the row in braces, such as "Question: {question}", which becomes the
     question; `prompt_field` is not used then. `{{` and `}}` are braces."""
     answer_pattern: str = ""
-    """jsonl, hf: regular expression with one group, such as `#### (.+)`; what the group finds in the answer
+    """jsonl, hf: regular expression with one group, such as `#### (.+)`; the group's match in the answer
     field is the answer. Each row has to match."""
     families: tuple[str, ...] = ()
     """reasoning_gym: task families, used in turn; textarena: games."""
@@ -73,7 +73,7 @@ class PromptConfig:
     """Use another order in every pass."""
     pass_rate_field: str = "pass_rate"
     """jsonl, hf: field with the pass rate, the mean reward that a model had for the prompt; `tether
-    pass-rates` writes it. Rows may lack it: nobody has observed theirs."""
+    pass-rates` writes it. Rows whose rate is unknown may lack it."""
     min_pass_rate: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
     """jsonl, hf: train only on prompts with at least this pass rate, and on those whose rate is unknown."""
     max_pass_rate: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
@@ -187,10 +187,10 @@ class GeneratedOrder:
 
 
 def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
-    """Return the settings of a named source: its own, and for what it does not give those of `[prompts]`.
+    """Return the settings of a named source: its own, and for absent ones `[prompts]`'s.
 
-    With a path of its own it takes neither subset, split nor revision from there. What its kind of source
-    does not use it takes only where the fingerprint covers it, as it did before.
+    With a path of its own it takes neither subset, split nor revision from there. A setting that its kind of
+    source does not use is taken only where the fingerprint covers it.
     """
     place = () if own.path is None else PLACE
     unused = {*UNUSED.get(own.source or prompts.source, ())}

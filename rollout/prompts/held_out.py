@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 def held_out_sets(
     source: PromptSource, prompts: PromptConfig, sets: Sequence[HeldOutConfig], limit: int
 ) -> Mapping[str, Sequence[Prompt]]:
-    """Return set name -> prompts, none of which is trained on.
+    """Return set name -> prompts, which are never trained on.
 
     The prompts that `[prompts]` holds out are the set `held_out`, which is left out if it is empty and there
     are others.
@@ -47,7 +47,7 @@ def _read(
     config: HeldOutConfig, prompts: PromptConfig, trained: frozenset[str], limit: int
 ) -> Sequence[Prompt]:
     merged = source_settings(prompts, config)
-    if merged.source in GENERATED:  # other questions than those of training
+    if merged.source in GENERATED:  # other questions than the training questions
         return make_source(replace(merged, held_out=limit, held_out_path=""), config).held_out()
     everything = replace(merged, min_pass_rate=None, max_pass_rate=None, easy_first=False, count=0)
     stream = make_source(replace(everything, held_out=0, held_out_path="", shuffle=False, passes=1), config)

@@ -14,7 +14,7 @@ from rollout.prompts.rows import RowSource, local_path, prompts_of
 READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}
 """Suffix of a file -> constructor of `datasets.Dataset`."""
 SAVED = ("state.json", "dataset_dict.json")
-"""Files of which a directory made by `save_to_disk` has one: of one data set, or of several splits."""
+"""Files that mark a directory made by `save_to_disk`: one for a single data set, one for several splits."""
 
 
 def make(config: PromptConfig) -> RowSource:

@@ -42,7 +42,7 @@ HELD_OUT = "held_out"
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """A named source of prompts. Whatever it does not give is as in `[prompts]`."""
+    """A named source of prompts. Absent settings are as in `[prompts]`."""
 
     name: str = ""
     """Its name: lower-case letters, digits, `-` and `_`."""
@@ -72,7 +72,7 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True)
 class MixtureConfig(SourceConfig):
-    """An entry of a mixture. Whatever it does not give is as in `[prompts]`."""
+    """An entry of a mixture. Absent settings are as in `[prompts]`."""
 
     weight: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
     """Its share of the prompts is its weight over the sum of all weights."""
@@ -86,7 +86,7 @@ class MixtureConfig(SourceConfig):
 
 @dataclass(frozen=True, slots=True)
 class HeldOutConfig(SourceConfig):
-    """A held-out set of prompts. Whatever it does not give is as in `[prompts]`."""
+    """A held-out set of prompts. Absent settings are as in `[prompts]`."""
 
     limit: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Prompts of the set, at most: a choice that is always the same. 0: as `eval.prompts`."""
@@ -96,11 +96,11 @@ def check_names(entries: Sequence[SourceConfig], what: str) -> None:
     """Check that each entry has a name of its own.
 
     Args:
-        entries: those of one array of tables.
+        entries: entries of one array of tables.
         what: name of the array in the settings.
 
     Raises:
-        SettingsError: a name is empty, of other characters, taken, or that of the set of `[prompts]`.
+        SettingsError: a name is empty, has other characters, is taken, or names the set of `[prompts]`.
     """
     seen = {HELD_OUT}
     for number, entry in enumerate(entries):

@@ -8,7 +8,7 @@ from rollout.prompts.base import Prompt, PromptConfig
 
 
 def within_rates(prompts: Sequence[Prompt], config: PromptConfig) -> list[Prompt]:
-    """Return the prompts with a pass rate in the range of `config`, and those of which it is not known.
+    """Return the prompts with a pass rate in the range of `config`, and the prompts without one.
 
     Raises:
         SettingsError: the range is empty, no prompt has a pass rate, or one is not a number.

@@ -19,7 +19,7 @@ from rollout.prompts.base import GeneratedOrder, Prompt, PromptConfig, fingerpri
 CHUNK = 500
 """Items per data set that is opened."""
 HELD_OUT_SEED = CHUNK << 22
-"""Distance between the seeds of training and those of held-out prompts; training indices stay below it."""
+"""Distance between the seeds of training and of held-out prompts; training indices stay below it."""
 ATTEMPTS = 20
 """Held-out prompts generated for each one wanted before the families count as too small."""
 UNSTABLE = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
@@ -48,7 +48,7 @@ class ReasoningGymSource:
         return self._item(self._order[index], self._config.seed, index)
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return prompts of other seeds than those of training.
+        """Return prompts of other seeds than the training seeds.
 
         If the training set is finite, questions that occur in it are left out.
 

@@ -15,7 +15,7 @@ from rollout.prompts.base import GeneratedOrder, Prompt, PromptConfig, fingerpri
 from rollout.text_games import TextGame, checked_games
 
 HELD_OUT_SEED = 2**31
-"""Distance between the seeds of training and those of held-out games; training indices stay below it."""
+"""Distance between the seeds of training and of held-out games; training indices stay below it."""
 
 
 class TextArenaSource:
@@ -43,12 +43,12 @@ class TextArenaSource:
         return self._item(self._order[index], self._config.seed, index)
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return games of other seeds than those of training."""
+        """Return games of other seeds than the training seeds."""
         seed = self._config.seed + HELD_OUT_SEED
         return [self._item(number, seed, -1) for number in range(self._config.held_out)]
 
     def trained_texts(self) -> Iterable[str]:
-        """Yield nothing: equal openings may belong to different games."""
+        """Yield no text: equal openings may belong to different games."""
         return ()
 
     def _item(self, number: int, seed: int, index: int) -> Prompt:

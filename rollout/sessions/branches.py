@@ -14,7 +14,7 @@ from rollout.sessions.calls import CallTree, ModelCall, context_tokens
 def branches_of(tree: CallTree) -> tuple[Branch, ...]:
     """Return the rows of a session's sample, in the order of their first calls.
 
-    A row begins behind the tokens that it shares with an earlier one: at least those of the call that it
+    A row begins after the tokens that it shares with an earlier one: at least the tokens of the call that it
     continues, at most its context. So two answers that begin with the same tokens are both kept.
     """
     found: list[Branch] = []
@@ -46,9 +46,9 @@ def _longest_shared(context: NDArray[np.int64], rows: Sequence[NDArray[np.int64]
 def _branch(
     row: Sequence[ModelCall], context: Sequence[int], parent: int, shared: int, places: Sequence[int]
 ) -> Branch:
-    """Return the row of some calls, of which the first has `context` left over by what is shared.
+    """Return the row of some calls; `context` is the part of the first call's context that is not shared.
 
-    `places` are those of the calls among all of the session.
+    `places` are the calls' indices in the session.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -58,7 +58,7 @@ def _branch(
     turns: list[tuple[int, int, int]] = []
     for call, place in zip(row, places, strict=True):
         inserted, sampled = context if call is row[0] else call.inserted, call.completion
-        of_sampled = [
+        sampled_versions = [
             version for (first, _), (end, version) in _pairs(sampled.spans) for _ in range(first, end)
         ]
         tokens += (*inserted, *sampled.tokens)
@@ -67,8 +67,8 @@ def _branch(
         own = sampled.logprobs if call.trained else [0.0] * len(sampled.tokens)
         logprobs += (*[0.0] * len(inserted), *own)
         mask += (*[0] * len(inserted), *[int(call.trained)] * len(sampled.tokens))
-        # an inserted token has the version of the one before it, the first ones that of the one after them
-        versions += (*[versions[-1] if versions else of_sampled[0]] * len(inserted), *of_sampled)
+        # an inserted token has the version of the token before it; at the start, of the first sampled token
+        versions += (*[versions[-1] if versions else sampled_versions[0]] * len(inserted), *sampled_versions)
     return Branch(
         tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared, tuple(calls),
         tuple(turns),

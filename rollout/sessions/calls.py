@@ -1,4 +1,4 @@
-"""Keeps the answered calls of a session as a tree: each continues the tokens of another, or begins anew."""
+"""Keeps the answered calls of a session as a tree: each continues the tokens of another, or has no parent."""
 
 import itertools
 from collections import defaultdict
@@ -21,14 +21,14 @@ class ModelCall:
     """
 
     parent: "ModelCall | None"
-    """The call whose tokens it continues; None: it begins anew."""
+    """The call whose tokens it continues; None: it continues none."""
     inserted: tuple[int, ...]
-    """Tokens of what the harness added, with the beginning of the answer's turn."""
+    """Tokens of the messages that the harness added, with the beginning of the answer's turn."""
     completion: Completion
     """The answer, as it was sampled."""
     end: int | TextEnd
-    """What a request begins with that continues this call: the key behind the answer, or the end of the text
-    of a completion, prompt and answer."""
+    """Beginning of a request that continues this call: the key after the answer, or the end of the text of a
+    completion, prompt and answer."""
     also: int | None = None
     """Another such key: behind the answer without its thoughts, which most clients leave out."""
     number: int = -1
@@ -49,12 +49,12 @@ class ModelCall:
 
 
 def text_end(text: str) -> TextEnd:
-    """Return what a completion with this text, prompt and answer, is found by."""
+    """Return the lookup key of a completion with this text, prompt and answer."""
     return len(text), xxhash.xxh3_128_intdigest(_bytes(text))
 
 
 def context_tokens(parent: ModelCall | None, inserted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return what a call is to continue: the tokens of `parent`, and those that were inserted."""
+    """Return the tokens that a call continues: the tokens of `parent`, and the inserted ones."""
     if parent is None:
         return inserted
     return tuple(itertools.chain(*_pieces(parent), inserted))
@@ -80,7 +80,7 @@ class CallTree:
         self._next[id(call.parent)].append(call)
 
     def withdraw(self, call: ModelCall) -> bool:
-        """Remove a call that nobody has continued; returns whether it was removed."""
+        """Remove a call that no other call continues; return whether it was removed."""
         if call not in self.calls or any(other.parent is call for other in self.calls):
             return False
         self.calls.remove(call)
@@ -95,7 +95,7 @@ class CallTree:
         """Find the call that a request continues: the longest one, of equal ones the last.
 
         Args:
-            keys: those of the request, see `Dialogue`.
+            keys: the request's keys, see `Dialogue`.
 
         Returns:
             The call, or None; and how many messages of the request it has.
@@ -156,7 +156,7 @@ class CallTree:
 
 
 def _pieces(call: ModelCall) -> list[tuple[int, ...]]:
-    """Return what the tokens of a call consist of, one after the other."""
+    """Return the pieces of a call's tokens, in order."""
     return [piece for each in call.path() for piece in (each.inserted, each.completion.tokens)]
 
 

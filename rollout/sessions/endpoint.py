@@ -9,8 +9,8 @@
     GET  /s/KEY/v1/results/NAME (also PUT)
     POST /s/KEY/inference/v1/generate
 
-A key is 192 random bits, and is not answered any more when its session has ended. Nothing else says who may
-call, so the address is a loopback one.
+A key is 192 random bits, and is not answered any more when its session has ended. The key is the only proof
+of who calls, so the address is a loopback one.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _log = request_logger("tether.sessions")
 MAX_ENDED = 10_000
 """Ended sessions whose clients are answered why, the last ones; others are unknown."""
 MAX_CONNECTIONS = 8192
-"""Open at once, those of all sessions together."""
+"""Connections open at once, over all sessions."""
 HEADER_S = 30.0
 """How long a connection may take to send the head of its first request."""
 BODY_S = 120.0
@@ -63,7 +63,7 @@ class SessionEndpoint:
             body_mb: largest body of a request, MiB.
             override: whether sampling parameters of requests are not applied; otherwise they are refused.
             max_connections: as for `LimitedListener`.
-            header_s: likewise.
+            header_s: as for `LimitedListener`.
             body_s: how long the body of a request may take to come, seconds.
         """
         self._override = override
@@ -157,7 +157,7 @@ class SessionEndpoint:
         return web.json_response(text=await off_loop(LARGE + 1, lambda: json.dumps(body)))
 
     async def _serve_result(self, request: web.Request) -> web.Response:
-        """Return what a tool answered, or record it: it is on disk when the client has an answer."""
+        """Return a tool's result, or record it: it is on disk when the client has an answer."""
         results, name = self._session(request).results, request.match_info["name"]
         try:
             if request.method == "PUT":
@@ -195,7 +195,7 @@ class SessionEndpoint:
 
 
 def _known(key: str) -> bytes:
-    """Return what a key is looked up by: how long that takes says nothing about other keys."""
+    """Return the lookup value of a key: the time of a lookup reveals no other key."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
@@ -207,7 +207,7 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
     except RequestRefused as refusal:
         return web.json_response(refusal.body, status=refusal.status, headers={"x-should-retry": "false"})
     except ClientConnectionResetError:
-        return web.Response()  # the client has hung up, so nobody gets it
+        return web.Response()  # the client has hung up, so the error is not sent
     except Exception as failed:
         if not isinstance(failed, web.HTTPException):
             _log.exception("session.error path=%s", request.path.partition("/v1")[2])

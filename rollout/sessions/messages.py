@@ -150,7 +150,7 @@ def _list(values: Any, where: str) -> Sequence[Any]:
 
 
 def _canonical(value: Sequence[Any]) -> str:
-    """Return the text of tools or of calls, whatever the order of the keys in them."""
+    """Return the text of tools or of calls, with sorted keys."""
     try:
         return json.dumps(value, sort_keys=True, ensure_ascii=True)
     except (ValueError, RecursionError) as error:

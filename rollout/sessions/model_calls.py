@@ -44,7 +44,7 @@ class ModelCalls:
 
     @property
     def ended(self) -> str:
-        """Why the attempt is ended from outside; empty while it is not, or if nobody says."""
+        """Reason why the attempt is ended from outside; empty while it is not, or if none is given."""
         if self.late:
             return f"not done within environment.episode_s {self._config.episode_s:g} s"
         return self._ended()

@@ -39,7 +39,7 @@ _NO_IDS = Array.of([], "int32")
 
 
 class CallJournal(Protocol):
-    """Where the calls of a leased group are kept."""
+    """Journal of the calls of a leased group."""
 
     async def recall(self, sample: int) -> Recalled:
         """Return the recorded calls of a sample; from then on earlier leases of the group cannot record."""
@@ -79,9 +79,9 @@ class SampleRecord:
     replayed: int = 0
     """Calls of the attempt that were answered from the record."""
     results: dict[str, bytes] = field(default_factory=dict)
-    """Name -> JSON: what tools had answered when the attempt began."""
+    """Name -> JSON: results of tools from before the attempt."""
     _resumes: bool = True
-    """Whether the next attempt goes by the record."""
+    """Whether the next attempt replays the record."""
     _attempt: int = -1
     _first: int = 0
     """Number of the attempt's first call."""
@@ -93,7 +93,7 @@ class SampleRecord:
     its write was cancelled."""
 
     async def begin(self, *, replayable: bool) -> None:
-        """Begin an attempt: the first one, and one after `resume`, goes by the record; others begin anew.
+        """Begin an attempt; the first one, and one after `resume`, replays the record.
 
         Raises:
             EpisodeError: there is a record, and the harness must not be run again.
@@ -164,14 +164,14 @@ class SampleRecord:
         After a cancellation the call may be on disk or not; it is unseen.
 
         Args:
-            key: what the call is found by.
-            parent: number of the call whose tokens it continues; -1: it begins anew.
+            key: lookup key of the call, see `key_of`.
+            parent: number of the call whose tokens it continues; -1: it continues none.
             inserted: tokens between the parent's answer and this answer.
             generate: makes the answer.
             on_replayed: called with a recorded answer.
 
         Raises:
-            EngineError: the engine recorded experts, too, which a call has no place for.
+            EngineError: the engine recorded experts, which a call cannot store.
             EpisodeError: the call cannot be recorded.
         """
         if (unseen := await self.unseen(key)) is not None:
@@ -241,7 +241,7 @@ class SampleRecord:
 
 
 def key_of(request: str, context: Sequence[int]) -> Key:
-    """Return what a call is found by: a text that holds all of its request, and the tokens it continues."""
+    """Return the lookup key of a call: a text that holds all of its request, and the tokens it continues."""
     tokens = np.array(context, dtype=np.int32).tobytes()
     return xxhash.xxh3_128_hexdigest(request.encode()), xxhash.xxh3_128_hexdigest(tokens)
 

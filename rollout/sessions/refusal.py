@@ -6,9 +6,9 @@ MAX_PARAM = 200
 
 
 class RequestRefused(Exception):
-    """A request that was refused; nothing changed.
+    """A refused request, without any change.
 
-    The fields are those of an error of the OpenAI API, whose clients raise an exception by the status.
+    The fields match an error of the OpenAI API, whose clients raise an exception by the status.
     """
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
@@ -29,7 +29,7 @@ class RequestRefused(Exception):
 
 
 def ended(reason: str) -> RequestRefused:
-    """Return the refusal of whatever comes after the end of a session."""
+    """Return the refusal of a request after the end of a session."""
     return RequestRefused(410, "session_ended", f"the session has ended: {reason}")
 
 

@@ -44,7 +44,7 @@ FORMS_OF_LOGPROBS: dict[tuple[str, ...], tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks for."""
+    """Parsed request of a harness."""
 
     model: str
     """Returned as it came."""
@@ -56,15 +56,15 @@ class Asked:
     overridden: tuple[str, ...]
     """Sampling parameters that the request has and that are not applied."""
     dialogue: Dialogue | None = None
-    """What a chat request has."""
+    """Messages of a chat request."""
     tools: bool = False
     """Whether tool calls are read from the answer."""
     prompt: str | tuple[int, ...] = ""
-    """What a completion continues: text, or tokens."""
+    """Prompt of a completion: text, or tokens."""
     response: object = None
     """`ResponseFields` of a responses request."""
     name: str = ""
-    """What a generate request calls itself."""
+    """Request id of a generate request."""
     with_text: bool = False
     """Whether the answer to a generate request has its text."""
     with_prompt: bool = False
@@ -108,7 +108,7 @@ def read_chat(body: Any, *, override: bool) -> Asked:
 
 
 def read_text(body: Any, *, override: bool) -> Asked:
-    """Read the body of a completion request; arguments and errors are those of `read_chat`."""
+    """Read the body of a completion request; arguments and errors are as in `read_chat`."""
     common = _common(body, TEXT, override)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):

@@ -1,4 +1,4 @@
-"""Keeps what the tools of one attempt at a sample answered, each on disk before anybody has it.
+"""Keeps the tool results of one attempt at a sample, each on disk before it is returned.
 
 A harness that is run again on the record gets a result that it has seen under the same name, instead of
 running the tool again.
@@ -26,26 +26,26 @@ class Results:
     """Name -> result of one attempt at a sample; without a record they are kept in memory alone."""
 
     def __init__(self, record: SampleRecord | None = None) -> None:
-        """Begin with what the record has, whose attempt was begun."""
+        """Begin with the results of the record, whose attempt was begun."""
         self._record = record
         self._known = dict(record.results) if record is not None else {}
         self._size = sum(map(len, self._known.values()))
         self._unseen: dict[str, Call] = {}
-        """Results of which nobody knows whether they are on disk."""
+        """Results that may or may not be on disk."""
         self._running: dict[str, asyncio.Lock] = {}
         self._storing: set[asyncio.Task[None]] = set()
         self._ended = ""
 
     async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the result of this name; if there is none, that of `work`, once it is on disk.
+        """Return the result of this name; if there is none, the result of `work`, once it is on disk.
 
-        The result is what JSON makes of it, from the record or not: a tuple is a list. Cancelled, `work` is,
-        too; or its result may be on disk, and is given to who asks again.
+        The result has passed through JSON, from the record or not: a tuple is a list. Cancellation cancels
+        `work`, too; if its result is on disk already, the next request for the name gets it.
 
         Raises:
             RequestRefused: the name or the result does not fit, there are too many, or the session has ended.
             EpisodeError: it cannot be recorded, such as under a lost lease.
-            Exception: whatever `work` raises; nothing is recorded then.
+            Exception: any exception of `work`; no result is recorded then.
         """
         async with self._running.setdefault(checked_name(name), asyncio.Lock()):
             found = await self.find(name)
@@ -81,7 +81,7 @@ class Results:
         return found
 
     def end(self, reason: str) -> None:
-        """Record nothing any more; what is on its way to the disk is not waited for."""
+        """Refuse further results; writes in progress are not awaited."""
         self._ended = self._ended or reason
         for task in self._storing:
             task.cancel()
@@ -139,7 +139,7 @@ def checked_name(name: str) -> str:
 
 
 async def _off_loop_json(name: str, value: Any) -> bytes:
-    """Return a result as JSON; a large one is written beside the event loop."""
+    """Return a result as JSON; a large one is encoded in a thread."""
     return await off_loop(size_of(value), lambda: as_json(name, value))
 
 

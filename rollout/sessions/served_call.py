@@ -29,20 +29,21 @@ class Api:
     path: str
     """Behind `/s/KEY`."""
     prefix: str
-    """What the names of answers begin with."""
+    """Prefix of the answers' names."""
     read: Callable[..., Asked]
-    """(body, override) -> what a request asks for; also of `stored`, if answers are kept."""
+    """(body, override) -> parsed request; gets `stored`, too, if answers are kept."""
     whole: Callable[..., Body]
     """(asked, answer, renderer, name) -> an answer in one piece."""
     events: Callable[..., Iterable[Body]]
-    """Likewise, an answer as events."""
+    """(the arguments of `body`) -> an answer as events."""
     start: Callable[[Asked, str], Body] | None = None
     """(asked, name) -> the event that is sent while the answer is generated."""
     last: bytes = b""
     """What ends a stream."""
     error: Callable[[RequestRefused], Body] = lambda refusal: refusal.body
     keep: Callable[[Session, Asked, CallAnswer, str], Any] | None = None
-    """Returns what is stored of an answer in its session, for requests that name it; None: nothing."""
+    """Returns the part of an answer that its session stores, for requests that name it; None: it is not
+    stored."""
 
     def refused(self, refusal: RequestRefused) -> web.Response:
         """Return the answer to a request that is refused, which says whether to try again."""
@@ -71,11 +72,11 @@ APIS = (
         generate.generate_events, last=DONE, error=generate.generate_error,
     ),
 )  # fmt: skip
-"""Those of OpenAI, Anthropic's messages, and vLLM's tokens in and out."""
+"""APIs of OpenAI, Anthropic's messages, and vLLM's tokens in and out."""
 
 
 class ServedCall:
-    """One call of a client; what could not be written to it leaves nothing in the session."""
+    """One call of a client; an answer that could not be delivered is withdrawn from the session."""
 
     def __init__(
         self, api: Api, request: web.Request, session: Session, begun: Begun, name: str, size: int
@@ -133,7 +134,7 @@ class ServedCall:
         return response
 
     async def _deliver(self, answer: CallAnswer, send: Callable[[], Awaitable[None]]) -> None:
-        """Write an answer, or withdraw it if the client has hung up: nobody has seen it."""
+        """Write an answer, or withdraw it if the client has hung up before reading it."""
         try:
             if (keep := self._api.keep) is not None:
                 asked, session = self._begun.asked, self._session
@@ -148,7 +149,7 @@ class ServedCall:
                 raise
 
     async def _written(self, answer: CallAnswer, make: Callable[[], Made]) -> Made:
-        """Return what `make` writes of an answer and its request, a large one beside the event loop."""
+        """Return `make`'s text of an answer and its request; a large one is made in a thread."""
         return await off_loop(self._size + TOKEN * len(answer.call.completion.tokens), make)
 
 

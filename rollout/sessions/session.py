@@ -30,7 +30,7 @@ OTHER_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What one session may do."""
+    """Limits of one session."""
 
     max_calls: Annotated[int, Meta(ge=1, le=10**4)] = 256
     """Calls that are answered; no more than a sample may record."""
@@ -49,14 +49,14 @@ class Begun:
     context: tuple[int, ...]
     """The tokens that the answer continues."""
     key: tuple[str, str]
-    """What the call is found by in a record."""
+    """Lookup key of the call in a record."""
     restarts: bool = False
-    """Whether it begins anew because the template cannot write its messages after an answer."""
+    """Whether it continues no call because the template cannot write its messages after an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaidAnswer:
-    """What an answer says, and how requests that continue it begin."""
+    """Content of an answer, and the beginning of requests that continue it."""
 
     text: str
     message: dict[str, Any]
@@ -86,7 +86,7 @@ class CallAnswer:
 class Session:
     """One sample's calls.
 
-    Calls may run at once. Cancelling one ends its request on the engine and records nothing.
+    Calls may run at once. Cancelling one ends its request on the engine, and the call is not recorded.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Session:
         """Large requests that wait or are read; one at a time is."""
         self._one_read = asyncio.Lock()
         self.record = record
-        """Has every call before it is answered; None: nothing is recorded."""
+        """Has every call before it is answered; None: calls are not recorded."""
         self.results = Results(record)
         """What tools answered."""
         self.tree = CallTree()
@@ -126,7 +126,7 @@ class Session:
         self.truncated = False
         """Whether the last call was refused because the episode has no turn or no room left."""
         self.restarts = 0
-        """Calls that begin anew because the template cannot write their messages after an answer."""
+        """Calls that continue no call because the template cannot write their messages after an answer."""
         self.overridden = 0
         """Calls with sampling parameters that were not applied."""
 
@@ -136,11 +136,11 @@ class Session:
         return self._renderer
 
     async def read(self, body: bytes, asked: Callable[[Any], Asked]) -> Begun:
-        """Read a request and begin it, a large one beside the event loop; a refusal changes nothing.
+        """Read a request and begin it, a large one in a thread; a refusal changes no state.
 
         Args:
             body: of the request.
-            asked: returns what the parsed body asks for.
+            asked: returns the request of the parsed body.
 
         Raises:
             RequestRefused: as for `begin`, or it is malformed.
@@ -165,7 +165,7 @@ class Session:
         return found
 
     def begin(self, asked: Asked) -> Begun:
-        """Find what a request continues, and check it; a refusal changes nothing.
+        """Find the call that a request continues, and check it; a refusal changes no state.
 
         Raises:
             RequestRefused: the session has ended or reached a limit, the request is too long, or the chat
@@ -175,7 +175,7 @@ class Session:
         return self._fitting(asked)
 
     def _fitting(self, asked: Asked) -> Begun:
-        """Return what a request continues, if it fits; may run in a thread."""
+        """Return the call that a request continues, if it fits; may run in a thread."""
         param = "messages" if asked.dialogue else "prompt"
         most = self._max_model_len if self.tree.calls else self._renderer.max_prompt_tokens
         try:
@@ -316,7 +316,7 @@ class Session:
         return completion
 
     def _placed(self, asked: Asked, most: int) -> Begun:
-        """Return what a request continues, and the tokens of the rest; raises PromptTooLong."""
+        """Return the call that a request continues, and the tokens of the rest; raises PromptTooLong."""
         if asked.dialogue is None:
             return self._placed_text(asked, most)
         parent, count = self.tree.continued(asked.dialogue.keys)
@@ -327,7 +327,7 @@ class Session:
             except PromptTooLong:
                 raise
             except SettingsError:
-                pass  # so it begins anew
+                pass  # so it continues no call
         try:
             tokens = whole(self._renderer, asked.dialogue, most)
         except PromptTooLong:

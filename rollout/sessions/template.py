@@ -61,7 +61,7 @@ def _closing(renderer: Renderer, tail: Sequence[int], sampled: Sequence[int]) ->
 
 
 def _behind_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
-    """Return what the template writes from the end of an answer on."""
+    """Return the template's text from the end of an answer on."""
     new, answer, tools = dialogue.messages[first:], dialogue.messages[first - 1], dialogue.tools
     mark, result = (
         f"tether{secrets.token_hex(16)}{what}" for what in ("answer", "result")

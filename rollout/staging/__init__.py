@@ -1,1 +1,1 @@
-"""Brings a weight version beside the live parameters of an engine, and commits it into them."""
+"""Stages a weight version next to an engine's live parameters, and commits it into them."""

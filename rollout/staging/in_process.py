@@ -24,11 +24,11 @@ class InProcessStaging:
     async def stage(self, manifest: WeightManifest) -> None:
         """Fetch and verify a version, unless exactly that version is staged.
 
-        A cancelled call returns when the thread has ended the fetch; then nothing is staged. Cancelled once
-        more it returns at once; until the thread has ended the fetch, further calls are refused.
+        A cancelled call returns when the thread has ended the fetch; then no version is staged. Cancelled
+        once more it returns at once; until the thread has ended the fetch, further calls are refused.
 
         Raises:
-            WeightError: nothing is staged.
+            WeightError: no version is staged.
         """
         if self._asleep:
             raise WeightError(
@@ -61,13 +61,13 @@ class InProcessStaging:
             self.staging.discard()
             raise
         finally:
-            del fetching  # its error refers to this frame, and to what the fetch has read
+            del fetching  # its error refers to this frame, and to the tensors that the fetch has read
 
     def sleep(self) -> None:
-        """Discard what is staged, and refuse to stage until `wake`.
+        """Discard the staged version, and refuse to stage until `wake`.
 
         Raises:
-            WeightError: a version is being staged; nothing changed.
+            WeightError: a version is being staged and stays.
         """
         if self._fetching is not None:
             raise WeightError("a version is being staged: the engine cannot sleep now")

@@ -1,7 +1,7 @@
-"""Compares live weights with the files that they were loaded from, to find what was repacked afterwards.
+"""Compares live weights with the files that they were loaded from, to find repacked parameters.
 
-An engine may lay out a parameter anew once it is loaded, in the same shape, as its kernels want it. A version
-that is copied over it, as the loader would copy it, would then compute something else.
+An engine may rearrange a loaded parameter in its shape for its kernels. A version that is copied over it, as
+the loader would copy it, would then compute wrong results.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def check_loaded(trace: LoaderTrace, model_dir: Path) -> None:
 
     Args:
         trace: where the loader put the tensors; no version has been committed yet.
-        model_dir: without safetensors, the engine made up its weights, and nothing is compared.
+        model_dir: without safetensors, the engine made up its weights, and the comparison is skipped.
 
     Raises:
         EngineError: naming the first parameter that differs, or a file that cannot be read.

@@ -59,12 +59,12 @@ class LoaderTrace:
     def __init__(
         self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder"
     ) -> None:
-        """Take what `record` returns.
+        """Take the result of `record`.
 
         Args:
             live: the live parameters, each storage once.
             shapes: checkpoint name -> shape of the whole tensor.
-            recorder: what the loader would have done.
+            recorder: the copies that the loader would have made.
 
         Raises:
             EngineSettingsError: naming a parameter that the loader does not fill exactly.
@@ -95,7 +95,7 @@ class LoaderTrace:
         return sources
 
     def copies(self) -> Iterator[Copy]:
-        """Yield what the loader would have copied, by checkpoint tensor in the order of loading."""
+        """Yield the loader's copies, by checkpoint tensor in the order of loading."""
         for copies in self._copies.values():
             yield from copies
 
@@ -293,7 +293,7 @@ def trace(
     dtype: torch.dtype,
     staging_mb: int = 0,
 ) -> StagingPlan:
-    """Plan the staging of a model with a buffer beside the live parameters.
+    """Plan the staging of a model with a buffer next to the live parameters.
 
     Args:
         load: see `record`.

@@ -46,10 +46,9 @@ Destinations = Mapping[str, list[ExpectedTensor]]
 
 
 class SlicePlacement:
-    """What a rank wants of a version, and where its slices go.
+    """Slices that a rank wants of a version, and their destinations.
 
-    A part of a source that is not a box of it, such as one whose dimensions are permuted, is filled when the
-    whole tensor is there.
+    A target that is no box of its source, such as a permuted one, is filled once the whole tensor is there.
     """
 
     def __init__(self, destinations: Destinations) -> None:
@@ -63,7 +62,7 @@ class SlicePlacement:
         """Name and box of a slice that has come before -> see `_targets_of`."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.wanted: dict[str, tuple[Box, ...]] = {}
-        """Name -> disjoint boxes; names of which nothing is wanted are absent."""
+        """Name -> disjoint boxes; names without a wanted box are absent."""
         for name, sources in destinations.items():
             self._shapes[name] = sources[0].shape
             parts = [part for source in sources for part in source.slices]
@@ -104,7 +103,7 @@ class SlicePlacement:
             torch._foreach_copy_(targets, sources)
 
     def _targets_of(self, name: str, box: Box) -> list[tuple[torch.Tensor, tuple[slice, ...] | None]]:
-        """Return what a slice fills, and which part of it fills that; None: all of it."""
+        """Return the targets that a slice fills, each with the slice's part for it; None: all of it."""
         found = self._targets.get((name, box))
         if found is None:
             found = self._targets[name, box] = []
@@ -116,7 +115,7 @@ class SlicePlacement:
         return found
 
     def finish(self) -> None:
-        """Check that nothing is left half assembled. Raises WeightError if something is."""
+        """Check that every tensor is assembled. Raises WeightError for a half assembled one."""
         if self._whole:
             raise WeightError(f"tensor {next(iter(self._whole))} did not arrive whole")
 

@@ -38,12 +38,12 @@ class RankStaging:
         self._cuda = torch.cuda.is_available()
         self._device = torch.cuda.current_device() if self._cuda else -1
         self._stream = torch.cuda.Stream() if self._cuda else None
-        """Stream of all fetches, so that the kernels of one run before those of the next."""
+        """Stream of all fetches, so that one fetch's kernels run before the next one's."""
         self._state = RankState.IDLE
         self._error, self._covered, self._poisoned = "", 0, False
         """As in `RankStatus`."""
         self._lock = threading.Lock()
-        """Guards the staging copy: nothing is written into it while it is committed or released."""
+        """Guards the staging copy: no fetch writes into it while it is committed or released."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
         """Size of the live parameters that versions contain."""
 
@@ -68,7 +68,7 @@ class RankStaging:
         return RankStatus(self._state, self._error, self._covered, self._poisoned, staged)
 
     def cancel(self) -> RankStatus:
-        """End a running fetch, or discard what is staged; return the status."""
+        """End a running fetch, or discard the staged version; return the status."""
         with self._lock:
             fetching = self._state == RankState.STAGING
             if self._state == RankState.STAGED:
@@ -147,7 +147,7 @@ class RankStaging:
                         covered = self._staging.fetch(manifest, deadline_s)
                     finally:
                         self._stream.synchronize()
-        except Exception as error:  # whatever it is, `status` reports it to the engine's process
+        except Exception as error:  # `status` reports any error to the engine's process
             with self._lock:
                 self._staging.discard()
                 self._error, self._state = str(error) or repr(error), RankState.FAILED

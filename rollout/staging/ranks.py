@@ -56,7 +56,7 @@ class AllRanksStaging:
     async def stage(self, manifest: WeightManifest) -> None:
         """Stage a version on all ranks, unless they hold exactly that version.
 
-        If it fails or is cancelled, nothing is staged on any rank.
+        If it fails or is cancelled, no version is staged on any rank.
 
         Raises:
             WeightError: with the reason of a rank.
@@ -75,7 +75,7 @@ class AllRanksStaging:
                 raise WeightError(next(filter(None, refusals)))
             ranks = await self._final_status(manifest)
             expected = manifest
-            # the bytes that arrived must be the same on all ranks, whatever they are
+            # all ranks must have received the same bytes
             if is_provisional(manifest) and (staged := ranks[0].staged) is not None:
                 expected = replace(manifest, digest=staged.digest)
             # ranks with an error first: it is the reason of the others' state
@@ -93,7 +93,7 @@ class AllRanksStaging:
         """Copy the staged version over the live weights of all ranks; return their answers.
 
         Raises:
-            WeightError: no rank has applied it; nothing changed.
+            WeightError: no rank has applied it.
             PoisonedError: some ranks have applied it, or one may have applied a part.
         """
         self._staged = None
@@ -128,7 +128,7 @@ class AllRanksStaging:
         self._check_all(await self._call("wake"))
 
     async def live_digest(self) -> int:
-        """Return the digest of the live parameters; with one rank that of the manifest of their bytes."""
+        """Return the digest of the live parameters; with one rank the manifest's digest of their bytes."""
         ranks = await self._call("live_digest")
         if ranks[0][0]:
             return int(ranks[0][1])
@@ -164,7 +164,7 @@ class AllRanksStaging:
             ) from None
 
     async def _discard(self) -> None:
-        """Discard what is staged on all ranks, after ending fetches that still run."""
+        """Discard the staged versions of all ranks, after ending fetches that still run."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._call_timeout_s):
                 ranks = await self._statuses("cancel")

@@ -9,14 +9,15 @@ from protocol.errors import EngineError, EngineSettingsError
 
 MIB = 1 << 20
 RECEIVING_BYTES = 512 * MIB
-"""GPU memory that receiving a version takes beside the staging copy: buckets in flight or not yet hashed."""
+"""GPU memory that receiving a version takes in addition to the staging copy: buckets in flight or not yet
+hashed."""
 
 
 class ReleasableMemory:
     """Storages of tensors that can be released and restored.
 
-    The tensors stay the same objects, and after `restore` their views are valid again. In between nobody may
-    use them: they have no memory.
+    The tensors stay the same objects, and after `restore` their views are valid again. In between they must
+    not be used: they have no memory. use them: they have no memory.
     """
 
     def __init__(self, dropped: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
@@ -90,7 +91,7 @@ def check_room(tensors: Iterable[torch.Tensor], staging_mb: int) -> None:
 
 
 def empty_cache() -> None:
-    """Release what the CUDA allocator caches unused, for other processes on the device."""
+    """Release the CUDA allocator's unused cache, for other processes on the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -27,8 +27,8 @@ class SharedStaging(Staging):
     """Staging without a copy: a version is staged once the masters' conversion has the right digests.
 
     `apply` is the commit's copy. The trainer does not change the masters until the engine reports that it
-    serves the version. Should it have changed them nevertheless, because it took this engine for another one,
-    the version is refused before the copy, and does not count as applied after it.
+    serves the version. If the trainer wrote too early (it mistook this engine for another), the version is
+    refused before the copy, or not reported as applied after it.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SharedPlan(LoaderTrace):
     def __init__(
         self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder
     ) -> None:
-        """Take what `record` returns.
+        """Take the result of `record`.
 
         Args:
             live: see `LoaderTrace`.
@@ -191,7 +191,7 @@ class SharedPlan(LoaderTrace):
         raise EngineError("the trainer computes with the live weights: their memory cannot be released")
 
     def restore(self) -> None:
-        """Do nothing: nothing was released."""
+        """Return at once: no memory was released."""
 
     def apply(self) -> None:
         """Commit the version that was taken from the staging. Raises WeightError, see `SharedStaging`."""

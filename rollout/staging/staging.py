@@ -1,4 +1,4 @@
-"""Fetches weight versions into a staging copy, which has the layout of the live parameters beside it."""
+"""Fetches weight versions into a staging copy, which has the layout of the live parameters."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,15 +21,15 @@ class Committable(Protocol):
     """Live weights that a staged version can be copied into."""
 
     def apply(self) -> None:
-        """Copy the version that was taken from the staging last over the live weights.
+        """Copy the version that `take` returned last over the live weights.
 
-        It allocates nothing on the device, and does no I/O and no communication.
+        It does no allocation on the device, no I/O and no communication.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LiveAndStaged:
-    """Live parameters and the staging copy beside them, by the same names."""
+    """Live parameters and their staging copy, by the same names."""
 
     live: dict[str, torch.Tensor]
     copy: dict[str, torch.Tensor]
@@ -166,7 +166,7 @@ class Staging:
             self._receiver.close()
 
     def close(self) -> None:
-        """Release what the transport keeps for the next version."""
+        """Release the resources that the transport keeps for the next version."""
         if self._receiver is not None:
             self._receiver.close()
 
@@ -181,7 +181,7 @@ class Staging:
         """Take the staged version for a commit; the copy counts as empty from then on.
 
         Raises:
-            WeightError: if `manifest` is not what is staged.
+            WeightError: if `manifest` is not the staged version.
         """
         if self._staged != Served(manifest.epoch, manifest.version, manifest.digest):
             staged = (
@@ -194,7 +194,7 @@ class Staging:
         return taken
 
     def discard(self) -> None:
-        """Discard what is staged, and forget a `cancel` that came too late for its fetch."""
+        """Discard the staged version, and forget a `cancel` that came too late for its fetch."""
         self._staged = None
         self._cancelled.clear()
 

@@ -19,22 +19,22 @@ class Tool(ABC):
     """Answers calls."""
 
     def opened(self) -> "Tool":
-        """Return the tool of one episode. One that keeps nothing serves all at the same time: itself."""
+        """Return the tool of one episode. A tool without state serves all at once: itself."""
         return self
 
     @property
     def kept(self) -> str:
-        """What the tool keeps between calls of its episode, such as files; empty: nothing."""
+        """State of the tool between calls of its episode, such as files; empty: none."""
         return ""
 
-    def restore(self, kept: str) -> None:  # noqa: B027  most keep nothing
-        """Keep what the tool of the same episode kept, in a process before this one or in this one."""
+    def restore(self, kept: str) -> None:  # noqa: B027  most have no state
+        """Take over the state of the same episode's tool, from an earlier process or from this one."""
 
     @abstractmethod
     async def run(self, text: str) -> str:
-        """Return the answer to a call; what is wrong with the call is an answer, too.
+        """Return the answer to a call; the error of a wrong call is an answer, too.
 
-        Cancelling the call ends what it started.
+        Cancelling the call ends the processes that it started.
 
         Raises:
             Exception: the tool itself does not work; the episode fails.
@@ -47,7 +47,7 @@ class ToolCall:
 
     tool: str
     text: str
-    """What is between the fences."""
+    """Text between the fences."""
 
 
 def find_call(turn: str, tools: Iterable[str]) -> ToolCall | None:

@@ -25,14 +25,14 @@ UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.po
 
 
 class Calculator(Tool):
-    """Tool `calculator`. Reads no names, calls nothing."""
+    """Tool `calculator`. It reads no names and calls no functions."""
 
     async def run(self, text: str) -> str:
         return calculate(text)
 
 
 def calculate(text: str) -> str:
-    """Return the value of each line, or what is wrong with it; at most `MOST_CHARACTERS` are read."""
+    """Return the value or the error of each line; at most `MOST_CHARACTERS` are read."""
     if len(text) > MOST_CHARACTERS:
         return f"error: more than {MOST_CHARACTERS} characters"
     return "\n".join(_line(line) for line in text.splitlines() if line.strip()) or "error: nothing to compute"

@@ -1,7 +1,7 @@
 """Runs Python code of the model in the sandbox, each call in an interpreter of its own.
 
-The answer is what the code prints, the value of its last line if that is an expression, and the traceback of
-an exception.
+The answer is the code's output, the value of its last line if that is an expression, and the traceback of an
+exception.
 """
 
 import json
@@ -29,17 +29,17 @@ except BaseException as error:
     error.__traceback__ = error.__traceback__.tb_next
     traceback.print_exception(error)
 """
-"""What runs in the sandbox: it exits with 0 whatever the code raises."""
+"""Program in the sandbox: it exits with 0 even if the code raises."""
 
 
 class PythonTool(Tool):
-    """Tool `python`. Calls share nothing: no variables, no files."""
+    """Tool `python`. Calls share neither variables nor files."""
 
     def __init__(self, limits: Limits, runs: SandboxRuns) -> None:
         self._limits, self._runs = limits, runs
 
     async def run(self, text: str) -> str:
-        """Return what the code printed. Cancelling kills it, and waits until it has ended.
+        """Return the code's output. Cancelling kills it, and waits until it has ended.
 
         Raises:
             RewardError: the sandbox cannot be set up.

@@ -16,16 +16,16 @@ from rollout.tools.sandbox_runs import SandboxRuns
 
 PROGRAM = Path(__file__).with_name("shell_program.py").read_text()
 PACK_S = 10.0
-"""Seconds to unpack and pack the directory, beside the command's own time."""
+"""Seconds to unpack and pack the directory, in addition to the command's own time."""
 ENDED = "error: the command was ended, as it exceeded a limit; the files are as before it"
 
 
 class CommandResult(msgspec.Struct, frozen=True):
-    """What came out of the sandbox; the command may have forged it."""
+    """Result from the sandbox; the command may have forged it."""
 
     said: str
     ended: str
-    """Why the command was ended: "time", "output", or nothing."""
+    """Why the command was ended: "time", "output", or empty."""
     status: int
     files: str | None
     """The directory; None if it is too large."""
@@ -60,7 +60,7 @@ class ShellTool(Tool):
         self._files = kept
 
     async def run(self, text: str) -> str:
-        """Return what the command printed, and its status. Cancelling kills it; the files are as before.
+        """Return the command's output and its status. Cancelling kills it; the files are as before.
 
         Raises:
             RewardError: the sandbox cannot be set up.

@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(command: str, wall_s: float, most: int) -> tuple[bytes, str, int]:
-    """Return what a command printed, why it was ended ("time", "output" or nothing), and its status."""
+    """Return a command's output, why it was ended ("time", "output" or empty), and its status."""
     process = subprocess.Popen(
         [shutil.which("bash") or "/bin/sh", "-c", command], cwd=WORK, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

@@ -11,7 +11,7 @@ from protocol.weights.slices import Wanted
 
 Destination = Callable[[str, Box], torch.Tensor | None]
 """Returns where a slice of a tensor is to be staged, by name and box: dense memory of its dtype and shape
-that nothing else of the version uses; None if the slice has to be divided or copied to several places."""
+that no other tensor of the version uses; None if the slice has to be divided or copied to several places."""
 
 
 def no_destination(name: str, box: Box) -> torch.Tensor | None:
@@ -60,7 +60,7 @@ class WeightReceiver(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the receiver holds, and end a `slices` that runs in another thread.
+        """Release the receiver's resources, and end a `slices` that runs in another thread.
 
         Idempotent; the receiver may be used again.
         """

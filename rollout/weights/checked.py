@@ -1,4 +1,4 @@
-"""Puts the checks of a manifest before every receiver: nothing is fetched for one that contradicts itself."""
+"""Checks a manifest before any receiver fetches its version: one that contradicts itself is refused."""
 
 from collections.abc import Iterator
 

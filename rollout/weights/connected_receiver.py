@@ -79,7 +79,7 @@ class ConnectedReceiver:
             self._end_receiving()
 
     def close(self) -> None:
-        """Disconnect and release what the transport holds; wakes a thread that waits for the sender."""
+        """Disconnect and release the transport's resources; wake a thread that waits for the sender."""
         self._closed.set()
         self._disconnect()
 
@@ -90,7 +90,7 @@ class ConnectedReceiver:
 
     def _disconnect(self, only: SenderConnection | None = None) -> None:
         """Close the connection and release what belongs to it; with `only`, unless it is another one."""
-        # The lock is held during the release: once `close` has returned in any thread, nothing is written.
+        # The lock is held during the release: after `close` has returned in any thread, no byte is written.
         with self._lock:
             connection = self._connection
             if only is not None and connection is not only:
@@ -102,7 +102,7 @@ class ConnectedReceiver:
             self._channel.release()
 
     def _on_hang_up(self, connection: SenderConnection) -> None:
-        """Release at once what is held of a sender that disconnected, except beneath a copy in progress."""
+        """Release a disconnected sender's resources at once, except beneath a copy in progress."""
         with self._lock:
             if connection is self._connection and self._receiving:
                 self._sender_left = True

@@ -44,7 +44,7 @@ class FileReceiver:
         self.digest = manifest.digest
 
     def close(self) -> None:
-        """Do nothing: a mapping ends with the last tensor in it."""
+        """Return at once: a mapping ends with the last tensor in it."""
 
 
 def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
@@ -57,7 +57,8 @@ def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
                 )
             if nbytes == 0:
                 return torch.empty(0, dtype=torch.uint8)
-            # ACCESS_COPY: torch requires writable memory. Nothing here writes to it; writes would be private.
+            # ACCESS_COPY: torch requires writable memory. This module never writes to it; writes would be
+            # private.
             memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
             with suppress(OSError):  # before Linux 5.14 pages come one after the other
                 memory.madvise(MADV_POPULATE_READ)

@@ -54,7 +54,7 @@ class SenderConnection:
         Args:
             manifest: the version.
             deadline: of the version.
-            wanted: which slices of it, see `encode_wanted`; sent if they are not those of the last request.
+            wanted: its slices to send, see `encode_wanted`; sent if they differ from the last request's.
 
         Raises:
             WeightError: the sender refused, with its reason.
@@ -124,7 +124,7 @@ class SenderConnection:
         ).start()
 
     def disconnected(self) -> bool:
-        """Return whether either end has disconnected; the sender sends nothing without a request."""
+        """Return whether either end has disconnected; the sender never sends without a request."""
         return self._connection.fileno() < 0 or self.readable()
 
     def close(self) -> None:

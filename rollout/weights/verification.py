@@ -29,7 +29,7 @@ class Deadline:
         """Return the seconds left.
 
         Args:
-            doing: what the caller is about to wait for, for the error.
+            doing: name of the caller's wait, for the error.
 
         Raises:
             WeightError: none are left.

@@ -1,9 +1,9 @@
 """Implements both ends of a BROADCAST edge: the trainer's messages to every engine, and their answers.
 
-Nothing is acknowledged or resent: the ledger holds what a peer missed. Everything is bounded: frames queued
-per peer by `high_water_mark` (a peer whose queue is full misses the message, which is counted), answers and
-messages that wait to be received by `high_water_mark`, answers that wait for a connection by `MAX_UNSENT`. Of
-the last two the oldest is dropped and counted.
+Messages are neither acknowledged nor resent: the ledger holds messages that a peer missed. Everything is
+bounded: frames queued per peer by `high_water_mark` (a peer whose queue is full misses the message, which is
+counted), answers and messages that wait to be received by `high_water_mark`, answers that wait for a
+connection by `MAX_UNSENT`. Of the last two the oldest is dropped and counted.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from services.bus.stats import BusStats
 log = logging.getLogger(__name__)
 
 STICKY: tuple[type[Message], ...] = (WeightManifest,)
-"""Message types of which the newest is also sent to peers that connect later."""
+"""Message types whose newest message is also sent to peers that connect later."""
 MAX_UNSENT = 64
 """Most answers of a listener that wait for a connection."""
 

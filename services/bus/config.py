@@ -41,8 +41,8 @@ class BusConfig:
     curve_dir: FilePath = ""
     """Directory of CURVE keys, made by `tether keys`. Empty: no encryption, loopback only."""
     max_frame_bytes: Annotated[int, Meta(ge=1, le=MAX_FRAME_BYTES)] = MAX_FRAME_BYTES
-    """A peer that sends a larger frame is disconnected before the frame is read. The largest value is that of
-    the format."""
+    """A peer that sends a larger frame is disconnected before the frame is read. The largest value is the
+    format's limit."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "bus")

@@ -1,14 +1,14 @@
 """Splits a receiver's window of unfinished messages among its senders. Pure.
 
 A sender's credit is absolute: `granted` messages in total on its connection, so that repeating or losing a
-grant does no harm. Messages promised to a sender are those granted but not sent yet plus those received but
-not finished. The receiver keeps
+grant does no harm. Messages promised to a sender are granted but not sent yet, or received but not finished.
+The receiver keeps
 
     sum over senders of promised + orphans <= window + number of senders
 
 where orphans are unfinished messages of senders that have disconnected. Each sender has at least one message
 promised. None has more than `ahead` messages granted and unused, so that idle senders cannot hoard the
-window; what is free goes to the sender with the fewest promised.
+window; free messages go to the sender with the fewest promised.
 """
 
 from collections.abc import Collection

@@ -112,7 +112,7 @@ class Link(Generic[T]):
         return True
 
     def check(self, now_s: float, timeout_s: float) -> None:
-        """Set `lost` if the connection broke, or if for `timeout_s` nothing arrived that was not read yet."""
+        """Set `lost` if the connection broke, or if no unread bytes arrived for `timeout_s`."""
         while not self.lost and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self.lost = "unauthorized" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "disconnected"

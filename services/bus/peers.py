@@ -1,4 +1,4 @@
-"""Sends a receiver's senders acknowledgements in batches, credit, and heartbeats with what is held."""
+"""Sends a receiver's senders acknowledgements in batches, credit, and heartbeats with the held messages."""
 
 import asyncio
 import logging
@@ -64,7 +64,7 @@ class SenderSessions:
         """Start without sessions.
 
         Args:
-            topic: edge of the receiver; its window is what the senders share.
+            topic: edge of the receiver; the senders share its window.
             run: name of the run.
             incarnation: of the receiver.
             config: settings of the bus.
@@ -90,7 +90,7 @@ class SenderSessions:
         self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._on_timer)
 
     def stop(self) -> None:
-        """Send what is queued, as far as the socket takes it at once, and stop the heartbeats."""
+        """Send the queued messages that the socket takes at once, and stop the heartbeats."""
         if self._timer is not None:
             self._flush()
             self._timer.cancel()
@@ -104,7 +104,7 @@ class SenderSessions:
         """Answer a hello with a heartbeat, so that the sender learns which of its messages are held."""
         session = self._sessions.get(connection)
         if session is not None and hello.sent <= session.account.seen:
-            return  # nothing was lost; the regular heartbeat suffices
+            return  # no message was lost; the regular heartbeat suffices
         if session is None:
             if len(self._sessions) >= MAX_PEERS:
                 self._stats.dropped_full += 1
@@ -215,7 +215,7 @@ class SenderSessions:
             self._send_heartbeat(connection, session)
 
     def _send_heartbeat(self, connection: bytes, session: SenderSession) -> None:
-        """Send what is held, after all acks: otherwise the sender would repeat what is finished."""
+        """Send the held messages, after all acks: otherwise the sender would repeat finished ones."""
         if connection in self._unsent and not self._send_ack(connection, session):
             return
         beat = Heartbeat(
@@ -229,7 +229,7 @@ class SenderSessions:
             self._remove(connection)
 
     def _remove(self, connection: bytes) -> None:
-        """Drop a closed connection. Its messages stay held; its sender connects anew and sends them again."""
+        """Drop a closed connection. Its messages stay held; its sender reconnects and sends them again."""
         session = self._sessions.pop(connection, None)
         self._unsent.pop(connection, None)
         if session is not None:

@@ -1,8 +1,8 @@
 """Drives one ZeroMQ socket from the event loop.
 
 A socket's descriptor is edge-triggered: it becomes readable when the socket's state may have changed, and any
-call on the socket, also a send, may clear it. So after each wake the socket is read until nothing is left,
-each send is followed by another read (`poke`, once per loop iteration), and a timer reads in case an edge was
+call on the socket, also a send, may clear it. So after each wake the socket is read until it is empty, each
+send is followed by another read (`poke`, once per loop iteration), and a timer reads in case an edge was
 missed nevertheless.
 """
 
@@ -30,7 +30,7 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     is closed, the end of the context may wait for ever.
 
     By default ZeroMQ hands out the buffer itself: each message that waits or is held then occupies 18 kB,
-    whatever its size, and memory claimed during one pause of a process with many peers is not returned.
+    even a small one, and memory claimed during one pause of a process with many peers is not returned.
 
     A block of `KEPT_BYTES` is allocated and freed first, from which glibc learns to keep freed memory: frames
     of 100 KB come and go, and would each be mapped, cleared and returned to the system.

@@ -108,7 +108,7 @@ class Router:
         return SendResult.SENT
 
     def close(self) -> None:
-        """Drop what is queued and close every socket. Idempotent."""
+        """Drop queued messages and close every socket. Idempotent."""
         if self.pump is not None:
             self.pump.close()
             self.pump = None

@@ -67,7 +67,7 @@ class Sender:
         self._run = run
         self._config = config
         self._pending: dict[str, Pending] = {}
-        # those of `_pending` that no link could take yet
+        # messages of `_pending` that no link could take yet
         self._waiting: OrderedDict[str, Pending] = OrderedDict()
         self._slots = WaitQueue()  # calls of `send` that wait for room in `_pending`
         self._closed = False

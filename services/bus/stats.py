@@ -1,4 +1,4 @@
-"""Counts what a sender, receiver, broadcaster or listener of the bus has sent and received."""
+"""Counts the messages that a sender, receiver, broadcaster or listener of the bus has sent and received."""
 
 from dataclasses import asdict, dataclass
 

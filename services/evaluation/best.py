@@ -58,7 +58,7 @@ class BestCheckpoint:
     """The best version of a run so far. Methods block."""
 
     def __init__(self, settings: Settings, wanted: BestScore) -> None:
-        """Change nothing yet. `wanted.set` must name a set."""
+        """Store the arguments. `wanted.set` must name a set."""
         self._settings = settings
         self._wanted = wanted
         self._directory = settings.run_dir / "exports"

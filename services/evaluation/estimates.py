@@ -11,7 +11,7 @@ SLACK = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class PromptScore:
-    """What the answers to one prompt got."""
+    """Rewards of the answers to one prompt."""
 
     rewards: tuple[float, ...] = ()
     """[samples]."""
@@ -31,7 +31,7 @@ class PromptScore:
 def mean_and_stderr(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the mean and its standard error, s / sqrt(n) with s of n - 1 degrees of freedom.
 
-    None where there is too little to estimate it from: the mean of nothing, the error of one value.
+    None where there are too few values: the mean of none, the error of one.
     """
     n = len(values)
     if not n:
@@ -72,8 +72,8 @@ def greedy_fields(scores: Sequence[PromptScore]) -> dict[str, Any]:
 def sampled_fields(scores: Sequence[PromptScore], ks: Sequence[int], success: float) -> dict[str, Any]:
     """Return the fields of `Evaluation` about the sampled answers.
 
-    Answers to one prompt are not independent of each other, so a standard error is that of the prompts'
-    means: the prompts are the sample (Miller 2024, arXiv 2411.00640, clustered by prompt).
+    Answers to one prompt are not independent of each other, so the standard error is computed over the
+    prompts' means: the prompts are the sample (Miller 2024, arXiv 2411.00640, clustered by prompt).
 
     Args:
         scores: of each prompt.

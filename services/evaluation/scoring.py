@@ -59,7 +59,7 @@ class Scorer:
         self.engine = engine
 
     async def close(self) -> None:
-        """Release what the environment holds."""
+        """Release the environment's resources."""
         await self._environment.close()
 
     async def serve(self, manifest: WeightManifest) -> None:
@@ -226,8 +226,8 @@ async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPT
 async def _started(settings: Settings, name: str, lora: LoraConfig) -> Engine:
     """Return an engine that is ready. Raises as `open_scorer`.
 
-    vLLM refuses to start while another process returns memory on its GPU, as those of a run do that has just
-    ended, so one failure is not the last word.
+    vLLM refuses to start while another process returns memory on its GPU, as the processes of a run do that
+    has just ended, so one failure is not the last word.
     """
     try:
         return await _start(settings, name, lora)

@@ -1,8 +1,8 @@
 """Runs `python -m services.evaluation`: scores versions on the held-out sets while the run is on.
 
 Consumes: the snapshots that the trainer writes to RUN_DIR/evaluation. Produces: eval.jsonl and the best
-checkpoint. Waits for: the run in the ledger, snapshots. Nobody waits for it but `tether up` at the end of a
-run, and not for long.
+checkpoint. Waits for: the run in the ledger, snapshots. Only `tether up` waits for it, at the end of a run
+and not for long.
 """
 
 import asyncio
@@ -52,11 +52,11 @@ ATTEMPTS = 3
 
 
 async def serve(process: Process) -> None:
-    """Score versions until the process is stopped; what is not scored completely then has no line.
+    """Score versions until the process is stopped; a version that is not scored completely has no line.
 
     Raises:
-        SettingsError: there are no held-out prompts, those of `[prompts]` are not those of the run, or engine
-            or verifiers cannot be made.
+        SettingsError: there are no held-out prompts, the prompts of `[prompts]` are not the run's, or
+            engine or verifiers cannot be made.
         EngineError: the engine has ended.
         PoisonedError: the engine may hold mixed weights.
     """
@@ -88,7 +88,7 @@ class Evaluator:
     """Scores the snapshots of a run, one at a time."""
 
     def __init__(self, process: Process, scorer: Scorer, sets: HeldOutSets) -> None:
-        """Score nothing yet; `sets` are not empty."""
+        """Store the arguments; `sets` are not empty."""
         self._process = process
         self._settings = process.settings
         self._run_dir = process.settings.run_dir

@@ -14,7 +14,7 @@ from trainer.weights.version_directories import VERSION_NAME
 MANIFEST = "manifest.json"
 
 Key = tuple[int, str, str]
-"""Version, digest and set: what is scored once."""
+"""Version, digest and set: the unit that is scored once."""
 
 
 def read_snapshots(run_dir: Path) -> list[WeightManifest]:
@@ -39,7 +39,7 @@ def remove_snapshot(manifest: WeightManifest) -> None:
 
 
 def mark_left_out(manifest: WeightManifest) -> None:
-    """Tell the end of the run that nobody will score this snapshot."""
+    """Tell the end of the run that this snapshot will not be scored."""
     with contextlib.suppress(OSError):  # being removed
         (Path(manifest.location) / LEFT_OUT).touch()
 
@@ -51,7 +51,7 @@ def forget_left_out(run_dir: Path) -> None:
 
 
 def keys_of(manifest: WeightManifest, sets: Collection[str]) -> list[Key]:
-    """Return what is scored of a version."""
+    """Return the keys of a version."""
     return [(manifest.version, f"{manifest.digest:016x}", name) for name in sets]
 
 
@@ -63,11 +63,11 @@ def is_scored(manifest: WeightManifest, scored: Collection[Key], sets: Collectio
 def next_snapshot(
     snapshots: Sequence[WeightManifest], scored: Collection[Key], sets: Collection[str]
 ) -> WeightManifest | None:
-    """Return what to score next: what was begun, then version 0, then the newest; None if nothing is left.
+    """Return the snapshot to score next: one begun before, then version 0, then the newest; or None.
 
     Args:
-        snapshots: those that are there, by version.
-        scored: what has a line in eval.jsonl.
+        snapshots: existing snapshots, by version.
+        scored: keys with a line in eval.jsonl.
         sets: names of the held-out sets.
     """
     left = [snapshot for snapshot in snapshots if not is_scored(snapshot, scored, sets)]

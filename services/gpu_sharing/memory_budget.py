@@ -1,8 +1,8 @@
 """Checks from the settings whether trainer and engines fit on the GPU that they share.
 
-Pure arithmetic, done before anything is allocated. In the engines' turn the device holds the engines, their
-staging copies and what the trainer leaves behind; in the trainer's turn the trainer's state and what sleeping
-engines leave behind. All sizes are GiB.
+Pure arithmetic, done before any allocation. In the engines' turn the device holds the engines, their staging
+copies and the trainer's remaining memory; in the trainer's turn the trainer's state and the sleeping engines'
+remaining memory. All sizes are GiB.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, Weigh
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SIZED_BY_FRACTION = ("sglang", "vllm")
-"""Engines that take `engine.memory_fraction` of the device, whatever the model needs."""
+"""Engines that take `engine.memory_fraction` of the device for any model."""
 CONTEXT_GB = 1.5
 """CUDA context, libraries, captured graphs and communicators of one process: they stay while it sleeps."""
 IPC_VERSIONS = 2
-"""Versions of which the transport `ipc` keeps each rank's part on the rank's GPU."""
+"""Versions that the transport `ipc` keeps on GPUs: each rank's part on the rank's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class GpuMemory:
         return self.engines + self.staging + self.published + CONTEXT_GB
 
     def trainers_turn(self, workers: int) -> float:
-        """Return what the trainer's turn takes beside that many sleeping engines, GiB."""
+        """Return the memory that the trainer's turn takes with that many sleeping engines, GiB."""
         return self.trainer + self.published + workers * CONTEXT_GB
 
 

@@ -1,9 +1,9 @@
 """Defines how the trainer and the engines time-slice one GPU: whose turn it is, and who holds the device.
 
-The registry says whose turn it is, and a message on the bus that the turn may have changed. Neither excludes
+The registry says whose turn it is; a message on the bus says that the turn may have changed. Neither excludes
 anybody: the lock of the device (`device_lock.py`) does, and whoever uses the GPU holds it. The trainer begins
 when all engines have released it; an engine takes it in the engines' turn, when the trainer has released it.
-So both never hold the GPU at once, whatever message is late or lost and whichever process is down.
+So both never hold the GPU at once, even if messages are late or lost or a process is down.
 
 While no trainer is registered (it has died, or the ledger was unreachable), engines that sleep continue to
 sleep until its successor has ended its first turn, and engines that generate continue to generate.

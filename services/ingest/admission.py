@@ -22,7 +22,7 @@ BATCH = 64
 MAX_REASON = 300
 """Characters of a failed score in the event log."""
 NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
-"""Refusals of a release that say that there is nothing left to release."""
+"""Refusals of a release that say that the lease is over already."""
 
 
 Checked = tuple[Delivery, ScoredRollout, dict[int, int]]
@@ -41,7 +41,7 @@ class Admission:
         process.on_heartbeat.append(lambda: process.info.update(self._meter.reading()))
 
     async def admit_loop(self) -> None:
-        """Admit what arrives, in batches of what is waiting, until cancelled."""
+        """Admit arriving records, in batches of the waiting ones, until cancelled."""
         while True:
             batch = [await self._receiver.receive()]
             while self._receiver.waiting and len(batch) < BATCH:
@@ -101,7 +101,7 @@ class Admission:
         return kept
 
     async def _filter(self, delivery: Delivery, message: ScoredRollout, tokens: int) -> None:
-        """Have the ledger drop a group whose rewards are all equal, and acknowledge it: nothing is stored."""
+        """Have the ledger drop a group whose rewards are all equal, and acknowledge it without storing it."""
         process, rollout = self._process, message.rollout
         most = process.settings.algorithm.max_filtered_batches
         try:

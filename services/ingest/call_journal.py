@@ -33,7 +33,7 @@ MAX_NUMBER = 10**9
 
 
 class CallAdmission:
-    """Takes messages from the edge `calls`, and acknowledges what is on disk."""
+    """Journal of the edge `calls`, which acknowledges messages once they are on disk."""
 
     def __init__(self, process: Process, receiver: Receiver, spool: Spool) -> None:
         self._process, self._receiver = process, receiver
@@ -41,7 +41,7 @@ class CallAdmission:
         self._lease_ms = int(process.settings.rollout.lease_s * 1000)
 
     async def journal_loop(self) -> None:
-        """Journal what arrives, in batches of what is waiting, until cancelled."""
+        """Journal arriving calls, in batches of the waiting ones, until cancelled."""
         while True:
             batch = [await self._receiver.receive()]
             while self._receiver.waiting and len(batch) < BATCH:
@@ -54,7 +54,7 @@ class CallAdmission:
     async def sweep_loop(self) -> None:
         """Forget calls of groups that ended before they were scored, until cancelled.
 
-        The trainer forgets those of groups that it dropped or that are archived.
+        The trainer forgets the calls of groups that it dropped or that are archived.
         """
         kept_s = KEPT_S + 2 * self._process.settings.environment.episode_s
         sweep = CallSweep(self._process.ledger, self._store, kept_s)

@@ -1,6 +1,7 @@
 """Forgets the recorded calls of groups that ended without a record: the trainer will never ask for them.
 
-The ledger says which groups have ended, so no clock can make the ingest delete what a session still needs.
+The ledger says which groups have ended, so no clock can make the ingest delete calls that a session still
+needs.
 """
 
 import asyncio
@@ -11,8 +12,8 @@ from services.ledger.interface import Ledger
 from trainer.storage.call_store import CallStore
 
 KEPT_S = 3600.0
-"""Seconds, beside twice `environment.episode_s`, for which calls are kept after the ledger said that their
-group has ended: its session may still play, and send a record that names them."""
+"""Seconds, in addition to twice `environment.episode_s`, for which calls are kept after the ledger said that
+their group has ended: its session may still play, and send a record that names them."""
 
 
 class CallSweep:
@@ -31,11 +32,11 @@ class CallSweep:
         """Group -> when it was first found to have ended. At most one entry for each group with calls."""
 
     async def sweep(self) -> int:
-        """Delete what is due; returns how many calls. Cancelled, it may have deleted them.
+        """Delete due calls; return their number. Cancelled, it may have deleted them.
 
         Raises:
             Refused: the ledger does not hold the run.
-            SpoolError: the spool cannot be read or written; nothing was deleted.
+            SpoolError: the spool cannot be read or written; no call was deleted.
         """
         ended = await self._ledger.ended(await asyncio.to_thread(self._store.unscored_groups))
         now = self._clock()

@@ -1,7 +1,7 @@
 """Keeps one service of `tether up` running: starts it, logs its output, restarts it, stops it.
 
 A service runs in a session of its own. It gets SIGTERM when the supervisor dies (Linux parent-death signal).
-SIGTERM asks it to drain; SIGKILL to its session ends what is left.
+SIGTERM asks it to drain; SIGKILL to its session ends remaining processes.
 """
 
 import asyncio
@@ -66,15 +66,15 @@ class SupervisedProcess:
         spares: Spares | None = None,
         on_exit: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the service; nothing is started yet.
+        """Prepare the service without starting it.
 
         Args:
-            spec: what to start.
+            spec: the command to start.
             log_path: file that its output is appended to.
             restarts: how often it may be restarted within `RESTART_WINDOW_S`.
             is_over: whether the run is over; a service that `finishes` is started again if it ends before
-                that, because somebody else has drained it.
-            spares: processes that can replace it when it dies; None: it is always started anew.
+                that, because another process has drained it.
+            spares: processes that can replace it when it dies; None: a new process is always started.
             on_exit: called each time its process has exited.
         """
         self.spec = spec
@@ -171,7 +171,7 @@ class SupervisedProcess:
             self._process = spare or await start_session(
                 (spec.module,), spec.environ, spec.name, output, asyncio.subprocess.DEVNULL, spec.withheld
             )
-        if self._stopping:  # stopped during its start: it holds nothing yet
+        if self._stopping:  # stopped during its start: it has no work yet
             self._kill_session()
         try:
             return await self._ended(self._process)
@@ -238,7 +238,7 @@ def older_log(log_path: Path) -> Path:
 
 
 def cut_log(log_path: Path, limit: int = MAX_LOG_BYTES) -> bool:
-    """Empty a log of more than `limit` bytes, and keep what it had beside it; return whether it was cut.
+    """Empty a log of more than `limit` bytes, and keep its contents in a copy; return whether it was cut.
 
     The service may be writing: it appends, so it continues at the new end. If there is no room for the copy,
     the log stays as it is, which is logged.

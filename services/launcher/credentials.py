@@ -13,7 +13,7 @@ from services.settings.sections import Settings
 CREDENTIAL = re.compile(
     r"(^|_)(KEYS?|[A-Z]*APIKEY|TOKENS?|SECRETS?|[A-Z]*PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIALS?|PAT|CONNECTION_STRING)(_|$)"
 )
-"""What the names of variables with credentials contain."""
+"""Words in the names of variables with credentials."""
 WORKING_DIRECTORIES = ("PWD", "OLDPWD")
 """Variables of shells that `CREDENTIAL` matches although they hold none."""
 READS_MODELS = frozenset({Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.EVALUATION})

@@ -1,4 +1,4 @@
-"""Unregisters processes that have exited without doing it themselves, so that nothing waits for them.
+"""Unregisters processes that have exited without doing it themselves, so that no process waits for them.
 
 The leases of a process that was killed would otherwise last for `rollout.lease_s`, and its registration for
 `ledger.ttl_s`. Where a process cannot be proven dead, or the ledger is away, that time still ends them.

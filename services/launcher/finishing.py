@@ -1,4 +1,4 @@
-"""Waits at the end of a run until its last versions are scored, and says which ones were not."""
+"""Waits at the end of a run until its last versions are scored, and names the unscored ones."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ async def finish_evaluation(
 
     Args:
         settings: of the run.
-        evaluation: the process that scores; None: there is none, and nothing is waited for.
+        evaluation: the process that scores; None: there is none, and the call returns at once.
         stop: ends the wait at once; so does the end of the process.
         note: prints a line.
     """

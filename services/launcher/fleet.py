@@ -56,7 +56,7 @@ class Fleet:
     """The supervised processes of a run, by role."""
 
     def __init__(self, settings: Settings, url: str, is_over: Callable[[], Awaitable[bool]]) -> None:
-        """Prepare the processes; nothing is started yet.
+        """Prepare the processes without starting them.
 
         Args:
             settings: of the run; the processes read them from RUN_DIR/settings.json.
@@ -111,7 +111,7 @@ class Fleet:
     def start(self, tasks: asyncio.TaskGroup, begun: Callable[[], Awaitable[None]]) -> None:
         """Keep every process running, each by a task of `tasks`, and spares once `begun` has returned.
 
-        The processes' tasks raise nothing; see `failure`.
+        The processes' tasks never raise; see `failure`.
         """
         self._tasks = tasks
         self._keeping_spares = tasks.create_task(self.spares.run(begun), name="spares")
@@ -127,7 +127,7 @@ class Fleet:
         """Change the number of processes of a role to `count`.
 
         Additional ones are started at once; the newest ones are drained. If this is cancelled, some may still
-        be draining; `stop` ends them. It does nothing once the fleet is stopping.
+        be draining; `stop` ends them. It has no effect once the fleet is stopping.
         """
         group = self.children[role]
         while len(group) < count and self._tasks is not None and not self._stopping:

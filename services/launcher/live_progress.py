@@ -37,7 +37,7 @@ def open_progress(run: str, run_dir: Path, steps: int, out: TextIO | None = None
 
 
 def is_interactive(out: TextIO, environ: Mapping[str, str]) -> bool:
-    """Return whether a stream is a terminal that can be redrawn, and the user has nothing against it."""
+    """Return whether a stream is a terminal that can be redrawn, and the user has not switched it off."""
     return out.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") not in ("dumb", "")
 
 
@@ -45,7 +45,7 @@ class LiveProgress(Progress):
     """Redraws a `RunView` at the bottom of a terminal; other lines are printed above it."""
 
     def __init__(self, run: str, run_dir: Path, steps: int, out: TextIO) -> None:
-        """Draw nothing yet; lines of `note` are printed at once."""
+        """Begin without a drawing; lines of `note` are printed at once."""
         super().__init__(run_dir, steps, out)
         self._run = run
         self._console = Console(file=out, highlight=False)
@@ -81,7 +81,7 @@ class LiveProgress(Progress):
                     live.update(render_view(self.view()), refresh=True)
 
     def view(self) -> RunView:
-        """Return what is known of the run now."""
+        """Return the present view of the run."""
         bound = self._status.get("bound")
         version = int(self._lines[-1]["version"] if self._lines else self._status.get("version", 0))
         return RunView(
@@ -156,4 +156,4 @@ class _Above:
             self._live.console.print(Text(printable(text.rstrip("\n"))), soft_wrap=True)
 
     def flush(self) -> None:
-        """Do nothing: the console writes at once."""
+        """Return at once: the console writes immediately."""

@@ -33,7 +33,7 @@ COLUMNS: Sequence[tuple[str, str, str]] = (
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """What a terminal shows of a run at one moment."""
+    """View of a run in a terminal at one moment."""
 
     run: str
     state: str
@@ -52,7 +52,7 @@ class RunView:
     since_step_s: float = 0.0
     """Seconds since the newest step."""
     warnings: tuple[str, ...] = ()
-    """What is wrong now, one line each."""
+    """Present problems, one line each."""
 
 
 def step_seconds(lines: Sequence[Mapping[str, Any]], since_s: float = 0.0) -> float | None:

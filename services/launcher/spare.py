@@ -1,4 +1,4 @@
-"""Keeps spares: processes that have imported what a service needs, and replace one that dies.
+"""Keeps spares: processes that have imported a service's modules, and replace one that dies.
 
 A spare is of a kind: a module and its environment variables, which libraries read as they are imported. Each
 kind has one spare at most. It forks the services, so that the imports are done once a run; one that cannot
@@ -54,7 +54,7 @@ class Spares:
     """The spares of a fleet."""
 
     def __init__(self, logs: Path) -> None:
-        """Start nothing yet; `logs` is where spares write `spare.NAME.log`, NAME being a service."""
+        """Begin without spares; they write `spare.NAME.log` in `logs`, NAME being a service."""
         self._logs = logs
         self._kinds: dict[Kind, str] = {}
         """Kinds to keep a spare of -> the first service of that kind."""
@@ -104,8 +104,8 @@ class Spares:
     ) -> ServiceProcess | None:
         """Make the service `name` of the spare of a kind, and append its output to `log_path`.
 
-        It waits for one that imports already, at most `READY_S`: the service, started anew, would import the
-        same beside it. Returns None if there is none.
+        It waits for one that imports already, at most `READY_S`: a new process of the service would import
+        the same at the same time. Returns None if there is none.
         """
         kind = _kind(module, environ, withheld)
         if importing := self._imports.get(kind):

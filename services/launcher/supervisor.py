@@ -1,9 +1,8 @@
 """Runs `tether up`: every service of a run on one machine, until its steps are done or Ctrl-C.
 
-At the start everything is checked that can be checked without starting anything; then ledger, run and
-services start. At the end rollout workers hand back what they hold; then rewards, trainer, ingest, monitor
-and ledger stop. That order holds when a service failed, too. No process and no weights in shared memory are
-left, whatever ends the run.
+First come all checks that need no started service; then ledger, run and services start. At the end rollout
+workers hand back their groups; then rewards, trainer, ingest, monitor and ledger stop. That order holds when
+a service failed, too. No end of a run leaves a process or weights in shared memory.
 """
 
 import asyncio
@@ -55,7 +54,7 @@ class _Halted(TetherError):
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended."""
+    """Outcome of a run."""
 
     version: int
     """Committed steps."""
@@ -73,13 +72,14 @@ async def run_up(settings: Settings, progress: Progress, compose: Callable[[], S
     A run whose directory is empty is fetched from `run.remote` first.
 
     Args:
-        settings: those of the run.
+        settings: the run's settings.
         progress: tells the user.
         compose: composes the settings again, after the run was fetched.
 
     Raises:
-        SettingsError: a setting is wrong, found before the start or by a service; nothing is left running.
-        TetherError: a service died too often, or the run halted; nothing is left running.
+        SettingsError: a setting is wrong, found before the start or by a service; no process is left
+            running.
+        TetherError: a service died too often, or the run halted; no process is left running.
     """
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ async def _run_prepared(asked: Settings, settings: Settings, spec: RunSpec, prog
     Args:
         asked: the settings as the user gave them.
         settings: the same with names of the hub at their commits.
-        spec: what the ledger has to know of the run.
+        spec: the run's specification for the ledger.
         progress: tells the user.
     """
     run_dir = settings.run_dir
@@ -115,7 +115,7 @@ async def _run_prepared(asked: Settings, settings: Settings, spec: RunSpec, prog
                 progress.note(line)
             try:
                 outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
-            except _Halted as halted:  # explained by its whole log, which nobody else archives any more
+            except _Halted as halted:  # explained by its whole log, which no other process archives any more
                 await Archiver(ledger, run_dir).archive_all()
                 raise TetherError(await asyncio.to_thread(_explain, run_dir, str(halted))) from None
             await Archiver(ledger, run_dir).archive_all()
@@ -201,7 +201,7 @@ def _start_watchers(
     fleet: Fleet,
     progress: Progress,
 ) -> list[asyncio.Task[None]]:
-    """Start what runs beside the services until it is cancelled; whichever fails ends the run."""
+    """Start the tasks that run with the services until cancelled; a failed one ends the run."""
     loops = {
         "progress": progress.watch_loop(ledger, fleet.children),
         "scale": scale_loop(settings.run_dir, fleet),

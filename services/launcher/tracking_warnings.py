@@ -1,4 +1,4 @@
-"""Reports on the terminal what the processes of tracking note on disk: problems, and how far they got."""
+"""Reports on the terminal the problems and progress that the tracking processes note on disk."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ from services.settings.sections import Settings
 from services.tracking.state import read_state
 
 POLL_S = 1.0
-"""Seconds between two reads of what the processes note."""
+"""Seconds between two reads of the processes' notes."""
 
 
 async def warn_loop(settings: Settings, note: Callable[[str], None]) -> None:

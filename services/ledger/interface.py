@@ -1,9 +1,9 @@
-"""Defines what every ledger does, the values that it takes and returns, and the limits of a run.
+"""Defines the protocol of every ledger, its arguments and results, and the limits of a run.
 
 The ledger on Redis (`redis/ledger.py`) and the oracle in memory (`memory/ledger.py`) pass one contract suite.
 
-A method either takes effect completely or raises `Refused` and changes nothing. Repeating it after a lost
-reply is harmless: the second call returns what the first one did.
+A method either takes effect completely or raises `Refused` without an effect. Repeating it after a lost reply
+is harmless: the second call returns the first one's result.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -66,7 +66,7 @@ class TakenGroup:
     deadline: int
     max_staleness: int
     version: int
-    """This one, `deadline` and `max_staleness` are those of the lease."""
+    """This field, `deadline` and `max_staleness` describe the lease."""
     counts: Mapping[int, int]
     """Sampled tokens by version, as accepted."""
 
@@ -192,7 +192,7 @@ class Snapshot:
     """Full state of a run, which `services/ledger_recovery` builds and `Ledger.rebuild` writes."""
 
     epoch: str
-    """A new one, which nobody has: it fences the trainer that held the run."""
+    """A new, unused one: it fences the trainer that held the run."""
     epochs: tuple[str, ...]
     """Every epoch that ever claimed the run."""
     found: int
@@ -234,7 +234,7 @@ class Ledger(Protocol):
     async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
         """Replace the run by `snapshot`: no lease, no running step, no engine that may lease.
 
-        `spec.bound` is the bound in force. Repeating it with the same epoch changes nothing. Refuses
+        `spec.bound` is the bound in force. Repeating it with the same epoch has no effect. Refuses
         WRONG_STATE if an event was written since `snapshot.found`.
         """
 
@@ -316,21 +316,22 @@ class Ledger(Protocol):
         """State that the trainer of `epoch` stands at `version` with weights of `digest`.
 
         To be called once after `claim`, before `take`. Returns True if the branch continues: same version and
-        digest, or nothing was committed yet. Returns False if the ledger was rewound to `version`: everything
-        generated or trained on the abandoned branch is WAITING with no attempts counted, and engines get
-        leases only once they serve the new epoch. Refuses STALE_EPOCH; WRONG_STATE if `version` is ahead of
-        the ledger, older than the last `checkpointed` one, or not the one at which this epoch resumed before.
+        digest, or no version was committed yet. Returns False if the ledger was rewound to `version`:
+        each group generated or trained on the abandoned branch is WAITING with no attempts counted, and
+        engines get leases only once they serve the new epoch. Refuses STALE_EPOCH; WRONG_STATE if `version`
+        is ahead of the ledger, older than the last `checkpointed` one, or not the one at which this epoch
+        resumed before.
         """
 
     async def take(self, epoch: str) -> Taken:
         """Take the batch of the next step; return the same one while that step runs.
 
-        The batch is short only if no more groups can come: the prompts have run out and nothing is LEASED or
+        The batch is short only if no more groups can come: the prompts have run out and no group is LEASED or
         WAITING, or a pending bound or a drain stops leasing and no live lease is left. Groups dropped on the
         way stay dropped after a refusal; the next batch reports them.
 
         Refuses NOT_ENOUGH, STRAGGLER (`detail` is the group), STALE_EPOCH, WRONG_STATE before `resume`, DONE
-        after the last step, EXHAUSTED if nothing is left to take.
+        after the last step, EXHAUSTED if no group is left to take.
         """
 
     async def commit(

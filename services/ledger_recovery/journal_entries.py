@@ -41,7 +41,7 @@ def commit_entry(
         taken: the batch of the step.
         trained: group -> tokens that carried gradient by version.
         sequence: number of the ledger's last event then, or of a later one.
-        digest: that of the new version's weights.
+        digest: the digest of the new version's weights.
         report: the encoded `StepReport`.
     """
     details = {
@@ -60,7 +60,7 @@ def replayable_events(entry: JournalEntry) -> Iterator[JournalEvent]:
     """Yield a journal entry as events for `SnapshotBuilder.apply_journal`.
 
     Raises:
-        ProtocolError: if the details are not those of such an entry.
+        ProtocolError: if the details do not fit such an entry.
     """
     try:
         if entry.event == "accept":

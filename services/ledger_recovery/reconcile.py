@@ -35,7 +35,7 @@ class LedgerReconciler:
     """
 
     def __init__(self, ledger: RedisLedger, settings: Settings, spool: Spool) -> None:
-        """Take the ledger on a connection that nobody else uses and that is not guarded."""
+        """Store a ledger whose connection is its own and not guarded."""
         self._ledger = ledger
         self._settings = settings
         self._spool = spool
@@ -68,12 +68,12 @@ class LedgerReconciler:
         return 0
 
     async def archive_all(self) -> None:
-        """Archive until nothing is left."""
+        """Archive until no event is left."""
         while await self.reconcile_and_archive():
             pass
 
     async def _reconcile(self, server: str, reconciled: str) -> None:
-        """Compare the ledger with what is on disk, on a server process that is new to this reconciler."""
+        """Compare the ledger with the files on disk, on a server process that is new to this reconciler."""
         known = await asyncio.to_thread(self._last_known)
         found = await self._found()
         if found < 0 and not known:
@@ -152,7 +152,7 @@ class LedgerReconciler:
         )
 
     def _journal(self) -> list[JournalEntry]:
-        """Return the journal, which has to be whole: what a damaged entry had would be done again."""
+        """Return the journal, which has to be whole: a damaged entry's step would be done again."""
         entries = self._spool.journal()
         whole = [entry for entry in entries if entry is not None]
         if len(whole) < len(entries):
@@ -200,7 +200,7 @@ class LedgerReconciler:
 
 
 async def reconcile(ledger: RedisLedger, settings: Settings) -> None:
-    """Rebuild the ledger if it lost writes, before any service uses it; do nothing for a new run.
+    """Rebuild the ledger if it lost writes, before any service uses it; return at once for a new run.
 
     Raises:
         SettingsError: if the ledger lost writes and the archive does not hold them.

@@ -176,12 +176,12 @@ class SnapshotBuilder:
             self._commit(event)
 
     def snapshot(self, *, epoch: str, found: int, sequence: int, reports: Mapping[int, bytes]) -> Snapshot:
-        """Return all that the ledger has to hold.
+        """Return the contents that the ledger must have.
 
         Args:
-            epoch: a new one, which nobody has: it fences the trainer that held the run.
+            epoch: a new, unused one: it fences the trainer that held the run.
             found: number of the last event in the ledger, -1 if the run is not there.
-            sequence: the highest number of an event that anybody has recorded.
+            sequence: the highest recorded number of an event.
             reports: encoded `StepReport` by step; may hold other steps, too.
         """
         self._undo()

@@ -2,7 +2,7 @@
 
 On loopback every request whose `Host` is loopback, too, is answered; a name that an attacker's DNS points at
 127.0.0.1 is not. Elsewhere a key is needed: in the URL (`?key=...`), or as `Authorization: Bearer ...`, as
-Prometheus sends it. Only /health and the page's own code, which say nothing of a run, need none.
+Prometheus sends it. Only /health and the page's own code, which contain no data of a run, need none.
 """
 
 import hmac

@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class ActivitySample(NamedTuple):
-    """What one process was doing at one moment."""
+    """Activity of one process at one moment."""
 
     time_s: float
     busy_s: float | None

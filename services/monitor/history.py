@@ -90,7 +90,7 @@ class History:
     """The points of metrics.jsonl. Methods block for a moment and may be called from any thread."""
 
     def __init__(self, path: Path, max_points: int = MAX_POINTS) -> None:
-        """Read nothing yet; `path` need not exist."""
+        """Store the arguments; `path` need not exist."""
         self._follower = LineFollower(path)
         self._starts = 0
         self._max_points = max_points

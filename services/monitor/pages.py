@@ -1,16 +1,12 @@
 """Serves the page and its data: read-only, small answers, each the change since the reader last asked.
 
-| path | answer |
-|---|---|
-| / | the page |
-| /assets/NAME | its code and style; nothing of the run |
-| /status.json | state of the run, processes, engines, groups |
-| /steps.json?after=REVISION | points of the history that changed since (see `services.monitor.history`) |
-| /events.json?after=NUMBER&topics=run,versions | the newest events, and warnings of steps, as sentences |
-| /versions.json?after=NUMBER | who served which version when |
-| /evaluations.json?after=NUMBER | scores of versions on held-out sets |
-| /samples.json?step=STEP&group=GROUP | samples of one group |
-| /targets.json | addresses of every process's /metrics, for Prometheus (`http_sd_configs`) |
+| path | answer | |---|---| | / | the page | | /assets/NAME | its code and style, without data of the run | |
+/status.json | state of the run, processes, engines, groups | | /steps.json?after=REVISION | points of the
+history that changed since (see `services.monitor.history`) | | /events.json?after=NUMBER&topics=run,versions
+| the newest events, and warnings of steps, as sentences | | /versions.json?after=NUMBER | who served which
+version when | | /evaluations.json?after=NUMBER | scores of versions on held-out sets | |
+/samples.json?step=STEP&group=GROUP | samples of one group | | /targets.json | addresses of every process's
+/metrics, for Prometheus (`http_sd_configs`) |
 """
 
 import asyncio
@@ -39,10 +35,10 @@ CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/ht
 
 
 class Pages:
-    """What is read of one run, and the handlers that serve it."""
+    """The data read of one run, and the handlers that serve it."""
 
     def __init__(self, settings: Settings, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Read nothing of the run yet. `state` returns the answer of /status.json."""
+        """Store the arguments. `state` returns the answer of /status.json."""
         run_dir = settings.run_dir
         self._metrics_host = settings.bus.host
         self.history = History(run_dir / "metrics.jsonl")
@@ -53,13 +49,13 @@ class Pages:
         self._assets = _read_assets()
 
     async def read_loop(self, interval_s: float) -> None:
-        """Read what the run's files gain until cancelled; a thread may then still finish a piece."""
+        """Read new lines of the run's files until cancelled; a thread may then still finish a piece."""
         while True:
             if not await asyncio.to_thread(self.read_piece):
                 await asyncio.sleep(interval_s)
 
     def read_piece(self) -> bool:
-        """Read a bounded piece of what the run's files have gained; returns whether there is more at once."""
+        """Read a bounded piece of the run's new lines; return whether there is more at once."""
         more = self.tail.read_more()
         return self.history.read_more() or more
 

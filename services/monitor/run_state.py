@@ -10,14 +10,14 @@ from services.run_record.sentences import short_name
 from services.settings.sections import Settings
 
 ENGINE_FIELDS = ("groups", "pause_ms")
-"""What rollout workers may say of their engine, beside what `collect_status` returns; shown if there."""
+"""Optional fields of rollout workers about their engine, in addition to `collect_status`'s."""
 
 
 class LiveState:
     """The state of a run whose ledger answers."""
 
     def __init__(self, ledger: Ledger, settings: Settings) -> None:
-        """Ask nothing yet."""
+        """Store the arguments."""
         self._ledger = ledger
         self._settings = settings
         self._activity = Activity()

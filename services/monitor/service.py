@@ -1,7 +1,7 @@
 """Runs `python -m services.monitor`: a read-only web page and metrics of a run.
 
-Consumes: the ledger's status and registry, metrics.jsonl, the event log, and records of past steps. Changes
-nothing. Waits for: the run in the ledger.
+Consumes: the ledger's status and registry, metrics.jsonl, the event log, and records of past steps. Only
+reads. Waits for: the run in the ledger.
 """
 
 import asyncio
@@ -63,10 +63,10 @@ async def serve(process: Process) -> None:
 
 
 class RunGauges(Collector):
-    """Shows the run as Prometheus metrics.
+    """Prometheus metrics of the run.
 
     They are `tether_run_*`, `tether_engine_*` of each engine, and the newest step's numbers as `tether_step`.
-    What is not known, or was not measured in that step, has no sample.
+    A value that is unknown, or was not measured in that step, has no sample.
     """
 
     NAMES = ("version", "steps", "issued", "trained", "dropped", "active", "wasted_tokens")

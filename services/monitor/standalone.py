@@ -26,13 +26,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StandaloneMonitor:
-    """A monitor that is no process of the run: it registers nowhere, and needs nothing but files."""
+    """A monitor that is no process of the run: it registers nowhere, and needs only files."""
 
     def __init__(self, settings: Settings) -> None:
-        """Read nothing yet. With `settings.ledger.retry_s` = 0 a ledger that is away is not waited for."""
+        """Store the arguments. With `settings.ledger.retry_s` = 0 a ledger that is away is not waited for."""
         self._settings = settings
         self._live: dict[str, Any] = {}
-        """What the ledger said last; empty while it does not answer."""
+        """The ledger's last answer; empty while it does not answer."""
         self._pages = Pages(settings, self._describe)
         self._registry = CollectorRegistry()
         self._gauges = RunGauges(self._registry)
@@ -66,7 +66,7 @@ class StandaloneMonitor:
             await server.close()
 
     async def _ledger_loop(self) -> None:
-        """Show what the ledger says while it answers; try it again and again until cancelled."""
+        """Show the ledger's answers while it answers; try it again and again until cancelled."""
         while True:
             with contextlib.suppress(TetherError):
                 async with open_ledger(self._settings) as ledger:

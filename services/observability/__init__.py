@@ -1,1 +1,1 @@
-"""Shows what a running service does: metrics, health, progress and plots."""
+"""Shows a running service's state: metrics, health, progress and plots."""

@@ -70,8 +70,8 @@ class BusyShare:
         """Return the mean share, 0 to 1, over the engines with a newer reading; None if there is none.
 
         Args:
-            readings: engine -> what the registry says of it, with `BusyMeter.reading` in it. An engine that
-                is read for the first time counts from the next call on; one without a reading does not.
+            readings: engine -> its entry in the registry, with `BusyMeter.reading`. An engine that is
+                read for the first time counts from the next call on; one without a reading does not.
         """
         shares = []
         found: dict[str, tuple[float, float]] = {}

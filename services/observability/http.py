@@ -14,7 +14,7 @@ from services.bus.config import is_loopback
 _log = request_logger("tether.http")
 
 MAX_CONNECTIONS = 512
-"""Open at once; those of a browser or a Prometheus server are a few."""
+"""Connections open at once; a browser or a Prometheus server opens a few."""
 HEADER_S = 30.0
 """How long a connection may take to send the head of its first request."""
 FULL = b'{"ok": false, "error": "too many connections"}'
@@ -38,12 +38,12 @@ class HttpServer:
         """Create a server that is not started.
 
         Args:
-            registry: what /metrics shows.
-            health: what /health shows.
+            registry: the metrics at /metrics.
+            health: the answer at /health.
             routes: more paths that can be read.
             middlewares: decide who may read. None given: everybody, but on loopback by its own names only.
             max_connections: as for `LimitedListener`.
-            header_s: likewise.
+            header_s: as for `LimitedListener`.
         """
         self._registry = registry
         self._health = health

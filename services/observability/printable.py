@@ -6,7 +6,7 @@ KEPT = frozenset("\n\t\u200c\u200d")
 """Characters of the categories below that are printed as they are: they only lay text out."""
 ESCAPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that are escaped: control and format characters (escape sequences, text direction) and
-those that nothing can show."""
+characters that cannot be shown."""
 
 
 def printable(text: str) -> str:

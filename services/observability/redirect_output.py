@@ -11,10 +11,10 @@ from protocol.errors import SettingsError
 
 @contextlib.contextmanager
 def redirect_output(path: Path) -> Iterator[None]:
-    """Append what is written to stdout and stderr within the block to a file.
+    """Append the output to stdout and stderr within the block to a file.
 
     That includes the processes that the block starts. File descriptors are redirected, because engines print
-    from threads, from C and from processes of their own, some of which outlive the block.
+    from threads, from C and from processes of their own, which may outlive the block.
 
     Raises:
         SettingsError: the file cannot be written.

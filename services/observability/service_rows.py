@@ -30,18 +30,18 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.ROLLOUT, "a lease: draining", WAITS, "gets no more work: the run drains"),
     (Role.REWARD, "ingest for group", WAITS, "waits for the ingest"),
 )
-"""Role, how a wait begins, state, and what is shown; other waits are shown by their names."""
+"""Role, beginning of a wait, state, and shown text; other waits are shown by their names."""
 _IDLE = {
     Role.REWARD: "waits for rollouts",
     Role.INGEST: "waits for scored groups",
     Role.MONITOR: "serves the page",
     Role.EVALUATION: "waits for a version to score",
 }
-"""What a process does that neither works nor waits for anything."""
+"""Text for a process that neither works nor waits."""
 
 
 class Supervised(Protocol):
-    """What is read of a child process."""
+    """State of a child process."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Supervised(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServiceRow:
-    """What one process does."""
+    """Activity of one process."""
 
     name: str
     state: str
@@ -100,9 +100,9 @@ def service_rows(
 
 
 def describe_process(name: str, peer: Peer, restarts: int = 0) -> ServiceRow:
-    """Return what a process in the registry does.
+    """Return the activity of a process in the registry.
 
-    A full disk comes before work, and work before other waits, of which the longest counts.
+    A full disk comes before work, and work before other waits; the longest wait counts.
     """
     waits: Mapping[str, float] = peer.info.get("waits", {})
     if full := next((what for what in waits if what.startswith(ROOM)), ""):
@@ -120,7 +120,7 @@ def describe_process(name: str, peer: Peer, restarts: int = 0) -> ServiceRow:
 
 
 def _work_of(peer: Peer, waits: Mapping[str, float]) -> tuple[str, float | None] | None:
-    """Return what a process works on, and for how many seconds, if it says so."""
+    """Return a process's current work and its seconds, if it reports them."""
     work: Mapping[str, Sequence[float]] = peer.info.get("work", {})
     if work:
         what, (count, seconds) = max(work.items(), key=lambda item: item[1][1])

@@ -1,4 +1,4 @@
-"""Says what the start of a run took, in parts, once it has made its first step."""
+"""Reports the time of a run's start, in parts, once it has made its first step."""
 
 from collections.abc import Iterable, Mapping
 

@@ -61,7 +61,7 @@ async def collect_status(ledger: Ledger) -> dict[str, Any]:
 
 
 def _process(peer: Peer) -> dict[str, Any]:
-    """Return what is shown of a process."""
+    """Return the shown fields of a process."""
     return {
         "service": peer.role,
         "name": peer.info.get("name", peer.role),

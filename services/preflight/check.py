@@ -26,7 +26,7 @@ from trainer.storage.remote import RemoteDirectory
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a check found."""
+    """Problems and warnings of a check."""
 
     problems: Sequence[Problem]
     """Why the run cannot start; empty if it can."""
@@ -40,7 +40,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     """Find all problems of a run whose single settings are right. No model is built, no process started.
 
     Args:
-        settings: those of the run.
+        settings: the run's settings.
         local: whether all services will run on this machine, so that its ports, keys and libraries matter.
     """
     add_user_modules(settings)
@@ -80,7 +80,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
 
 
 def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) -> list[str]:
-    """Return lines that say what the run consists of: model, prompts, steps, processes."""
+    """Return lines about the parts of the run: model, prompts, steps, processes."""
     bound, sampling, services = settings.bound, settings.sampling, settings.services
     parallel, prompts, engine = settings.parallel, settings.prompts, settings.engine
     count = f"{model.parameters:,}" if model.parameters else "unknown"

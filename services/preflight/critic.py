@@ -1,4 +1,4 @@
-"""Finds what a critic's model does not allow. Reads files, builds nothing."""
+"""Finds settings that a critic's model rules out. It reads files and builds no model."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    """Yield why the critic that the algorithm needs cannot be trained beside the policy's model."""
+    """Yield why the critic that the algorithm needs cannot be trained with the policy's model."""
     if not settings.needs_critic:
         return
     if settings.critic.path:

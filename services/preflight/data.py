@@ -38,7 +38,7 @@ def stream_problems(settings: Settings, source: PromptSource) -> Iterator[Proble
 
 
 def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prompt]) -> Iterator[Problem]:
-    """Yield what the tokenizer does not allow: stop tokens, and prompts that are too long or unrenderable."""
+    """Yield problems with the tokenizer: stop tokens, and prompts that are too long or unrenderable."""
     with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:
         place = model.place
         if not model.is_made and settings.model.scratch is not None:
@@ -102,7 +102,7 @@ def first_prompts(source: PromptSource) -> list[Prompt]:
 
 
 def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
-    """Return the fields of the metadata that one of our verifiers needs; nothing for a module of the user."""
+    """Return the fields of the metadata that one of our verifiers needs; none for a module of the user."""
     if name not in VERIFIERS:
         return ()
     module = load(VERIFIERS[name].path)

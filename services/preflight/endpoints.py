@@ -23,7 +23,7 @@ LIBRARIES = {"megatron": "megatron.core", "vllm": "vllm"}
 
 
 def local_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield what keeps services from starting on this machine; nothing is started or bound for long."""
+    """Yield problems that keep services from starting on this machine; ports are bound for a moment."""
     yield from _library_problems(settings)
     yield from _key_problems(settings.bus)
     yield from _port_problems(settings)

@@ -20,7 +20,7 @@ from trainer.roles.config import FROZEN_ROLES
 
 
 def workload_of(settings: Settings, model: ModelFacts) -> Workload:
-    """Return what the memory of a rank of the backend `megatron` depends on.
+    """Return the facts that a `megatron` rank's memory depends on.
 
     Raises:
         SettingsError: the backend does not support the model.
@@ -39,7 +39,7 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
 
 
 def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
-    """Yield what the memory of the models that are not trained depends on.
+    """Yield the facts that the memory of the models that are not trained depends on.
 
     Raises:
         SettingsError: the backend does not support one.
@@ -63,7 +63,7 @@ def expected_gb(settings: Settings, model: ModelFacts) -> float | None:
 def host_workload_of(
     settings: Settings, model: ModelFacts, *, hosts: int = 1, environ: Mapping[str, str] = os.environ
 ) -> HostWorkload:
-    """Return what the memory of a host with ranks of the backend `megatron` depends on.
+    """Return the facts that the memory of a host with `megatron` ranks depends on.
 
     Raises:
         SettingsError: the backend does not support the model.
@@ -77,7 +77,7 @@ def host_workload_of(
 
 
 def host_memory_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    """Yield the problem if this host, with nothing else on it, has too little memory for the trainer.
+    """Yield the problem if this host alone has too little memory for the trainer.
 
     With several hosts each one checks itself when it starts.
     """

@@ -1,4 +1,7 @@
-"""Finds what the model does not allow: layouts, lengths, backends, engines. Reads files, builds nothing."""
+"""Finds settings that a model rules out: layouts, lengths, backends, engines.
+
+It reads files and builds no model.
+"""
 
 import dataclasses
 import json
@@ -32,7 +35,7 @@ ALIKE_IN_VLLM = ("qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model before it is loaded."""
+    """Facts about a model before it is loaded."""
 
     place: Path
     """Its directory, or the one that it will be made in."""
@@ -87,7 +90,7 @@ def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
 
 
 def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:
-    """Yield what the trainer cannot do with a model that it does not train."""
+    """Yield problems of the trainer with a model that it does not train."""
     setting, backend = f"{role}.path", settings.trainer.backend
     if backend == "scripted":
         yield Problem("trainer.backend 'scripted' has no models", "use megatron or reference", setting, role)

@@ -11,7 +11,7 @@ class Problem:
     """One reason why a run cannot start."""
 
     cause: str
-    """What is wrong."""
+    """Cause of the problem."""
     remedy: str = ""
     """What to do; empty where `cause` says it."""
     setting: str = ""

@@ -1,4 +1,4 @@
-"""Finds what the models beside the policy, and the algorithms that need them or none, do not allow."""
+"""Finds settings ruled out by the models other than the policy, and by the algorithms' need of them."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,10 +18,10 @@ from trainer.roles.config import FROZEN_ROLES
 
 
 def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Problem]:
-    """Yield what keeps the models that are not trained from being used.
+    """Yield problems that keep the models that are not trained from being used.
 
     Args:
-        settings: those of the run.
+        settings: the run's settings.
         model: the policy; None if it cannot be read.
     """
     yield from _unused_roles(settings)
@@ -92,10 +92,10 @@ def algorithm_problems(settings: Settings) -> Iterator[Problem]:
             settings.environment.name,
         )
     if ALGORITHMS[algorithm.name].on_data:
-        yield from _of_no_use_on_data(settings)
+        yield from _useless_on_data(settings)
 
 
-def _of_no_use_on_data(settings: Settings) -> Iterator[Problem]:
+def _useless_on_data(settings: Settings) -> Iterator[Problem]:
     algorithm, sampling = settings.algorithm, settings.sampling
     wanted = {
         "sampling.samples_per_prompt": (sampling.samples_per_prompt, 1, "the data have one answer"),

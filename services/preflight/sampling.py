@@ -1,4 +1,4 @@
-"""Finds sampling settings under which training would be wrong or learn nothing, and lengths that do not fit.
+"""Finds sampling settings under which training would be wrong or without effect, and lengths that do not fit.
 
 The trainer computes log-probabilities over the whole vocabulary at `sampling.temperature`. Engines must
 sample from the same distribution: an importance ratio between two different ones is wrong at every token.

@@ -1,4 +1,4 @@
-"""Sends the calls of leased groups to the ingest, and gets those of earlier leases back."""
+"""Sends the calls of leased groups to the ingest, and gets the calls of earlier leases back."""
 
 from collections.abc import Callable
 

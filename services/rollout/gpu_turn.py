@@ -69,7 +69,7 @@ class EngineGpuTurn:
             meter.wake()
 
     async def release(self) -> None:
-        """Release the device. Nothing of the engine may be on it any more."""
+        """Release the device. The engine must have no memory on it any more."""
         log.info("device.left engine=%s", self._process.incarnation)
         self._device.release()
         await self._register_holding(False)

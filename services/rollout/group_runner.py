@@ -39,9 +39,9 @@ Room under the bound mostly comes with a version, which wakes a worker at once; 
 in vain four times a second would be the ledger's largest load.
 """
 STOP_POLL_S = 0.25
-"""Seconds between two checks whether the process is to stop, while nothing can be leased."""
+"""Seconds between two checks whether the process is to stop, while no group can be leased."""
 LEAST_SAMPLES = 2
-"""Samples that remain at least in a group of which others have failed: fewer cannot be compared."""
+"""Least samples that remain in a group when others have failed: fewer cannot be compared."""
 
 
 DROPPED = "its group was dropped: it would have come too late for the staleness bound"
@@ -113,7 +113,7 @@ class GroupRunner:
         sender: Sender,
         calls: Sender | None = None,
     ) -> None:
-        """Start without a group; `calls` records those of sessions, None: they are not recorded."""
+        """Start without a group; `calls` records the sessions' calls, None: they are not recorded."""
         self._process, self._engine, self._renderer = process, engine, renderer
         self._environment, self._prompts, self._sender = environment, prompts, sender
         self._calls = calls
@@ -154,7 +154,7 @@ class GroupRunner:
             await self._lease_loop(tasks)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
-                    # what a sleeping engine has begun is handed back at once
+                    # a sleeping engine's groups are handed back at once
                     while self._held and self._serves():
                         running = [held.task for held in self._held.values() if held.task]
                         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

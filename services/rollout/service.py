@@ -44,11 +44,11 @@ RESERVED_FILES = 256
 
 
 async def serve(process: Process) -> None:
-    """Run one rollout worker until it is stopped; drains by finishing or handing back what it holds.
+    """Run one rollout worker until it is stopped; drains by finishing or handing back its groups.
 
     Raises:
-        SettingsError: there is no model, sampling is not what the trainer computes with, the prompts are not
-            those of the run, or a part of the worker cannot be made from the settings.
+        SettingsError: there is no model, sampling differs from the trainer's, the prompts are not the
+            run's, or a part of the worker cannot be made from the settings.
         PoisonedError: the engine may hold mixed weights.
     """
     settings = process.settings
@@ -104,7 +104,7 @@ async def _environment(settings: Settings) -> Environment:
 
 
 def allow_open_files(groups: int, samples: int, each: int) -> None:
-    """Raise the limit of the process to what the sessions of a full worker need.
+    """Raise the limit of the process to the need of a full worker's sessions.
 
     Args:
         groups: `rollout.groups_in_flight`.

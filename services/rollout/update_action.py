@@ -1,7 +1,7 @@
-"""Decides what a rollout worker does next about its engine's weights: a pure function of what it knows.
+"""Decides what a rollout worker does next about its engine's weights: a pure function of its state.
 
-The newest committed version comes first, then a version that the trainer is still making. Nothing is staged
-while the engine sleeps.
+The newest committed version comes first, then a version that the trainer is still making. No version is
+staged while the engine sleeps.
 """
 
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class StageProvisional:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Rename the live weights: they are those of the manifest, under an epoch that is over."""
+    """Rename the live weights: they are the manifest's, under an epoch that is over."""
 
     manifest: WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until something changes."""
+    """Wait until the state changes."""
 
 
 UpdateAction = Stage | StageProvisional | Adopt | Wait
@@ -48,7 +48,7 @@ def next_action(
     awake: bool,
     staging: WeightManifest | None = None,
 ) -> UpdateAction:
-    """Return what is to be done now.
+    """Return the next action.
 
     Args:
         wanted: newest manifest of the epoch that the ledger names; None before the first.

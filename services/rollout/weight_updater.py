@@ -151,7 +151,7 @@ class WeightUpdater:
         self._changed.set()
         self._poll_now.set()
 
-    # -- what is known
+    # -- state
     def _on_manifest(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
         """Want a version if it is newer; only the ledger decides between epochs."""
         known = self._wanted
@@ -198,7 +198,7 @@ class WeightUpdater:
     async def _is_current(self) -> bool:
         """Return whether the engine serves the run's epoch and version.
 
-        Saves reading the manifest, which is large, where nothing is new, as most of the time.
+        Saves reading the manifest, which is large, where there is no new one, as most of the time.
         """
         with contextlib.suppress(Refused):
             head = await self._process.ledger.head()
@@ -215,7 +215,7 @@ class WeightUpdater:
             self._on_manifest(current, from_ledger=True)
         return True
 
-    # -- what is done
+    # -- actions
     async def _carry_out(self, action: Stage | StageProvisional | Adopt) -> None:
         match action:
             case Stage(manifest):

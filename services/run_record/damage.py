@@ -22,7 +22,7 @@ Damage = Iterator[tuple[Path, str]]
 
 @dataclass(frozen=True, slots=True)
 class CheckedFiles:
-    """What was read of a run's directory. Paths are relative to it."""
+    """Files that were read in a run's directory. Paths are relative to it."""
 
     checked: int
     """Files that were read."""

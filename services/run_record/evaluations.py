@@ -173,7 +173,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def evaluation_facts(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest scores and the best version, as JSON types; None if nothing was scored."""
+    """Return the newest scores and the best version, as JSON types; None if no version was scored."""
     latest = latest_evaluations(run_dir)
     if not latest:
         return None
@@ -205,7 +205,7 @@ class ScoredVersions:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Read nothing yet; the file need not exist."""
+        """Store the arguments; the file need not exist."""
         self._follower = LineFollower(run_dir / FILE)
         self._lock = threading.Lock()
         self._starts = 0

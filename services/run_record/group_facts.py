@@ -82,8 +82,8 @@ def describe_turns(message: ScoredRollout, max_text: int) -> dict[int, list[dict
     components = _components(rollout.group, message.turn_components, len(rewards))
     found: dict[int, list[dict[str, Any]]] = {}
     number = 0
-    for sample, of_sample in enumerate(turns):
-        for turn in of_sample:
+    for sample, sample_turns in enumerate(turns):
+        for turn in sample_turns:
             text = rollout.turn_texts[number] if rollout.turn_texts else ""
             found.setdefault(sample, []).append(
                 {

@@ -12,7 +12,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def read_parsed(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
-    """Yield the lines of a file that `parse` can read, oldest first; nothing if there is no file."""
+    """Yield the lines of a file that `parse` can read, oldest first; none if there is no file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -38,7 +38,7 @@ class LineFollower:
     def __init__(
         self, path: Path, tail_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES, offset: int = 0
     ) -> None:
-        """Read nothing yet.
+        """Store the arguments.
 
         Args:
             path: the file; it need not exist yet.

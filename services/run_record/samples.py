@@ -35,7 +35,7 @@ class SampleBrowser:
     """Opens one step of a run at a time. Methods block on the disk; call them in a thread."""
 
     def __init__(self, run_dir: Path, tail: EventTail) -> None:
-        """Read nothing yet. `tail` knows the lease tokens of steps that are not archived yet."""
+        """Store the arguments. `tail` knows the lease tokens of steps that are not archived yet."""
         self._spool = run_dir / "spool.sqlite"
         self._archive = Archive(run_dir / "archive")
         self._tail = tail
@@ -55,7 +55,7 @@ class SampleBrowser:
 
         Returns:
             `steps` (offered), `step`, `groups` (overview of each), `group` (number), `samples`; if there is
-            nothing to show, `step` is None and `reason` says why.
+            no sample to show, `step` is None and `reason` says why.
         """
         with self._lock:
             steps = self.steps()
@@ -107,7 +107,7 @@ def find_samples(run_dir: Path, step: int | None, group: int | None, limit: int)
     """Return the samples of a step, or of one group, as JSON types.
 
     Args:
-        run_dir: of a run that is on or over; nothing but its files is read.
+        run_dir: of a run that is on or over; only its files are read.
         step: None: the group's step, or the newest step whose records are there.
         group: None: all groups of the step.
         limit: samples given.
@@ -118,13 +118,13 @@ def find_samples(run_dir: Path, step: int | None, group: int | None, limit: int)
         one that was asked for; see `EventTail.filtered_groups`).
 
     Raises:
-        SettingsError: there is nothing to show; says which samples there are.
+        SettingsError: there is no such sample; names the samples that there are.
     """
     if group is not None and step is None:
         return samples_of_group(run_dir, group, group_moments(run_dir, group), limit)
     tail = EventTail(run_dir).read_all()
     browser = SampleBrowser(run_dir, tail)
-    step, messages = _of_step(run_dir, browser, tail, step, group)
+    step, messages = _step_samples(run_dir, browser, tail, step, group)
     if group is None:
         filtered = tail.filtered_groups(step)
         return {**_limited(step, _all_of(browser, step, messages), limit), "filtered": filtered}
@@ -148,7 +148,7 @@ def samples_of_group(
         filtered = filtered_group(group, last.facts.get("reward"), last.facts["wasted_tokens"], None)
         return {**_limited(None, [], limit), "filtered": [filtered]}
     browser = SampleBrowser(run_dir, EventTail(run_dir).read_all())
-    return {**_limited(*_of_moments(browser, group, moments), limit), "filtered": []}
+    return {**_limited(*_group_history(browser, group, moments), limit), "filtered": []}
 
 
 def _checked(records: Sequence[bytes]) -> list[ScoredRollout]:
@@ -171,7 +171,7 @@ def _nothing(steps: list[int], reason: str) -> dict[str, Any]:
     return {"steps": steps, "step": None, "groups": [], "group": None, "samples": [], "reason": reason}
 
 
-def _of_step(
+def _step_samples(
     run_dir: Path, browser: SampleBrowser, tail: EventTail, step: int | None, group: int | None
 ) -> tuple[int, list[ScoredRollout]]:
     """Return a step with its group of that number; if it has none such, with the first of its groups."""
@@ -192,7 +192,7 @@ def _of_step(
     )
 
 
-def _of_moments(
+def _group_history(
     browser: SampleBrowser, group: int, moments: Sequence[Moment]
 ) -> tuple[int | None, list[ScoredRollout]]:
     """Return the step that trained a group, if one did, and the records that were found.

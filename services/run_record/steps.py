@@ -147,7 +147,7 @@ def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def combine(name: str, total: float, value: float) -> float:
-    """Combine what a point holds of a field with one more value: to their sum, the larger or the last."""
+    """Combine a point's value of a field with one more value: to their sum, the larger or the last."""
     if name in LATEST:
         return value
     if name in LARGEST or name.endswith("_max"):

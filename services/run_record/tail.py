@@ -58,7 +58,7 @@ class EventTail:
     """End of a run's event log. Methods block for a moment and may be called from any thread."""
 
     def __init__(self, run_dir: Path, tail_bytes: int = TAIL_BYTES) -> None:
-        """Read nothing yet; the log need not exist."""
+        """Store the arguments; the log need not exist."""
         self._follower = LineFollower(run_dir / FILE, tail_bytes)
         self._starts = 0
         self._lock = threading.Lock()

@@ -28,7 +28,7 @@ def configure_logging(name: str) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """One line for each record, whatever peers, models and users wrote into its arguments.
+    """Formatter with one line for each record, even if its arguments contain line breaks.
 
     The lines of a traceback, which may quote them, too, follow with an indent: none looks like a record.
     """

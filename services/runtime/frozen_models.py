@@ -44,7 +44,7 @@ def checked_digests(settings: Settings) -> Mapping[str, str]:
 
 
 def record_digests(run_dir: Path, digests: Mapping[str, str]) -> None:
-    """Write the digests that a run was started with; without any, nothing."""
+    """Write the digests that a run was started with, if there are any."""
     if digests:
         write_atomically(run_dir / FILE, sealed(json.dumps(dict(digests), indent=2).encode()))
 

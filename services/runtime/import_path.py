@@ -1,8 +1,8 @@
-"""Has Python import our own packages, whatever the working directory and PYTHONPATH hold.
+"""Has Python import our own packages first, before the working directory and PYTHONPATH.
 
 `python -m services.X` searches the working directory first, and PYTHONPATH before installed packages: a
-user's `reward.py` or `trainer/` there would replace ours, and a `json.py` Python's own. Imports nothing of
-ours, because it runs before anything else of ours is imported.
+user's `reward.py` or `trainer/` there would replace ours, and a `json.py` Python's own. It imports no module
+of ours, because it runs before all other imports of ours.
 """
 
 import importlib.machinery
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGES = ("protocol", "reward", "rollout", "trainer")
-"""Our packages beside this one."""
+"""Our other packages."""
 ROOT = str(Path(__file__).absolute().parents[2])
 """Directory that holds our packages: the repository, or where they are installed."""
 

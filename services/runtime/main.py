@@ -81,7 +81,7 @@ def raise_fd_limit() -> None:
 def service_main(role: Role, serve: Serve) -> None:
     """Run `python -m services.ROLE`: load the settings, serve, and exit.
 
-    Exit codes are those of `services.runtime.errors`.
+    Exit codes are as in `services.runtime.errors`.
     """
     name = os.environ.get("TETHER_INSTANCE", role)
     configure_logging(name)

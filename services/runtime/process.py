@@ -76,7 +76,7 @@ class Process:
 
     @property
     def waits(self) -> list[str]:
-        """What the process waits for now."""
+        """The process's present wait."""
         return list(dict.fromkeys(what for what, _ in self._waits.values()))
 
     @contextlib.contextmanager

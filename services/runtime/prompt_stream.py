@@ -49,7 +49,7 @@ async def wait_for_run(process: Process) -> str | None:
 
 
 def check_fingerprint(config: PromptConfig, found: str, recorded: str, remedy: str) -> None:
-    """Refuse prompts that are not those of the run.
+    """Refuse prompts that differ from the run's.
 
     Args:
         config: section `[prompts]`.

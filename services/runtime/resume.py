@@ -23,13 +23,13 @@ BOUND_SETTINGS = {
 
 
 async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> Sequence[str]:
-    """Create the run, or bring the ledger to what the settings say now; then write RUN_DIR/settings.json.
+    """Create the run, or bring the ledger to the present settings; then write RUN_DIR/settings.json.
 
     Returns:
-        Lines for the user: the bound in force, and what changed since the last start.
+        Lines for the user: the bound in force, and changes since the last start.
 
     Raises:
-        SettingsError: something changed that cannot; the ledger and settings.json are as they were.
+        SettingsError: a setting changed that must not; the ledger and settings.json are as they were.
     """
     changes = changes_since_last_start(settings)
     digests = await asyncio.to_thread(checked_digests, settings)
@@ -77,11 +77,12 @@ def describe_start(settings: Settings, status: LedgerStatus) -> str:
 
 
 def describe_changes(settings: Settings, changes: Sequence[Change], before: LedgerStatus) -> Iterator[str]:
-    """Yield a line with what changed since the last start, and one for steps that are made again with it.
+    """Yield a line with the changes since the last start, and one for steps that are made again with it.
 
     Args:
-        settings: those of now.
-        changes: what differs from the settings of the last start; of the bound, what was in force counts.
+        settings: the present ones.
+        changes: differences from the settings of the last start; the bound is compared with the one in
+            force.
         before: the ledger as it was.
     """
     bound = settings.bound.bound

@@ -19,10 +19,10 @@ CHECKPOINT, RUN = "checkpoint", "run"
 """Directories of a copy."""
 SPOOL = "spool.sqlite"
 STATE = (SETTINGS, "audit.head", EVENT_LOG, "metrics.head", "metrics.jsonl")
-"""Files of which a directory with a run has at least one, in the order in which they are copied: a log's
-head names one of its lines."""
+"""Files that mark a directory with a run (it has at least one), in the order in which they are copied: a
+log's head names one of its lines."""
 RUN_FILES = (*STATE, HUB, FROZEN_MODELS)
-"""Files that a run needs beside its checkpoint and its spool; each may be absent."""
+"""Files that a run needs in addition to its checkpoint and its spool; each may be absent."""
 
 
 def copy_lines(source: Path, target: Path) -> None:
@@ -40,7 +40,7 @@ def settings_of_fetched(settings: Settings, compose: Callable[[], Settings]) -> 
     """Fetch the run as `fetch_run` does, and return its settings with what earlier starts chose.
 
     Args:
-        settings: those of the run, composed before it was fetched.
+        settings: the run's settings, composed before it was fetched.
         compose: composes them again.
 
     Raises:

@@ -35,7 +35,7 @@ def build_models(settings: Settings) -> RankModels:
 
 
 def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
-    """Return the models of a run that are not trained; those of the hub are fetched unless they are here.
+    """Return the models of a run that are not trained; models of the hub are fetched unless they are here.
 
     Raises:
         SettingsError: as `fetch_frozen`.
@@ -82,7 +82,7 @@ def train_command(
     """Return the command that trains on a taken batch.
 
     Args:
-        settings: those of the run.
+        settings: the run's settings.
         taken: step and groups of the batch.
         records: encoded `ScoredRollout` of each group, in the order of `taken.groups`.
         mask_late: whether tokens over the bound are masked; else one is an error.

@@ -21,18 +21,18 @@ RETRY_S = 1.0
 async def until_written(process: Process, write: Callable[[], T]) -> T:
     """Do blocking work that writes to the run directory, repeatedly while the disk or the spool refuses it.
 
-    Nothing that depends on it is acknowledged meanwhile, so senders keep what they have. Cancelled, it leaves
-    an attempt to its end.
+    Messages that depend on it are not acknowledged meanwhile, so senders keep them. Cancelled, it leaves an
+    attempt to its end.
 
     Args:
         process: shows the wait.
-        write: changes nothing if it raises, or may be repeated.
+        write: has no effect if it raises, or may be repeated.
 
     Returns:
-        What `write` returned.
+        The result of `write`.
 
     Raises:
-        Exception: what `write` raised, if it is not for want of room or a SpoolError.
+        Exception: the error of `write`, unless it is a full disk or a SpoolError.
     """
     try:
         return await asyncio.to_thread(write)

@@ -1,8 +1,8 @@
-"""Chooses the settings that depend on the machine: `auto`, which is also what a setting not given means.
+"""Chooses the settings that depend on the machine: `auto`, which is also the value of a setting not given.
 
 On a CPU that is eager mode, the transport shm, float32, or bfloat16 where the processor multiplies it, and as
 many threads as there are cores; on GPUs bfloat16, CUDA graphs, ipc or nccl, and GPUs for trainer and engines
-apart where there are enough. RUN_DIR/settings.json holds what was chosen.
+apart where there are enough. RUN_DIR/settings.json holds the chosen values.
 """
 
 import re
@@ -20,7 +20,7 @@ AUTO = "auto"
 ON_GPUS = ("megatron", "sglang", "vllm")
 """Engines that are made for GPUs. The others compute in float32 there too."""
 ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
-"""Share of a GPU for engines: without the trainer, beside it, and in their turn."""
+"""Share of a GPU for engines: without the trainer, together with it, and in their turn."""
 
 BESIDE_GPU = 16
 """CPU threads of a trainer's rank on a GPU, at most: they only copy, and step optimizer state on the host."""
@@ -28,7 +28,7 @@ BESIDE_GPU = 16
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What is chosen by."""
+    """Hardware facts that automatic settings depend on."""
 
     gpus: Sequence[str] = ()
     """The GPUs that may be used, see `visible_gpus`."""
@@ -64,9 +64,9 @@ def choose_automatic(settings: Settings, names: Sequence[str], machine: Machine)
     """Return the settings with a value chosen for each of `names`.
 
     Args:
-        settings: with defaults in place of what is to be chosen.
+        settings: with defaults in place of the values to choose.
         names: keys of `AUTOMATIC`.
-        machine: where the run is to work.
+        machine: the machine of the run.
     """
     for dotted in (dotted for dotted in AUTOMATIC if dotted in names):
         section, name = dotted.split(".")

@@ -44,7 +44,7 @@ def check_settings(settings: Settings) -> None:
 
 
 def settings_errors(settings: Settings) -> Iterator[SettingsError]:
-    """Yield the errors of which `check_settings` raises the first."""
+    """Yield all errors; `check_settings` raises the first."""
     for dotted, names in REGISTRIES.items():
         yield from _error_of(lambda d=dotted, n=names: _check_choice(settings, d, n))  # type: ignore[misc]
     yield from range_errors(settings, "")
@@ -231,7 +231,7 @@ def _check_alternatives(settings: Settings) -> None:
 
 
 def check_shared(settings: Settings) -> None:
-    """Check what the transport `shared` requires of other settings; do nothing with another transport.
+    """Check what the transport `shared` requires of other settings; other transports pass.
 
     Raises:
         SettingsError: names the first setting that does not fit, and what it has to be.

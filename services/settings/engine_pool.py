@@ -63,7 +63,7 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
         problem["loc"] = problem["loc"][1:]  # less "engine"
         raise SettingsError(describe_problem(problem, EngineConfig, prefix)) from None
     check_ranges(engine, prefix)
-    if "name" in changes:  # that of `[engine]` is checked there
+    if "name" in changes:  # `[engine]`'s name is checked there
         checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
     if engine.dtype != base.dtype:
         raise SettingsError(

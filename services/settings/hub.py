@@ -30,7 +30,7 @@ FILE = "hub.json"
 """File of the run directory: "KIND OWNER/NAME REVISION" -> commit."""
 RECORDED = "commits the run uses"
 ROLES = (*FROZEN_ROLES, "critic")
-"""Sections of models beside the policy."""
+"""Sections of models other than the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class HubName:
 
 
 def pin_names(settings: Settings) -> Settings:
-    """Return the settings with each name of the hub at its commit: the recorded one, or the one of now.
+    """Return the settings with each name of the hub at its commit: the recorded one, or the present one.
 
-    Writes nothing.
+    It writes no file.
 
     Raises:
         SettingsError: a name cannot be resolved.
@@ -70,16 +70,16 @@ def pin_names(settings: Settings) -> Settings:
         role: replace(getattr(settings, role), revision=commit or getattr(settings, role).revision)
         for role, commit in zip(ROLES, others[-len(ROLES) :], strict=True)
     }
-    of_mixture, of_sets = others[: len(mixture)], others[len(mixture) : -len(ROLES)]
+    mixture_commits, set_commits = others[: len(mixture)], others[len(mixture) : -len(ROLES)]
     return replace(
         settings,
         model=replace(settings.model, revision=model or settings.model.revision),
         prompts=replace(
             settings.prompts,
             revision=prompts or settings.prompts.revision,
-            mixture=tuple(map(_pinned, mixture, of_mixture)),
+            mixture=tuple(map(_pinned, mixture, mixture_commits)),
         ),
-        eval=replace(settings.eval, sets=tuple(map(_pinned, sets, of_sets))),
+        eval=replace(settings.eval, sets=tuple(map(_pinned, sets, set_commits))),
         **roles,
     )
 
@@ -162,7 +162,7 @@ def _fetch_named(name: str, revision: str, directory: Path, setting: str) -> Non
 def hub_names(settings: Settings) -> list[HubName | None]:
     """Return the names of the hub in the settings: model, prompts, entries of the mixture, eval sets, roles.
 
-    None stands for what is not on the hub.
+    None stands for a local one.
     """
     model = settings.model
     sources = [
@@ -190,11 +190,11 @@ def _pinned(entry: Named, commit: str) -> Named:
 
 
 def read_record(path: Path, what: str) -> Mapping[str, str]:
-    """Return what a file of the run directory has recorded at the first start; nothing if it is not there.
+    """Return the record of the first start in a file of the run directory; empty if the file is missing.
 
     Args:
         path: the file, a JSON object of strings.
-        what: it says of the run, for the error.
+        what: name of the record, for the error.
 
     Raises:
         SettingsError: it cannot be read.

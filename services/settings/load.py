@@ -38,7 +38,7 @@ class WrongSettings(SettingsError):
 def load_settings(
     path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Compose and check the settings of a process; arguments and errors are those of `compose_settings`."""
+    """Compose and check the settings of a process; arguments and errors are as in `compose_settings`."""
     settings = compose_settings(path, overrides, environ)
     check_settings(settings)
     return settings
@@ -56,7 +56,7 @@ def compose_settings(
         environ: by default the process's environment.
 
     Raises:
-        SettingsError: names the setting, what is wrong, and the most similar known name.
+        SettingsError: names the setting, the cause, and the most similar known name.
     """
     environ = os.environ if environ is None else environ
     path = path or environ.get("TETHER_CONFIG") or None
@@ -77,17 +77,17 @@ def compose_settings(
         _assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     automatic = split_automatic(values)
     settings = _typed(values)
-    if any(range_errors(settings, "")):  # what is chosen is computed with numbers in their ranges
+    if any(range_errors(settings, "")):  # automatic values are computed with numbers in their ranges
         return settings
     settings, automatic = _with_fixed_choices(settings, automatic)
     return choose_automatic(settings, automatic, this_machine(environ))
 
 
 def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Settings, list[str]]:
-    """Keep what an earlier start of the run chose and no resume changes by itself, on another machine too.
+    """Keep an earlier start's choices that no resume changes by itself, on another machine too.
 
     Returns:
-        The settings with these choices, and what is still to be chosen.
+        The settings with these choices, and the names still to choose.
     """
     fixed = [
         dotted for dotted in automatic if rule_of(dotted)[0] is ResumeRule.FIXED or dotted == "trainer.dtype"

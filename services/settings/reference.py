@@ -37,7 +37,7 @@ scratch; on GPUs, with an engine that is made for them, bfloat16, CUDA graphs, `
 engines have GPUs of their own and `ipc` where they share one. With enough GPUs, the trainer gets the first
 ones and the engines the others. Threads are the physical cores, within affinity and quota, divided between
 the trainer's ranks and the engines on the CPU; a model made from scratch gets one for each.
-RUN_DIR/settings.json holds what was chosen. A run that is started again keeps the data type that was chosen
+RUN_DIR/settings.json holds the chosen values. A run that is started again keeps the data type that was chosen
 for its trainer.
 
 A path in a file is relative to the directory of that file, a path in a variable or on a command line to the

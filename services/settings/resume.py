@@ -1,4 +1,4 @@
-"""Compares the settings of a run that is started again with those of its last start."""
+"""Compares the settings of a run that is started again with the settings of its last start."""
 
 import dataclasses
 import os
@@ -32,10 +32,10 @@ class Change:
 
 
 def changes_since_last_start(settings: Settings) -> Sequence[Change]:
-    """Return what differs from the settings that the run was last started with; nothing for a new run.
+    """Return the differences from the settings of the run's last start; none for a new run.
 
     Raises:
-        SettingsError: something that cannot change did; names each setting, both values and the reason.
+        SettingsError: a setting changed that must not; names each setting, both values and the reason.
     """
     old = recorded_settings(settings.run_dir)
     if old is None:

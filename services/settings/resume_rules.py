@@ -1,4 +1,4 @@
-"""Says what a run that is started again may change: a rule for every setting.
+"""Defines for every setting whether it may change when a run is started again.
 
 docs/resume.md is generated from `RULES` by `python -m services.settings.resume_rules`.
 """
@@ -11,7 +11,7 @@ from rollout.prompts.base import NOT_IN_FINGERPRINT
 
 
 class ResumeRule(StrEnum):
-    """What happens to a setting that has another value than at the last start."""
+    """Whether a changed setting is refused, applied or ignored on resume."""
 
     BOUND = "bound"  # in force at the first moment rule F holds with it
     FIXED = "fixed"  # refused
@@ -93,7 +93,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "teacher": (ResumeRule.FIXED, _FROZEN),
     "teacher.offload": (ResumeRule.FREE, "the model computes the same"),
 }
-"""Setting, or section for those of its settings that are not listed -> rule, and the reason."""
+"""Setting, or section for its settings that are not listed -> rule, and the reason."""
 DEFAULT = (ResumeRule.FREE, "")
 """Rule of every other setting, and its reason."""
 NOT_COMPARED = frozenset({"run.dir", "ledger.url"})
@@ -110,7 +110,7 @@ One line says which bound is in force, and which one is pending; one lists what 
 refusal changes nothing and writes nothing. What `tether set` has set lasts until the next start.
 
 A checkpoint of the megatron backend is restored in any layout ([parallel]): masters and moments are the same
-bits. Random states are those of the rank with the same number; a rank that was not there has those of its
+bits. Random states come from the rank with the same number; a rank that was not there has those of its
 start.
 
 | rule | a changed value |
@@ -140,7 +140,7 @@ copied.
 
 
 def rule_of(dotted: str) -> tuple[ResumeRule, str]:
-    """Return the rule of a setting and its reason: its own, or that of its section."""
+    """Return the rule of a setting and its reason: its own, or its section's."""
     parts = dotted.split(".")
     keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((RULES[key] for key in keys if key in RULES), DEFAULT)

@@ -1,7 +1,7 @@
 """Composes the sections of all components into the settings of a run.
 
-Each component's section is a frozen dataclass beside the component. The range of a number stands on its field
-(`protocol.ranges`), its meaning in the string below. `docs/settings.md` is generated from them by
+Each component's section is a frozen dataclass next to the component. The range of a number stands on its
+field (`protocol.ranges`), its meaning in the string below. `docs/settings.md` is generated from them by
 `python -m services.settings.reference`.
 """
 
@@ -55,7 +55,7 @@ class RunConfig:
     file:///... What it needs to log in comes from the environment. With an empty run directory the run is
     resumed from the newest complete copy (docs/resume.md). Empty: no copies."""
     modules: tuple[FilePath, ...] = ()
-    """Directories with Python modules of your own, such as ["."] for those beside the settings file. They are
+    """Directories with Python modules of your own, such as ["."] for the settings file's directory. They are
     searched last, so that none replaces a module of Python, of tether or of a library."""
 
 
@@ -95,8 +95,7 @@ class LedgerConfig:
     password_file: FilePath = ""
     """File with the password, readable by its owner only, instead of a password in the URL."""
     ca_file: FilePath = ""
-    """rediss: certificates (PEM) that the server's certificate is checked against. Empty: those of the
-    system."""
+    """rediss: certificates (PEM) that the server's certificate is checked against. Empty: the system's."""
     timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 10.0
     """Limit for one call, seconds."""
     retry_s: Annotated[float, Meta(ge=0, le=1e6)] = 60.0
@@ -181,7 +180,7 @@ class EvalConfig:
     finish_s: Annotated[float, Meta(ge=0, le=1e6)] = 600.0
     """Seconds that `tether up` waits at the end of the run until the last version is scored."""
     sets: tuple[HeldOutConfig, ...] = ()
-    """Held-out sets beside the prompts that `[prompts]` holds out."""
+    """Held-out sets in addition to the prompts that `[prompts]` holds out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +270,7 @@ class Settings:
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is trained beside the policy."""
+        """Whether a critic is trained with the policy."""
         return self.algorithm.name in ALGORITHMS.having("has_critic")
 
     @property

@@ -25,7 +25,7 @@ SHORT_NAMES = {
     "TETHER_NODE_RANK": "cluster.node_rank",
     "TETHER_RENDEZVOUS": "cluster.rendezvous",
 }
-"""Variable -> setting, beside `TETHER_SECTION__KEY`, for the settings that are set most."""
+"""Variable -> setting, in addition to `TETHER_SECTION__KEY`, for the settings that are set most."""
 OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
 """Variables that are read elsewhere: the settings file, the log level, the name of the process in its run."""
 

@@ -32,10 +32,10 @@ class TrackingConfig:
     tags: tuple[str, ...] = ()
     """Tags of the run, where the library has them."""
     offline: bool = False
-    """Whether everything stays in RUN_DIR/tracking: wandb and trackio send nothing, mlflow ignores
+    """Whether all data stays in RUN_DIR/tracking: wandb and trackio do not send, mlflow ignores
     MLFLOW_TRACKING_URI. tensorboard always writes there."""
     flush_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
-    """Seconds in which what is left is sent at the end of a run; then it is given up until the next start."""
+    """Seconds in which remaining points are sent at the end of a run; the rest waits for the next start."""
 
 
 def check_kinds(config: TrackingConfig) -> None:

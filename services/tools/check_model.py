@@ -96,7 +96,7 @@ class CheckedModel:
 def layout_of(
     *, tp: int = 1, pp: int = 1, vpp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1
 ) -> ParallelConfig:
-    """Return the smallest layout of these sizes; experts may need more ranks than those of a replica.
+    """Return the smallest layout of these sizes; experts may need more ranks than a replica has.
 
     Args:
         tp: tensor ranks.
@@ -122,7 +122,7 @@ def check_model(model_dir: Path, parallel: ParallelConfig = ONE_RANK) -> Checked
 
     Args:
         model_dir: directory with config.json and safetensors.
-        parallel: the layout. With experts tensor ranks divide sequences, whatever it says.
+        parallel: the layout. With experts tensor ranks always divide sequences.
 
     Raises:
         SettingsError: there is no model, it cannot be split so, a library is missing, or the memory does
@@ -275,7 +275,7 @@ def _check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
 
 
 def _compare(model_dir: Path, architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return what the comparisons found, as `RankFindings` and the samples."""
+    """Return the comparisons' results, as `RankFindings` and the samples."""
     batch = random_samples(architecture.vocabulary, architecture.max_positions)
     about = {"samples": len(batch.lengths), "longest": int(batch.lengths.max())}
     threads = max(1, torch.get_num_threads() // parallel.world_size)

@@ -1,7 +1,7 @@
 """Runs `tether eval`: scores a run's initial model and its checkpoints on held-out prompts.
 
-All models are scored on one engine and the same prompts, beside the best constant answer, by the code that
-scores versions while a run is on. Weights reach the engine as in training: published, staged, committed.
+All models are scored on one engine and the same prompts, together with the best constant answer, by the code
+that scores versions while a run is on. Weights reach the engine as in training: published, staged, committed.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Writes what a run needs to a directory, to start from: settings, a reward function, prompts."""
+"""Writes the files to start a run from to a directory: settings, a reward function, prompts."""
 
 import json
 import random

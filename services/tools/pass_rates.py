@@ -18,7 +18,7 @@ from services.settings.sections import Settings
 
 FIELD = "pass_rate"
 QUESTION_FIELDS = ("prompt", "question", "prompt_text", "rendered_prompt")
-"""Names for the question, of which the first is taken that no prompt has in its metadata."""
+"""Names for the question; the first one that no prompt has in its metadata is taken."""
 Facts = dict[str, Any]
 
 
@@ -29,15 +29,15 @@ def write_pass_rates(settings: Settings, path: Path) -> Facts:
     written. Prompts that the run holds out come last.
 
     Args:
-        settings: those of the run.
+        settings: the run's settings.
         path: file to write; there must be none.
 
     Returns:
-        `path`, `prompts`, `observed`, `mean` (of the observed rates), and `settings`: those of `[prompts]`
+        `path`, `prompts`, `observed`, `mean` (of the observed rates), and `settings`: lines of `[prompts]`
         that read the file.
 
     Raises:
-        SettingsError: nothing was observed, the prompts are not those of the run, there is such a file, or it
+        SettingsError: no prompt was observed, the prompts are not the run's, there is such a file, or it
             cannot be written.
     """
     if path.exists():
@@ -75,10 +75,10 @@ def write_pass_rates(settings: Settings, path: Path) -> Facts:
 
 
 def _source_of_run(settings: Settings) -> PromptSource:
-    """Return the stream of which group g is prompt g; of another one it would be a prompt never observed.
+    """Return the stream whose prompt g is group g; in another stream prompt g would be unobserved.
 
     Raises:
-        SettingsError: the prompts are not those with which the run was created.
+        SettingsError: the prompts differ from the ones with which the run was created.
     """
     source = make_source(settings.prompts)
     remedy = f"put back the prompts that the run in {settings.run_dir} was started with"

@@ -118,14 +118,14 @@ class RecordedRun:
 
 
 def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
-    """Build the batch of a step again and compare it with what was trained.
+    """Build the batch of a step again and compare it with the trained one.
 
     Returns:
-        Facts as `tether replay --json` prints them; `equal` says whether digest and trained tokens are those
-        of the log.
+        Facts as `tether replay --json` prints them; `equal` says whether digest and trained tokens match the
+        log.
 
     Raises:
-        SettingsError: there is no such step, or its records are not there any more.
+        SettingsError: there is no such step, or its records have been removed.
         TetherError: a record is damaged.
     """
     logged, command = recorded.step(step), recorded.command(step)
@@ -235,7 +235,7 @@ def replay_step(settings: Settings, step: int, *, train: bool) -> dict[str, Any]
     Args:
         settings: those of the run.
         step: the step.
-        train: whether to add what `retrain` finds, on as many ranks as the trainer has.
+        train: whether to add `retrain`'s results, on as many ranks as the trainer has.
 
     Raises:
         SettingsError: the step cannot be built again, or not be repeated.

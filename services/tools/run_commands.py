@@ -66,7 +66,7 @@ def change_bound(run_dir: Path, name: str, value: str) -> str:
     """Change E, B or the policy of a run that is on; returns a line about it.
 
     Raises:
-        SettingsError: names what is wrong; or the run is over.
+        SettingsError: names the wrong value; or the run is over.
     """
     if name not in BOUND_KEYS:
         raise SettingsError(
@@ -128,7 +128,7 @@ def _settings(run_dir: Path) -> Settings:
 
 
 def _is_over(settings: Settings) -> bool:
-    """Return whether nobody runs a run whose ledger is kept by `tether up`."""
+    """Return whether a run whose ledger `tether up` keeps is not running."""
     return not settings.ledger.url and not is_up(settings.run_dir)
 
 

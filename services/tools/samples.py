@@ -1,4 +1,4 @@
-"""Writes what the models of a run wrote as text, for `tether samples` and `tether trace`."""
+"""Prints the samples of a run as text, for `tether samples` and `tether trace`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice

@@ -1,4 +1,4 @@
-"""Defines what a tracking library has to do; `tests/contracts/tracker_suite.py` is the contract."""
+"""Defines the protocol of a tracking library; `tests/contracts/tracker_suite.py` is the contract."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class TrackedPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrackerOptions:
-    """What a tracker is opened with."""
+    """Arguments for opening a tracker."""
 
     project: str
     name: str
@@ -49,4 +49,4 @@ class Tracker(Protocol):
         """Add points in order; a version that came before was made again and replaces what came after it."""
 
     def close(self) -> None:
-        """Send what is left and close the run; it can be opened again."""
+        """Send the remaining points and close the run; it can be opened again."""

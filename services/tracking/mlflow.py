@@ -40,7 +40,7 @@ class MlflowTracker:
             self._client.log_batch(self.run_id, params=batch)
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
-        """Add points; a version that is made again has two values, of which MLflow shows the later one."""
+        """Add points; a version that is made again has two values; MLflow shows the later one."""
         metrics = _metrics(points)
         while batch := list(islice(metrics, BATCH)):
             self._client.log_batch(self.run_id, metrics=batch)

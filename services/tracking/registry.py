@@ -25,9 +25,9 @@ OFFLINE = {
 
 
 def open_tracker(kind: str, options: TrackerOptions) -> Tracker:
-    """Import a library and open the run in it. Raises whatever the library raises.
+    """Import a library and open the run in it. Raises the library's own errors.
 
-    Offline, this process's libraries report nothing on their own use, either.
+    Offline, this process's libraries do not report their own use, either.
     """
     if options.offline:
         os.environ.update(OFFLINE)

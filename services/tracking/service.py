@@ -26,7 +26,7 @@ log = logging.getLogger("tether.tracking")
 END_S = 5.0
 """Seconds beyond `tracking.flush_s` after which a process that tracks the run counts as another tracker."""
 POLL_S = 0.5
-"""Seconds between two reads of files that had nothing new."""
+"""Seconds between two reads of files without new lines."""
 
 
 class Stop:
@@ -52,14 +52,14 @@ class Stop:
 
 @contextlib.contextmanager
 def open_runs(settings: Settings, wait_s: float = 0.0) -> Iterator[list[TrackedRun]]:
-    """Open what is tracked of a run, and keep other processes from tracking it within the block.
+    """Open a run in its libraries, and keep other processes from tracking it within the block.
 
     Args:
         settings: of the run.
         wait_s: how long a process that tracks it may take to end, seconds.
 
     Raises:
-        SettingsError: nothing is tracked, or another process tracks it.
+        SettingsError: no library is set, or another process tracks the run.
     """
     if not settings.tracking.kind:
         raise SettingsError("setting tracking.kind is empty: name a library, such as tensorboard")
@@ -75,10 +75,10 @@ def open_runs(settings: Settings, wait_s: float = 0.0) -> Iterator[list[TrackedR
 
 
 def track_rest(settings: Settings) -> dict[str, TrackingState]:
-    """Send what the libraries have not got yet, of a run that is over; returns the states by kind.
+    """Send the points of a finished run that the libraries lack; return the states by kind.
 
     Raises:
-        SettingsError: nothing is tracked, or another process tracks it.
+        SettingsError: no library is set, or another process tracks the run.
     """
     with open_runs(settings) as runs:
         for run in runs:
@@ -87,7 +87,7 @@ def track_rest(settings: Settings) -> dict[str, TrackingState]:
 
 
 def track_until_stopped(settings: Settings) -> None:
-    """Send what the files gain until SIGTERM or SIGINT; then what is left, within `tracking.flush_s`."""
+    """Send new points until SIGTERM or SIGINT; then the remaining ones, within `tracking.flush_s`."""
     stop = Stop(settings.tracking.flush_s)
     # the process of a `tether up` that was killed may still flush
     with open_runs(settings, settings.tracking.flush_s + END_S) as runs:

@@ -11,7 +11,7 @@ FOLDER = "tracking"
 
 
 class TrackingState(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one kind got: RUN_DIR/tracking/KIND.json."""
+    """Progress of one kind: RUN_DIR/tracking/KIND.json."""
 
     run_id: str = ""
     """Name of the run in the library."""
@@ -24,7 +24,7 @@ class TrackingState(msgspec.Struct, frozen=True, kw_only=True):
     version: int = -1
     """Version of the newest step that was sent; -1 before there is one."""
     problem: str = ""
-    """Why nothing is sent now; empty if it is."""
+    """Why sending has stopped; empty if it has not."""
 
 
 def state_file(run_dir: Path, kind: str) -> Path:
@@ -33,7 +33,7 @@ def state_file(run_dir: Path, kind: str) -> Path:
 
 
 def read_state(run_dir: Path, kind: str) -> TrackingState:
-    """Return the state of a kind; that of a new run if there is none."""
+    """Return the state of a kind; a new run's state if there is none."""
     try:
         return msgspec.json.decode(state_file(run_dir, kind).read_bytes(), type=TrackingState)
     except (OSError, msgspec.MsgspecError):

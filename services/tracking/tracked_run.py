@@ -1,7 +1,7 @@
-"""Follows the files of a run and sends what they gain to one tracking library.
+"""Follows the files of a run and sends their new points to one tracking library.
 
-The files are the queue: a library that is slow, away or broken is simply behind, in memory there is one piece
-of a file at a time, and nothing is lost or sent twice but for what a kill interrupts.
+The files are the queue: a library that is slow, away or broken is behind, memory holds one piece of a file at
+a time, and no point is lost or sent twice except for ones that a kill interrupts.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class TrackedRun:
         open_library: Callable[[str, TrackerOptions], Tracker] = open_tracker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open nothing yet; continue where the state on disk says that the last process ended."""
+        """Store the arguments; continue where the last process ended by the state on disk."""
         self.kind = kind
         self._settings = settings
         self._open_library = open_library
@@ -66,7 +66,7 @@ class TrackedRun:
         return more
 
     def finish(self) -> None:
-        """Send what is left, once more also after a failure, and close the library."""
+        """Send the remaining points, once more also after a failure, and close the library."""
         self._retry_at = float("-inf")
         while self.advance():
             pass

@@ -15,7 +15,7 @@ class TrackioTracker:
     """One run of trackio."""
 
     def __init__(self, options: TrackerOptions) -> None:
-        """Open or continue the run; nothing is shown or asked."""
+        """Open or continue the run; without prints or questions."""
         if options.offline:
             os.environ[DIRECTORY] = str(options.directory)
             os.environ.pop(SPACE, None)
@@ -39,5 +39,5 @@ class TrackioTracker:
             self._run.log(dict(point.numbers), step=point.version)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining points."""
         self._run.finish()

@@ -38,5 +38,5 @@ class WandbTracker:
             self._run.log({**point.numbers, X_AXIS: point.version}, step=point.ordinal)
 
     def close(self) -> None:
-        """Send what is left; wandb waits for its server."""
+        """Send the remaining points; wandb waits for its server."""
         self._run.finish()

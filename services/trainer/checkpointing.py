@@ -1,8 +1,8 @@
-"""Makes checkpoints and exports beside the steps, and lets spool and ledger forget what a checkpoint covers.
+"""Makes checkpoints and exports during the steps; spool and ledger then forget the records they cover.
 
 A step waits until the state of every rank, and the model that is exported, are copied to host memory. Threads
 write the copies, the manifest last. One checkpoint is written at a time: if the next is due before, its step
-waits. What a checkpoint covers is forgotten only once it is complete.
+waits. Records are forgotten only once a checkpoint that covers them is complete.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ log = logging.getLogger("tether.trainer")
 class Checkpointer:
     """Makes the checkpoints of a run. At the end of its block the last one is complete.
 
-    If the block raises, what is being written is left as a torn checkpoint, which readers skip.
+    If the block raises, a checkpoint in progress is left torn, which readers skip.
     """
 
     def __init__(self, run: OpenRun, runner: ModelRunner) -> None:
@@ -84,13 +84,13 @@ class Checkpointer:
     async def checkpoint(self, status: LedgerStatus, digest: int) -> None:
         """Begin a checkpoint and an export; once they are written, spool and ledger forget what they cover.
 
-        Returns when the model may change. If it cannot be written, nothing is forgotten, and `check` says so,
-        or `is_owed` for want of room. One that is owed is complete when this returns, or the process is to
-        stop.
+        Returns when the model may change. If it cannot be written, no record is forgotten, and `check` says
+        so, or `is_owed` for want of room. One that is owed is complete when this returns, or the process is
+        to stop.
 
         Args:
             status: the ledger's, at the version that the model has.
-            digest: that of the version's weight manifest.
+            digest: the version's weight manifest's.
 
         Raises:
             TetherError: this one cannot be begun, or the last one could not be written.
@@ -112,7 +112,7 @@ class Checkpointer:
 
         Args:
             version: committed batches that the weights have seen.
-            digest: that of the version's weight manifest.
+            digest: the version's weight manifest's.
             sequence: the ledger's.
 
         Raises:
@@ -128,7 +128,7 @@ class Checkpointer:
         await self._until_written(begin)
 
     async def finish(self) -> None:
-        """Wait until nothing is being written.
+        """Wait until no write is in progress.
 
         Raises:
             TetherError: the last checkpoint or export could not be written.
@@ -147,7 +147,7 @@ class Checkpointer:
             raise self._failure
 
     async def is_saved(self, version: int, digest: int) -> bool:
-        """Return whether a checkpoint of exactly these weights is complete, after what is being written."""
+        """Return whether a checkpoint of exactly these weights is complete, after writes in progress."""
         await self.finish()
         complete = await asyncio.to_thread(self._run.checkpoints.complete)
         return any((c.version, c.manifest.digest) == (version, digest) for c in complete)

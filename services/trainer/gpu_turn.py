@@ -69,7 +69,7 @@ class TrainerGpuTurn:
         log.info("turn.trainer")
 
     async def release(self) -> None:
-        """Leave the device to the engines. Nothing of the trainer may be on it any more."""
+        """Leave the device to the engines. The trainer must have no memory on it any more."""
         log.info("turn.engines")
         self.mine = False
         self._device.release()
@@ -106,7 +106,7 @@ async def first_turn(process: Process) -> AsyncIterator[TrainerGpuTurn | None]:
 def await_device(settings: Settings) -> None:
     """On a rank other than 0, wait until the ranks have the GPU, as rank 0 does. Blocks.
 
-    Nothing may be allocated before. Returns at once unless the run is colocated.
+    It must come before any allocation. Returns at once unless the run is colocated.
 
     Raises:
         TetherError: engines have not left it within `colocated.wait_s`.
@@ -123,7 +123,7 @@ def await_device(settings: Settings) -> None:
 
 
 def check_memory(settings: Settings) -> None:
-    """Check that trainer and engines fit on the GPU that they share. Without a GPU nothing is checked.
+    """Check that trainer and engines fit on the GPU that they share. Without a GPU there is no check.
 
     Raises:
         SettingsError: they do not fit, or the transport cannot connect them.

@@ -59,7 +59,7 @@ EXIT_CODES = {Consequence.RESTART: EXIT_FAILED, Consequence.REFUSED: EXIT_SETTIN
 
 
 def run_on_hosts(settings: Settings, place: HostPlace) -> int:
-    """Run this host's ranks, until those of all hosts have ended.
+    """Run this host's ranks, until all hosts' ranks have ended.
 
     Returns:
         The exit code.
@@ -181,7 +181,7 @@ def _marker(settings: Settings, place: HostPlace) -> Iterator[str]:
 
 
 def _end_at_once(ending: Ending) -> None:
-    """End this host's ranks and this process: without the others they wait for nothing.
+    """End this host's ranks and this process: without the other hosts they would wait forever.
 
     torchrun would wait for ranks that wait for other hosts, so it is not asked.
     """

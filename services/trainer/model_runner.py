@@ -84,7 +84,7 @@ class ModelRunner:
         """Return the FLOPs that the model needs for a step, if the backend counts them.
 
         Args:
-            plan: that of the step.
+            plan: the step's plan.
             epochs: times that it trains each sample.
         """
         once = self.executor.models.policy.flops(plan.lengths, plan.totals.trained_tokens)
@@ -99,7 +99,7 @@ class ModelRunner:
         return await self.run(self.executor.lead, command)
 
     async def idle_loop(self) -> None:
-        """Let the other ranks know that rank 0 lives, whatever it waits for, until cancelled."""
+        """Let the other ranks know that rank 0 lives, in all its waits, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_S)
             await self.carry_out(IdleCommand())
@@ -107,7 +107,7 @@ class ModelRunner:
     async def take_device(self) -> None:
         """In a colocated run, have the engines sleep and move the trainer's state back to the GPU.
 
-        Does nothing if it is there.
+        Returns at once if it is there.
 
         Raises:
             TetherError: the engines do not sleep, or there is no room.
@@ -126,7 +126,7 @@ class ModelRunner:
         """With transport `shared`, wait until the engine serves a version; false if the process is to stop.
 
         Args:
-            manifest: that of the version published last.
+            manifest: the last published version's.
 
         Raises:
             TetherError: the engine has ended, or does not serve the version in time.
@@ -142,10 +142,10 @@ class ModelRunner:
         epoch: str = "",
         announce: Callable[[WeightDraft], None] | None = None,
     ) -> tuple[StepPlan, StepStats]:
-        """Make one optimizer step; returns its plan and what it measured.
+        """Make one optimizer step; return its plan and its measurements.
 
         Args:
-            command: that of the step.
+            command: the step's command.
             epoch: of the trainer, with `announce`.
             announce: begin to publish the new version while the optimizer makes it, where the backend can;
                 called if engines can receive it then. None: `publish` does all of it.
@@ -189,7 +189,7 @@ class ModelRunner:
         await self.carry_out(RestoreCommand(str(directory)))
 
     async def finish_save(self) -> None:
-        """Wait until every rank's part of a checkpoint is on disk, beside the steps as far as one can.
+        """Wait until every rank's part of a checkpoint is on disk, during the steps if the backend can.
 
         Raises:
             TetherError: a rank could not write its part.

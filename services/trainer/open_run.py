@@ -1,4 +1,4 @@
-"""Holds what trainer rank 0 has open of a run beside the model."""
+"""Holds trainer rank 0's open parts of a run, except the model."""
 
 import asyncio
 import logging
@@ -77,7 +77,7 @@ class OpenRun:
     def response_lengths(self, groups: Sequence[int]) -> list[list[int]]:
         """Return the tokens of each sample of those groups whose record the spool holds. Blocks.
 
-        Returns nothing if a record cannot be read: a measurement does not end a run.
+        Returns none if a record cannot be read: a measurement does not end a run.
         """
         try:
             messages = [decode_payload(payload) for payload in self.spool.find(groups)]

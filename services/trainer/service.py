@@ -56,7 +56,7 @@ async def serve(process: Process) -> None:
 
 
 async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
-    """Load the model, open the run and train. `turn` is that of a colocated run."""
+    """Load the model, open the run and train. `turn` is a colocated run's."""
     settings, run_dir = process.settings, process.settings.run_dir
     runner = await load_model(process, turn)
     async with Broadcaster(
@@ -138,7 +138,7 @@ def preload(settings: Settings) -> None:
 def main() -> None:
     """Start this host's ranks if more than one is configured; else be the rank that the environment names."""
     rank = int(os.environ.get("RANK", "-1"))
-    if rank >= 0:  # torchrun gives each rank a session of its own, which nobody else ends
+    if rank >= 0:  # torchrun gives each rank a session of its own, which no other process ends
         die_with_parent(signal.SIGKILL)
     if rank > 0:
         follow_rank_0(rank)

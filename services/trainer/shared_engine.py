@@ -61,7 +61,7 @@ class SharedEngine:
         There is no limit on the wait for an engine to start.
 
         Args:
-            manifest: that of the version published last.
+            manifest: the last published version's.
             attach: called once, with the first engine that serves it.
 
         Returns:
@@ -103,7 +103,7 @@ class SharedEngine:
         """Check that the attached engine lives.
 
         Raises:
-            TetherError: it has ended, so what was computed with its memory since is worth nothing.
+            TetherError: it has ended, so results computed with its memory since are invalid.
         """
         if self._owner is not None and not self._owner.is_alive():
             raise TetherError(

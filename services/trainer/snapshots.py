@@ -23,14 +23,14 @@ from trainer.weights.version_directories import VERSION_NAME, remove
 log = logging.getLogger("tether.trainer")
 
 KEEP = 2
-"""Newest snapshots that are kept beside that of version 0, whether they were scored or not."""
+"""Newest snapshots that are kept in addition to version 0's, scored or not."""
 
 
 class Snapshots:
     """The snapshots of a run, written by trainer rank 0. At the end of its block the last one is there."""
 
     def __init__(self, run: OpenRun, runner: ModelRunner) -> None:
-        """Write nothing yet; with `eval.every` = 0, never."""
+        """Store the arguments; with `eval.every` = 0 no snapshot is written."""
         self._process = run.process
         self._runner = runner
         self._every = run.process.settings.eval.every
@@ -51,7 +51,7 @@ class Snapshots:
         """Remove snapshots of abandoned versions, and take the present version unless it was scored.
 
         Args:
-            manifest: that of the version which the run continues from.
+            manifest: the manifest of the version which the run continues from.
             is_last: whether the run is done.
         """
         if not self._every:
@@ -67,12 +67,14 @@ class Snapshots:
             await self.take(manifest, is_last=is_last)
 
     async def take(self, manifest: WeightManifest, *, is_last: bool) -> None:
-        """Copy the weights if they are due; they are written later. What cannot be written is skipped.
+        """Copy the weights if they are due; a thread writes them.
+
+        A snapshot that cannot be written is skipped.
 
         If the snapshot before is still being written, this one is skipped, unless it is the last.
 
         Args:
-            manifest: that of the version which the model has, as it was committed.
+            manifest: the manifest of the model's version, as it was committed.
             is_last: whether the run makes no other version.
         """
         version = manifest.version

@@ -31,7 +31,7 @@ Part = Literal["wait", "train", "publish", "checkpoint"]
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds between two reports; names and meanings are those of `StepReport`. The others are `step_s`."""
+    """Seconds between two reports; names and meanings are as in `StepReport`. The others are `step_s`."""
 
     step_s: float
     wait_s: float
@@ -42,7 +42,7 @@ class StepTimes:
 
 
 class StepClock:
-    """Measures what the step path does, one part after the other; what no part names is the rest."""
+    """Clock of the step path's parts, one after the other; time outside all parts is the rest."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         """Start now; `now` returns seconds."""
@@ -91,7 +91,7 @@ class StepReporter:
     """Reports steps; holds what some of their numbers are differences to."""
 
     def __init__(self, process: Process, device: str = "") -> None:
-        """Report nothing yet; `device` is the name of each rank's GPU, empty for a CPU."""
+        """Store the arguments; `device` is the name of each rank's GPU, empty for a CPU."""
         self._process = process
         self._pause_ms: float | None = None
         self._busy = BusyShare()
@@ -133,8 +133,9 @@ class StepReporter:
     ) -> StepReport:
         """Return the report of a step. Counts and shares in it are of the time since the last one.
 
-        `epoch` is the trainer's, `times` are those since the last report, `status` is the ledger's before the
-        commit, and `engines` are the registered rollout workers; `warnings` are added to those of the step.
+        `epoch` is the trainer's, `times` cover the time since the last report, `status` is the ledger's
+        before the commit, and `engines` are the registered rollout workers; `warnings` are added to the
+        step's own.
         """
         pause_ms, self._pause_ms = self._pause_ms, None
         before, self._before = self._before or status, status
@@ -168,7 +169,7 @@ class StepReporter:
         )
 
     def _filtered(self, status: LedgerStatus, before: LedgerStatus, taken: int) -> dict[str, Any]:
-        """Return what `algorithm.filter_groups` dropped since the last report; nothing where it is off."""
+        """Return the groups that `algorithm.filter_groups` dropped since the last report."""
         if not self._process.settings.algorithm.filter_groups:
             return {}
         groups = _increase(before.dropped_by_reason, status.dropped_by_reason).get(NO_SIGNAL, 0)
@@ -209,7 +210,7 @@ class StepReporter:
 
 
 def excess_mismatch(step: int, stats: StepStats, config: TrainerConfig) -> str:
-    """Return what is wrong with the mismatch of a step at lag 0, as a sentence; empty if nothing is.
+    """Return a sentence about a step's excessive mismatch at lag 0; empty if it is within limits.
 
     Steps whose tokens all have a larger lag are not judged: there the policy may have moved.
     """
@@ -224,7 +225,7 @@ def excess_mismatch(step: int, stats: StepStats, config: TrainerConfig) -> str:
 
 
 def fields_of(stats: BatchStats | StepStats | StepTimes) -> dict[str, Any]:
-    """Return the fields of statistics, whose names are those of `StepReport`."""
+    """Return the fields of statistics, named as in `StepReport`."""
     return {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
 
 
@@ -234,7 +235,7 @@ def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, in
 
 
 def _shown(value: float | None, digits: int) -> str:
-    """Return a number for the log, or a dash where nothing was measured."""
+    """Return a number for the log, or a dash where it was not measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

@@ -1,8 +1,8 @@
-"""Takes a run over: fences the trainer before, loads the newest checkpoint, replays what was committed since.
+"""Takes a run over: fences the trainer before, loads the newest checkpoint, replays the steps since.
 
 Steps r..V-1 are replayed from the spool with their recorded groups. If the weights then have the digest that
-the ledger recorded for V, the branch continues and nothing is lost. Else the ledger is rewound to r, and what
-was made under abandoned versions is made again.
+the ledger recorded for V, the branch continues and no step is lost. Else the ledger is rewound to r, and
+groups and steps of abandoned versions are made again.
 """
 
 import asyncio
@@ -62,14 +62,14 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
 async def reclaim(
     run: OpenRun, runner: ModelRunner, manifest: WeightManifest, missing: MissingRecords
 ) -> WeightManifest:
-    """Give a batch back of which some groups cannot be trained, and hold the run under a new epoch.
+    """Give back a batch with untrainable groups, and hold the run under a new epoch.
 
     Those groups are `lost` and generated again. The model stays as it is: it has the committed version.
 
     Args:
         run: gets the new epoch.
         runner: publishes the version again.
-        manifest: that of the version.
+        manifest: the version's.
         missing: the groups.
 
     Returns:

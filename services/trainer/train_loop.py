@@ -2,8 +2,8 @@
 
 Order matters. The weights of the new version are complete at their transport before the commit names them;
 the commit makes the version and stores its manifest in one script; only then is it announced to the engines.
-A crash before the commit leaves a version that nobody knows of; a crash after it leaves a manifest that
-engines find in the ledger.
+A crash before the commit leaves a version that no other process knows; a crash after it leaves a manifest
+that engines find in the ledger.
 """
 
 import asyncio
@@ -128,7 +128,7 @@ class TrainLoop:
         """Make a step of a batch; returns the ledger's status after its commit.
 
         Raises:
-            MissingRecords: a group cannot be trained; the weights are those of before.
+            MissingRecords: a group cannot be trained; the weights are unchanged.
         """
         with self._process.working(f"step {taken.step}"):
             step = await self._train(taken)
@@ -171,7 +171,7 @@ class TrainLoop:
                 await self._process.stopped_within(HALT_POLL_S)
 
     async def _train(self, taken: Taken) -> TrainedStep:
-        """Make one optimizer step on a batch; have engines abort what the take has dropped."""
+        """Make one optimizer step on a batch; have engines abort groups that the take has dropped."""
         dropped_lengths: list[list[int]] = []
         if taken.dropped:
             dropped_lengths = await asyncio.to_thread(self._run.response_lengths, taken.dropped)

@@ -1,4 +1,4 @@
-"""Copies checkpoints and exports to `run.remote` beside the steps, with what a run needs to resume from them.
+"""Copies checkpoints and exports to `run.remote` during the steps, with the files to resume from them.
 
 One is copied at a time and one waits; if another is complete before, the one that waits gives way to it. A
 copy that fails is tried again a few times and then left out: the run continues, and the next report warns.
@@ -39,7 +39,7 @@ class Job:
     files: Mapping[str, Path]
     """Path in the copy -> local file."""
     staged: Path
-    """Directory with those of them that are copies themselves, removed afterwards."""
+    """Directory with temporary copies among the files, removed afterwards."""
     export: Path
 
 
@@ -49,12 +49,12 @@ class Uploader:
     def __init__(
         self, url: str, run_dir: Path, checkpoints: Checkpoints, keep: int, metrics: Metrics
     ) -> None:
-        """Begin with nothing to copy.
+        """Begin without a copy to make.
 
         Args:
             url: `run.remote`.
             run_dir: the run's directory.
-            checkpoints: those in it; what is being copied is not pruned.
+            checkpoints: the checkpoints in it; one that is being copied is not pruned.
             keep: complete copies that are kept.
             metrics: counts copies and failures.
 
@@ -75,8 +75,8 @@ class Uploader:
     def put(self, version: int, spool: Spool, export: Path) -> None:
         """Have a complete checkpoint copied, and the export of its version.
 
-        Called before anything that the checkpoint covers is forgotten: the copy of the event log is made
-        first, then that of the spool, whose journal has what came after it.
+        Called before records that the checkpoint covers are forgotten: the event log is copied first, then
+        the spool, whose journal has the later steps.
         """
         checkpoint = self._run_dir / "checkpoints" / f"step_{version:08d}"
         staged = self._run_dir / STAGED / checkpoint.name
@@ -113,14 +113,14 @@ class Uploader:
         return told
 
     def finish(self, timeout_s: float = FINISH_S) -> None:
-        """Wait until nothing is to be copied, at most `timeout_s`."""
+        """Wait until all copies are made, at most `timeout_s`."""
         with self._changed:
             idle = self._changed.wait_for(lambda: not (self._copying or self._waiting), timeout_s)
         if not idle:
             log.error("remote.abandoned url=%s seconds=%g", self._remote.url, timeout_s)
 
     def close(self) -> None:
-        """End the thread; what it copies is left as half a copy, which counts as nothing."""
+        """End the thread; a half made copy stays, which readers ignore."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

@@ -65,7 +65,7 @@ def document_number(house: House, constants: Sequence[Constant] = CONSTANTS) -> 
     """Find numbers in documents that differ from the constants they state."""
     for constant in constants:
         text = house.documents.get(constant.document, "")
-        matches = list(re.finditer(constant.pattern, text))
+        matches = list(re.finditer(constant.pattern.replace(" ", r"\s+"), text))
         if not matches:
             message = f"does not say {constant.pattern!r}, which tests/house/tables.py compares"
             yield Violation(constant.document, 1, "document-number", message)

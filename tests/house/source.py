@@ -1,6 +1,8 @@
 """Reads the repository's modules, tests and documents for the house rules."""
 
 import ast
+import io
+import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,6 +67,12 @@ class Module:
             and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)
         ]
+
+    @cached_property
+    def comments(self) -> list[tuple[int, str]]:
+        """Comments, with their lines."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
     @cached_property
     def strings(self) -> list[tuple[int, str]]:

@@ -32,6 +32,22 @@ LITERARY_WORDS = {
 }
 """Words (regular expressions) that docstrings, messages and documents avoid, and what they say instead."""
 
+EVASIONS = {
+    r"that of|those of": 2,
+    r"what (a|the|is)|which ones": 2,
+    r"of which": 2,
+    r"nobody|nothing": 2,
+    r"beside|anew|likewise|whatever": 2,
+}
+"""Constructions (regular expressions) that keep a noun from its reader -> how often 10,000 words of the
+product's docstrings and comments have them at most."""
+
+MOST_OF_NAMES = 7
+"""How many functions, parameters and variables of the product may be called `of_x`."""
+
+MOST_CLAUSE_CLASSES = 0
+"""How many docstrings of the product's classes may begin with what, how, where or which."""
+
 FOREIGN_NAMES: frozenset[str] = frozenset()
 """Names of other projects that documents mention and the code does not."""
 

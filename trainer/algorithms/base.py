@@ -29,7 +29,7 @@ class TokenLoss:
     clipped: torch.Tensor
     """1 where a clip took the token's gradient or bounded its weight, else 0."""
     behaviour_clipped: torch.Tensor
-    """1 where it would if the ratio were that of the policy at the start of the step and the engine's."""
+    """1 where it would if the ratio were between the policy at the start of the step and the engine's."""
 
 
 class Algorithm(Protocol):
@@ -57,5 +57,5 @@ class Algorithm(Protocol):
             tokens: the k tokens; all trained tokens of a sample are among them, or on ranks that
                 `TrainedTokens.join` adds up over.
             logprobs: float32 [k]; gradients flow through it.
-            entropy: float32 [k], likewise; None where it is not wanted.
+            entropy: float32 [k]; gradients flow through it, too; None where it is not needed.
         """

@@ -11,7 +11,7 @@ from trainer.functional.weights import constant
 
 
 class DrGrpo(Surrogate):
-    """Centred advantages; every token weighs the same, whatever the length of its sample."""
+    """Centred advantages; every token weighs the same, independent of its sample's length."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return r - mean within the group, float32 [N]."""

@@ -14,7 +14,7 @@ class Ppo(Surrogate):
     """A critic's advantages; the mean over all tokens. A group may be one sample."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """Return the rewards, float32 [N]: what a step's plan has in the place of the critic's estimate."""
+        """Return the rewards, float32 [N], which a step's plan has in the place of the critic's estimate."""
         return rewards.float()
 
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ class AlgorithmEntry(Entry):
     group_relative: bool = False
     """Whether its advantages compare the samples of a group with each other."""
     has_critic: bool = False
-    """Whether its advantages come from a critic, which is trained beside the policy."""
+    """Whether its advantages come from a critic, which is trained together with the policy."""
     on_data: bool = False
     """Whether it trains on tokens that no policy sampled, so that there is no policy to compare with."""
     whitened: bool = False

@@ -1,7 +1,7 @@
 """Implements REINFORCE++ and its variant with a baseline (Hu et al. 2025, arXiv 2501.03262).
 
 Rewards are whitened over the tokens of the batch (`trainer/roles/advantages.py`), where a penalty in the
-reward is that of each token and those after it. The token loss is that of `surrogate.py`.
+reward covers each token and the later ones. The token loss is `surrogate.py`'s.
 """
 
 import torch
@@ -15,7 +15,7 @@ class ReinforcePlusPlus(Surrogate):
     """Rewards, whitened over all tokens of the batch; the mean over all tokens. A group may be one sample."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """Return the rewards, float32 [N]: what is whitened."""
+        """Return the rewards, float32 [N], before whitening."""
         return rewards.float()
 
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
@@ -27,5 +27,5 @@ class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
     """Subtracts the mean of the group from rewards before."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """Return the group-centred rewards, float32 [N]: what is whitened."""
+        """Return the group-centred rewards, float32 [N], before whitening."""
         return group_centred(rewards, group_index)

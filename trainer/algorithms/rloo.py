@@ -1,7 +1,7 @@
 """Implements RLOO (Ahmadian et al. 2024, arXiv 2402.14740) with the token loss of `surrogate.py`.
 
-On policy its gradient is that of REINFORCE with the other samples' mean as the baseline; off policy the
-clipped surrogate bounds it.
+On policy its gradient is REINFORCE's with the other samples' mean as the baseline; off policy the clipped
+surrogate bounds it.
 """
 
 import torch

@@ -17,7 +17,7 @@ class Sft:
     config: AlgorithmConfig
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """Return zeros, float32 [N]: rewards count for nothing."""
+        """Return zeros, float32 [N]: rewards are ignored."""
         return torch.zeros_like(rewards)
 
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:

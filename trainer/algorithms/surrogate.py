@@ -35,7 +35,7 @@ class Surrogate:
                    if there is a rejection_level, else 1
             loss = w m policy_loss(pi / old, A) - entropy_coef * entropy + kl_coef * KL(pi, pi_ref)
 
-        With use_kl_in_reward the last term is in the rewards, of which A is made.
+        With use_kl_in_reward the last term is in the rewards, and so in A.
 
         pi_start is the policy at the start of the step, which is pi in its first update. With a pi_proximal
         this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641). Terms whose coefficient is

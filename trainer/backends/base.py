@@ -31,9 +31,9 @@ NOTHING_TRAINED = "no token of the batch is within the bound and in a sample tha
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What an optimizer update, or all of a step, measured, reduced over all ranks; equal on every rank.
+    """Measurements of an optimizer update, or of a step, reduced over all ranks; equal on every rank.
 
-    Names and meanings are those of `StepReport`. None is what was not measured.
+    Names and meanings are as in `StepReport`. None: not measured.
     """
 
     trained_tokens: int
@@ -66,7 +66,7 @@ class StepStats:
     imbalance: float | None = None
     """By which share the dearest replica's part of the batch costs more than the mean of all."""
     padding_share: float | None = None
-    """Share of padding in what the forward passes computed, over all replicas."""
+    """Share of padding in the tokens of the forward passes, over all replicas."""
     memory_peak_gb: float | None = None
     """Largest memory that a rank had allocated on its GPU during the step, GiB."""
     memory_expected_gb: float | None = None
@@ -74,7 +74,7 @@ class StepStats:
     expert_load_max: float | None = None
     """Tokens of the busiest expert of any layer, relative to an even spread."""
     expert_load_min: float | None = None
-    """Those of the expert with the fewest."""
+    """Tokens of the expert with the fewest."""
     loss_scale: float | None = None
     """Factor of the loss that the step was made with; None without one."""
     loss_scale_repeats: int | None = None
@@ -84,7 +84,7 @@ class StepStats:
     warnings: tuple[str, ...] = ()
     """What may be wrong with the step, a sentence each."""
     updates: int | None = None
-    """Optimizer updates that changed weights; None if nobody counted."""
+    """Optimizer updates that changed weights; None if not counted."""
     updates_skipped: int | None = None
     """Those that were skipped."""
     lr_scale: float | None = None
@@ -103,7 +103,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class FrozenSpec:
-    """A model beside the policy that is never trained."""
+    """A model other than the policy, which is never trained."""
 
     role: str
     """Section of the settings that names it, such as "teacher"."""
@@ -171,7 +171,7 @@ class Backend(ABC):
     def train_step(self, batch: Batch) -> StepStats:
         """Make one optimizer update; `batch` is the part of it that this rank's replica works on.
 
-        `batch.totals` are those of the update. There may be several in a step.
+        `batch.totals` are the update's. There may be several in a step.
         """
 
     @abstractmethod
@@ -210,7 +210,7 @@ class Backend(ABC):
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what is trained, on rank 0, as full tensors in a fixed order; every rank exhausts it.
+        """Yield the trained tensors, on rank 0, as full tensors in a fixed order; every rank exhausts it.
 
         These are the model's tensors under their Hugging Face names, or A and B of its adapters under PEFT's.
         """
@@ -267,15 +267,15 @@ class Backend(ABC):
         Until `onload` only `close` may be called.
 
         Raises:
-            SettingsError: an engine reads the masters; nothing changed.
+            SettingsError: an engine reads the masters; they stay on the device.
         """
 
     @abstractmethod
     def onload(self) -> None:
-        """Move what `offload` moved back to the device, bit for bit; does nothing if nothing was moved.
+        """Move what `offload` moved back to the device, bit for bit; return at once if they are there.
 
         Raises:
-            TetherError: the device has no room for it; nothing changed.
+            TetherError: the device has no room for it; the state stays on the host.
         """
 
     def masters(self) -> Mapping[str, torch.Tensor]:

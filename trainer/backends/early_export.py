@@ -19,8 +19,8 @@ Tensors = Iterator["tuple[str, torch.Tensor]"]
 class EarlyExport:
     """The parameters of a step that have their last values. One thread makes the step, another one exports.
 
-    A step of which an update is skipped, or that fails before the last one, has begun no export. One that
-    fails later ends the export with an error, so nothing of it is published.
+    A step with a skipped update, or that fails before the last one, has begun no export. One that fails later
+    ends the export with an error, so its version is not published.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class EarlyExport:
         """Prepare for one step.
 
         Args:
-            begin: called in the thread of the step, once its last update will be made, with what yields each
-                tensor of the new version when it is final; to be consumed in another thread. None: nothing is
-                exported early.
+            begin: called in the thread of the step, once its last update will be made, with what yields
+                each tensor of the new version when it is final; to be consumed in another thread. None: no
+                tensor is exported early.
             export: returns these tensors; waits for each by `await_final`.
             updates: of the step, each of which may be skipped.
         """
@@ -46,7 +46,7 @@ class EarlyExport:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Make the step within the block: after it all is final, or nothing ever will be if it raises."""
+        """Make the step within the block: after it all tensors are final, or never will be if it raises."""
         try:
             yield
         except BaseException:
@@ -55,7 +55,7 @@ class EarlyExport:
         self._end(failed=False)
 
     def begin(self) -> None:
-        """Say that an update will be made: nothing can skip it any more.
+        """Note that an update will be made and cannot be skipped any more.
 
         Raises:
             RuntimeError: an export was begun before, of parameters that this update would change.

@@ -31,7 +31,7 @@ def check_parameters(
 
 
 def check_buffers(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
-    """Compare what a model has computed from its config with what the engine has.
+    """Compare the buffers that a model has computed from its config with the engine's.
 
     Raises:
         SettingsError: a buffer is not on both sides, or differs.

@@ -12,7 +12,7 @@ MIB = 1 << 20
 class HostOffload:
     """Contents of storages on the host, restored bit for bit.
 
-    Tensors and their views stay the same objects; while they are offloaded nobody may use them. The host's
+    Tensors and their views stay the same objects; while they are offloaded they must not be used. The host's
     copies are kept for the next time, as page-locking them, where the device is a GPU, takes long.
     """
 
@@ -61,10 +61,10 @@ class HostOffload:
         return self.nbytes
 
     def onload(self, device: torch.device) -> None:
-        """Move everything back to the device. Does nothing if nothing is offloaded.
+        """Move everything back to the device. Returns at once if they are there.
 
         Raises:
-            TetherError: there is no room for it; nothing changed.
+            TetherError: there is no room for it; the contents stay on the host.
         """
         needed = self.nbytes
         if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):

@@ -49,7 +49,7 @@ class ScriptedBackend(Backend):
         return torch.zeros(batch.tokens.shape)
 
     def keep_reference(self) -> None:
-        """There is nothing to keep."""
+        """Return at once: there are no weights."""
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield TENSOR, self._weight.float()
@@ -69,7 +69,7 @@ class ScriptedBackend(Backend):
         return 0
 
     def onload(self) -> None:
-        """Nothing was moved."""
+        """Return at once: no tensor was moved."""
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Return at once: there are no resources."""

@@ -1,7 +1,7 @@
 """Digests the batch of a step, so that `tether replay` can tell whether it built the same one.
 
 The digest covers the numbers and arrays that the records and the algorithm determine. What the trainer adds
-itself is left out: log-probabilities of other policies, and the choice of what is measured.
+itself is left out: log-probabilities of other policies, and the choice of measurements.
 """
 
 from collections.abc import Mapping

@@ -45,7 +45,7 @@ class BatchStats:
     reward_std: float
     """Population standard deviation over all samples."""
     frac_reward_zero_std: float | None
-    """Share of groups whose rewards are all equal, of those of several samples; None if there is none."""
+    """Share of groups whose rewards are all equal, among groups of several samples; None if there is none."""
     truncated_share: float
     """Share of samples that ended at the length limit."""
     truncated_tokens: int | None
@@ -80,7 +80,7 @@ class StepTally:
         self.sampled_tokens: list[int] = []
         """[N]: of each sample, in all of its rows."""
         self.trained_tokens: list[int] = []
-        """[N]: likewise, under the loss mask."""
+        """[N]: tokens under the loss mask."""
         self.fresh: list[bool] = []
         """[N]: whether there are trained tokens of lag 0."""
         self.response_tokens: list[int] = []
@@ -144,7 +144,7 @@ class StepTally:
         return {group: dict(sorted(counts.items())) for group, counts in self._counts.items()}
 
     def totals(self) -> StepTotals:
-        """Return what a replica has to know of the step."""
+        """Return the totals of the step that a replica needs."""
         lags = self._lag_histogram()
         return StepTotals(
             samples=len(self.sampled_tokens),

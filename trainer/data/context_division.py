@@ -26,7 +26,7 @@ class SequencePiece:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which tokens of a micro-batch each context rank computes."""
+    """Division of a micro-batch's tokens among the context ranks."""
 
     pieces: tuple[tuple[SequencePiece, ...], ...]
     """For each rank, in the order in which it has them; none is empty."""
@@ -37,13 +37,13 @@ class Division:
     def of(cls, lengths: Sequence[int], ranks: int, multiple: int = 1) -> "Division":
         """Divide sequences so that ranks have as many tokens each, and attention costs them about the same.
 
-        A causal token costs what lies before it, so the end of a sequence is dear. A sequence that is large
-        beside a rank's share is cut into 2 C pieces, of which rank r has the pieces r and 2 C - 1 - r: their
-        costs add up to the same for every r. The others are dealt out whole, by length, to and fro; where
-        shares of equal size end, one of them is cut, C - 1 at most. Nothing has to be equal in length for
-        that, so the padding is less than C times `multiple` tokens, however many samples there are. Padding
-        each sequence to a multiple of 2 C, as is usual, would take C of padding a sample; cutting only the
-        packed stream to and fro would take none, but give the end of a long sequence to one rank.
+        A causal token costs as much as it has tokens before it, so the end of a sequence is expensive. A
+        sequence that is large for a rank's share is cut into 2 C pieces; rank r has the pieces r and 2 C - 1
+        - r: their costs add up to the same for every r. The others are dealt out whole, by length, to and
+        fro; where shares of equal size end, one of them is cut, C - 1 at most. Lengths need not be equal for
+        that, so the padding is less than C times `multiple` tokens, for any number of samples. Padding each
+        sequence to a multiple of 2 C, as is usual, would take C of padding a sample; cutting only the packed
+        stream to and fro would take none, but give the end of a long sequence to one rank.
 
         Args:
             lengths: tokens of each of the S sequences; 0 is one without tokens.
@@ -71,7 +71,7 @@ class Division:
 def _cut_over_all(large: Iterable[int], lengths: Sequence[int], ranks: int) -> list[list[SequencePiece]]:
     """Return two pieces of each sequence for every rank: all first ones, then all second ones.
 
-    What a length leaves over goes to ranks in turn, so their tokens differ by one at most.
+    The remainder of a length goes to ranks in turn, so their tokens differ by one at most.
     """
     first: list[list[SequencePiece]] = [[] for _ in range(ranks)]
     second: list[list[SequencePiece]] = [[] for _ in range(ranks)]
@@ -90,7 +90,7 @@ def _cut_over_all(large: Iterable[int], lengths: Sequence[int], ranks: int) -> l
 
 
 def _deal(sequences: Iterable[int], ranks: int) -> Iterator[int]:
-    """Deal out sequences, longest first, to and fro; yield those of rank 0, then those of rank 1, ..."""
+    """Deal out sequences, longest first, to and fro; yield rank 0's, then rank 1's, ..."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for number, sequence in enumerate(sequences):
         place = number % (2 * ranks)

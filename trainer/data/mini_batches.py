@@ -58,7 +58,7 @@ class MiniBatches:
     def weights(self, algorithm: Algorithm, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return the weight of each trained token of a sample, float32 [N].
 
-        It is what the algorithm says of a batch that has the samples of the mini-batch alone.
+        It is the algorithm's weight in a batch of the mini-batch's samples alone.
 
         Args:
             algorithm: the recipe.
@@ -90,8 +90,8 @@ class MiniBatches:
         The rows of a sample stay together.
 
         Returns:
-            For each replica the indices of its rows, ascending; and by which share the sum of the dearest
-            parts of all mini-batches is over that of the mean ones.
+            For each replica the indices of its rows, ascending; and the share by which the sum of the most
+            expensive parts of all mini-batches exceeds the sum of the mean ones.
         """
         costs = torch.zeros(len(self.of_sample), dtype=costs.dtype).index_add_(0, self.rows, costs)
         pieces: list[list[int]] = [[] for _ in range(replicas)]

@@ -1,4 +1,4 @@
-"""Divides samples between data-parallel replicas, and packs those of one into micro-batches."""
+"""Divides samples between data-parallel replicas, and packs a replica's samples into micro-batches."""
 
 import heapq
 from collections.abc import Sequence

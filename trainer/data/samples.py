@@ -63,7 +63,7 @@ class BatchSample:
         return len(self.prompt) + len(self.tokens)
 
     def token_arrays(self, step: int) -> dict[str, NDArray[Any]]:
-        """Return what a batch of this step holds of the sample's tokens, [P + T_i], by the names of `Batch`.
+        """Return a batch's arrays of the sample's tokens, [P + T_i], by the names of `Batch`.
 
         All but the advantages, which depend on the rewards of other samples.
         """
@@ -100,7 +100,7 @@ def token_counts(rollout: Rollout) -> dict[int, int]:
 def samples_of(
     scored: ScoredRollout, index: int, max_staleness: int, step: int, *, mask_truncated: bool = False
 ) -> Iterator[BatchSample]:
-    """Check a scored group and yield its rows; those of a sample come one after the other.
+    """Check a scored group and yield its rows; a sample's rows come one after the other.
 
     Args:
         scored: the group as received.
@@ -144,11 +144,11 @@ def samples_of(
         )
 
 
-def _experts(of_prompt: NDArray[np.uint16] | None, row: RowView) -> tuple[Any, Any] | None:
-    """Return the experts of what a row follows and of its own tokens, if they were recorded."""
-    if of_prompt is None or row.experts is None or row.context_experts is None:
+def _experts(prompt_experts: NDArray[np.uint16] | None, row: RowView) -> tuple[Any, Any] | None:
+    """Return the experts of a row's context and of its own tokens, if they were recorded."""
+    if prompt_experts is None or row.experts is None or row.context_experts is None:
         return None
-    return np.concatenate([of_prompt, row.context_experts]), row.experts
+    return np.concatenate([prompt_experts, row.context_experts]), row.experts
 
 
 def has_signal(scored: ScoredRollout) -> bool:

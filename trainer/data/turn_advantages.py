@@ -1,10 +1,10 @@
 """Gives the tokens of each turn an advantage of their own, where turns were scored.
 
-The return of a turn is its reward and those of the sample's later turns: nothing that the model says changes
-what it was given before. The recipe compares it as it compares rewards of samples, turn by turn: the second
-turn of a sample with the second ones of its group. So a group whose samples are one turn each has the
-advantages that it has without turns. Returns of turns that are normalised over a group are those of Ding et
-al. 2025 (arXiv 2511.14846), here without a discount.
+The return of a turn is its reward and those of the sample's later turns: the model's later text cannot change
+earlier rewards. The recipe compares it as it compares rewards of samples, turn by turn: the second turn of a
+sample with the second ones of its group. So a group whose samples are one turn each has the advantages that
+it has without turns. Returns of turns that are normalised over a group follow Ding et al. 2025 (arXiv
+2511.14846), here without a discount.
 
 Shapes: N rows of the step, P tokens that a row follows, T_i of its own; k turns of a row; n samples.
 """
@@ -43,9 +43,9 @@ class TurnAdvantages:
     def token_rewards(self, row: int, sample: BatchSample) -> NDArray[np.float32]:
         """Return the reward that follows each token of a row, [P + T_i], for a critic.
 
-        At the last sampled token of a turn, or the last one before it, is what its return has more than that
-        of the next turn in the row. So what follows a token of a turn adds up to the return of that turn,
-        also where the sample's turns are in several rows.
+        The last sampled token of a turn, or the last one before it, has the turn's return less the return of
+        the next turn in the row. So the rewards after a token of a turn add up to the turn's return, also
+        where the sample's turns are in several rows.
         """
         values = np.zeros(len(sample), dtype=np.float32)
         returns = self.returns[row]
@@ -67,10 +67,10 @@ def turn_advantages(
     """Return the advantages of the turns of a step; None if no turn was scored.
 
     Args:
-        rows: [N]: those of the step; the ones of a sample come one after the other.
+        rows: [N]: the step's rows; a sample's rows come one after the other.
         sample_of_row: [N]: index of the sample of each.
         rewards: float32 [n]: of samples, after any punishment of long ones, which counts at the last turn.
-        algorithm: makes advantages of rewards and of what is compared with what.
+        algorithm: computes advantages from rewards and their groups.
 
     Raises:
         SettingsError: turns were scored, and the algorithm has a penalty of whole samples.
@@ -82,7 +82,7 @@ def turn_advantages(
     compared: dict[tuple[int, int], int] = {}
     returns: list[float] = []
     index: list[int] = []
-    of_rows: list[list[int]] = []
+    row_places: list[list[int]] = []
     for row, sample in zip(rows, sample_of_row, strict=True):
         shaping = float(rewards[sample]) - row.reward
         turns = (
@@ -90,24 +90,24 @@ def turn_advantages(
             if row.turns is None
             else zip(row.turns.numbers.tolist(), row.turns.returns.tolist(), strict=True)
         )
-        of_rows.append([])
+        row_places.append([])
         for number, value in turns:
             place = places.setdefault((sample, number), len(places))
             if place == len(returns):
                 returns.append(value + shaping)
                 index.append(compared.setdefault((row.row, number), len(compared)))
-            of_rows[-1].append(place)
+            row_places[-1].append(place)
     values = torch.tensor(returns, dtype=torch.float32)
     advantages = algorithm.advantages(values, torch.tensor(index)).numpy()
     return TurnAdvantages(
-        [advantages[chosen] for chosen in of_rows],
-        [values.numpy()[chosen] for chosen in of_rows],
+        [advantages[chosen] for chosen in row_places],
+        [values.numpy()[chosen] for chosen in row_places],
         ALGORITHMS[algorithm.config.name].has_critic,
     )
 
 
 def digested(turns: TurnAdvantages | None) -> dict[str, torch.Tensor]:
-    """Return what the digest of a step has of turns: nothing where none was scored."""
+    """Return the turns' part of a step's digest: empty where no turn was scored."""
     return {} if turns is None else {"turn_advantages": torch.from_numpy(np.concatenate(turns.advantages))}
 
 

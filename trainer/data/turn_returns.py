@@ -1,4 +1,4 @@
-"""Reads what each turn of a scored group returns: its reward and those of the sample's later turns.
+"""Reads the return of each turn of a scored group: its reward and the rewards of the sample's later turns.
 
 Shapes: R rows of the group; k turns of a row; K turns of all samples, K_i of sample i.
 """
@@ -33,8 +33,8 @@ def turns_of_rows(scored: ScoredRollout, rows: int) -> list[RowTurns | None]:
     """Return the turns of each row, [R]; None where turns were not scored.
 
     Raises:
-        ProtocolError: turns contradict the rollout, or their rewards are of another number, not finite, or do
-            not add up to those of the samples; names group and field.
+        ProtocolError: turns contradict the rollout, or their rewards are of another number, not finite,
+            or do not add up to the samples' rewards; names group and field.
     """
     turns, group = turns_of(scored.rollout), scored.rollout.group
     if scored.turn_rewards is None:
@@ -44,9 +44,9 @@ def turns_of_rows(scored: ScoredRollout, rows: int) -> list[RowTurns | None]:
         return []
     rewards = _checked_rewards(scored, turns)
     found: list[list[tuple[TurnPlace, int, float]]] = [[] for _ in range(rows)]
-    for of_sample, given in zip(turns, rewards, strict=True):
+    for sample_turns, given in zip(turns, rewards, strict=True):
         returns = np.cumsum(given[::-1])[::-1]
-        for number, (turn, value) in enumerate(zip(of_sample, returns.tolist(), strict=True)):
+        for number, (turn, value) in enumerate(zip(sample_turns, returns.tolist(), strict=True)):
             found[turn.row].append((turn, number, value))
     return [_row_turns(sorted(row, key=lambda item: (item[0].first, item[1]))) for row in found]
 
@@ -65,7 +65,7 @@ def _checked_rewards(
     scored: ScoredRollout, turns: Sequence[Sequence[TurnPlace]]
 ) -> list[NDArray[np.float64]]:
     """Return the reward of each turn, [n][K_i]."""
-    group, ends = scored.rollout.group, np.cumsum([len(of_sample) for of_sample in turns])
+    group, ends = scored.rollout.group, np.cumsum([len(sample_turns) for sample_turns in turns])
     assert scored.turn_rewards is not None
     flat = checked_array(group, "turn_rewards", scored.turn_rewards, "float32", (int(ends[-1]),))
     require(bool(np.isfinite(flat).all()), group, "turn_rewards", "is not finite")

@@ -105,7 +105,7 @@ class OnloadCommand(RankCommand[None], frozen=True, tag="onload"):
 
 
 class IdleCommand(RankCommand[None], frozen=True, tag="idle"):
-    """Do nothing: keeps the other ranks' wait bounded."""
+    """Command without an effect: keeps the other ranks' wait bounded."""
 
 
 class ExitCommand(RankCommand[None], frozen=True, tag="exit"):

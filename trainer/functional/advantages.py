@@ -33,7 +33,7 @@ def group_centred(rewards: FloatN, group_index: IntN) -> FloatN:
     """Return Dr. GRPO's A_i = r_i - mean(r) over the group of sample i, float32 [N].
 
     It is not divided by the std, which would favour prompts of low variance. Liu et al. 2025, "Understanding
-    R1-Zero-like training" (arXiv 2503.20783), section 3.2. Arguments as those of `group_normalised`.
+    R1-Zero-like training" (arXiv 2503.20783), section 3.2. Arguments as in `group_normalised`.
     """
     return _centred(rewards, group_index)[0].float()
 

@@ -16,7 +16,7 @@ class EntropyBonus:
 
     @classmethod
     def first(cls, config: AlgorithmConfig) -> "EntropyBonus":
-        """Return that of the first step."""
+        """Return the bonus of the first step."""
         return cls(config.entropy_coef)
 
     @property
@@ -31,7 +31,7 @@ class EntropyBonus:
             the bonus is c' if e <= target, else 0
 
         Skywork-OR1: He et al. 2025 (arXiv 2505.22312), adaptive entropy control. There e is measured by a
-        pass before the step; here it is that of the step before, which no pass has to compute.
+        pass before the step; here it is the previous step's entropy, which needs no extra pass.
 
         Args:
             entropy: mean over the trained tokens of the step, nats; None (the bonus stays) if there was none.

@@ -12,7 +12,7 @@ def generalized_advantages(
 ) -> Tensor:
     """Return A_i = d_i + gamma lambda A_(i+1), d_i = r_i + gamma v_(i+1) - v_i, over the tokens of a sample.
 
-    Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. i counts the tokens that the model sampled: those
+    Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. i counts the tokens that the model sampled: tokens
     that tools or templates inserted are part of the environment, and are skipped. A and v are 0 after the
     last one.
 
@@ -21,7 +21,7 @@ def generalized_advantages(
         values: [t]: value of the state in which each was sampled.
         sampled: bool [t].
         sample: int64 [t]: index of each token's sample, ascending.
-        gamma: discount of what a later token brings.
+        gamma: discount of later tokens' rewards.
         gae_lambda: 0 trusts the values, 1 the rewards alone.
 
     Returns:
@@ -37,8 +37,8 @@ def generalized_advantages(
     # zero rewards and values after the last token of each sample
     table = torch.zeros(2, len(counts), int(counts.max()) + 1, dtype=torch.float64)
     table[0, row, column], table[1, row, column] = rewards[place].double(), values[place].double()
-    of_rewards, of_values = table
-    advantages = of_rewards[:, :-1] + gamma * of_values[:, 1:] - of_values[:, :-1]
+    reward_table, value_table = table
+    advantages = reward_table[:, :-1] + gamma * value_table[:, 1:] - value_table[:, :-1]
     for index in reversed(range(advantages.shape[1] - 1)):
         advantages[:, index] += gamma * gae_lambda * advantages[:, index + 1]
     result[place] = advantages[row, column]

@@ -1,7 +1,7 @@
 """Computes log-probabilities of given tokens, and entropy, without a second array of the logits' size.
 
-A plain `log_softmax` keeps its [k, V] output in float32 for the backward pass. Here only [k] is kept beside
-the logits, and both passes work through the rows in slices.
+A plain `log_softmax` keeps its [k, V] output in float32 for the backward pass. Here only [k] is kept in
+addition to the logits, and both passes work through the rows in slices.
 """
 
 from typing import Any

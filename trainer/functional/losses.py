@@ -1,7 +1,7 @@
-"""Computes per-token losses. Nothing here reduces: the algorithm has the weights and the sum.
+"""Computes per-token losses. No function reduces: the algorithm has the weights and the sum.
 
-The dtype is that of the arguments, float32 in training. Every function works token by token, and its values
-are finite for finite arguments.
+The dtype is the arguments', float32 in training. Every function works token by token, and its values are
+finite for finite arguments.
 """
 
 import torch
@@ -70,7 +70,7 @@ def cispo_loss(
 def k1_kl(logprobs: FloatK, reference_logprobs: FloatK) -> FloatK:
     """Return k1 = log pi - log pi_ref, [k]: unbiased for KL(pi || pi_ref), of high variance.
 
-    As a loss it does nothing on average: the expectation of its gradient is 0. Schulman, "Approximating KL
+    As a loss it has no effect on average: the expectation of its gradient is 0. Schulman, "Approximating KL
     divergence" (2020).
     """
     return logprobs - reference_logprobs

@@ -33,7 +33,7 @@ from trainer.hosts.place import HostPlace
 log = logging.getLogger("tether.hosts")
 
 BEAT_S = 0.5
-"""Seconds between two beats of a host, and between two reads of what the others did."""
+"""Seconds between two beats of a host, and between two reads of the others' state."""
 LOG_S = 30.0
 """Seconds between two log lines of a wait."""
 CALL_S = 10.0
@@ -41,7 +41,7 @@ CALL_S = 10.0
 
 
 class HostFacts(msgspec.Struct, frozen=True):
-    """What a host says about itself."""
+    """Facts that a host publishes about itself."""
 
     name: str
     """The machine's."""
@@ -55,14 +55,14 @@ class HostFacts(msgspec.Struct, frozen=True):
 
 
 class Consequence(StrEnum):
-    """What follows for every host of a generation that is over."""
+    """Consequence for every host of a generation that is over."""
 
     RESTART = "restart"
     """It is started again."""
     REFUSED = "refused"
     """Somebody has to change something first."""
     STOPPED = "stopped"
-    """Nothing: the trainer was asked to stop."""
+    """No restart: the trainer was asked to stop."""
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -281,7 +281,7 @@ class Meeting:
             log.debug("hosts.beat_failed error=%s", error)
 
     def _watch(self, end: Callable[[Ending], None]) -> None:
-        """Read what the other hosts do until this one leaves: host 0 those of all, the others host 0's."""
+        """Read other hosts' states until this one leaves: host 0 all of them, the others host 0's."""
         place = self._place
         others = range(1, place.hosts) if place.number == 0 else [0]
         beats = Beats(others, self._config.peer_timeout_s, time.monotonic())

@@ -15,7 +15,7 @@ NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 
 @dataclass(frozen=True, slots=True)
 class HostPlace:
-    """One host's place among those of the trainer."""
+    """One host's place among the trainer's hosts."""
 
     number: int = 0
     """From 0; host 0 has rank 0."""
@@ -54,7 +54,7 @@ def check_cluster(config: ClusterConfig, ranks: int) -> None:
 def find_place(config: ClusterConfig, ranks: int, environ: Mapping[str, str]) -> HostPlace:
     """Return the place of this host.
 
-    Without `cluster.rendezvous` there is one host, whatever Slurm says: an allocation of many may be used for
+    Without `cluster.rendezvous` there is one host, even under Slurm: an allocation of many may be used for
     many runs.
 
     Raises:

@@ -77,9 +77,9 @@ class MegatronBackend(Backend):
         frozen: Sequence[FrozenSpec] = (),
         critic_dir: Path | None = None,
     ) -> None:
-        """Load the model; arguments as those of `make_backend`. A collective.
+        """Load the model; arguments as in `make_backend`. A collective.
 
-        With `shared`, masters are separate from the parameters in every dtype, and are what is published;
+        With `shared`, masters are separate from the parameters in every dtype, and are the published tensors;
         `attach` may follow.
 
         Raises:

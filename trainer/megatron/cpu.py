@@ -2,8 +2,8 @@
 
 Who imports megatron-core imports this module first.
 
-Every patch but `cuda_type_names` only touches calls that raise on a machine without CUDA, so nothing else in
-the process can notice.
+Every patch but `cuda_type_names` only touches calls that raise on a machine without CUDA, so other code in
+the process is not affected.
 """
 
 import functools
@@ -108,7 +108,7 @@ class _NoRandomStates:
         return {}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """There is nothing to set."""
+        """No state has to be set."""
 
 
 _import_uncompiled()

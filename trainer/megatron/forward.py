@@ -38,7 +38,7 @@ from trainer.step.token_loss import micro_batch_loss
 
 
 class Measures(Protocol):
-    """What joins the vectors of micro-batches and ranks, such as `StepMeasures`."""
+    """Measures that join the vectors of micro-batches and ranks, such as `StepMeasures`."""
 
     def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor: ...
 
@@ -115,7 +115,7 @@ class Runner:
         return Packing.of(batch.lengths, self.position, self.micro_batch_tokens, self.micro_batch_size)
 
     def _train(self, batch: Batch, finish: Any, measures: Measures) -> tuple[torch.Tensor, int, float]:
-        """Run forward and backward; `finish` turns what a micro-batch scored into its loss."""
+        """Run forward and backward; `finish` turns a micro-batch's scores into its loss."""
         packing = self._together(self.packing(batch))
         for router in self.routers:
             router.forget()
@@ -136,7 +136,7 @@ class Runner:
 
     @torch.no_grad()
     def _evaluate(self, batch: Batch) -> torch.Tensor:
-        """Run forward, and return what the head gives of each sampled token, 0 elsewhere: float32 [t]."""
+        """Run forward, and return the head's value of each sampled token, 0 elsewhere: float32 [t]."""
         packing = self._together(self.packing(batch))
         outputs = self._run(batch, packing)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
@@ -195,7 +195,7 @@ class Runner:
             data_iterator=list(tee(micro_batches, chunks)) if chunks > 1 else micro_batches,
             model=self.chunks if chunks > 1 else self.chunks[0],
             num_microbatches=len(packing),
-            seq_length=1,  # the shapes are those of `PlannedShapes`
+            seq_length=1,  # the shapes are `PlannedShapes`'
             micro_batch_size=1,
             forward_only=finish is None,
             p2p_communicator=communicator,
@@ -254,7 +254,7 @@ class Runner:
 
 
 class ReceivedShapes(NamedTuple):
-    """Shapes of what a stage receives in a step, in the order in which it does."""
+    """Shapes of the tensors that a stage receives in a step, in order."""
 
     activations: Sequence[tuple[int, ...]]
     """From the stage before."""
@@ -265,7 +265,7 @@ class ReceivedShapes(NamedTuple):
 def interleaved_shapes(
     shapes: Sequence[tuple[int, ...]], *, stages: int, chunks: int, is_first: bool, is_last: bool
 ) -> ReceivedShapes:
-    """Return what a stage receives in the interleaved schedule.
+    """Return the shapes that a stage receives in the interleaved schedule.
 
     All stages have the passes of all chunks in one order, and the backward passes in the same with the chunks
     reversed. The first stage gets activations for all chunks but the first, from the last stage; the last one

@@ -66,8 +66,7 @@ class SlotCache(StaticInferenceContext):
     def set_positions(self, positions: torch.Tensor, rotaries: Sequence[Rotary]) -> None:
         """Begin a pass over tokens at these positions.
 
-        longrope rotates all sequences as those of the longest that a slot holds, so that keys stay what they
-        are.
+        longrope rotates all sequences as if they were as long as a slot, so that keys stay valid.
         """
         self.positions = positions
         longest = torch.full_like(positions.flatten(), self.max_sequence_length)
@@ -149,19 +148,19 @@ class CausalAttention(MegatronModule):
             return out.permute(2, 0, 1, 3).flatten(2)
         # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
         # them.
-        of_group = q.reshape(*k.shape[:2], -1, q.size(3))
+        grouped_queries = q.reshape(*k.shape[:2], -1, q.size(3))
         mask = attention_mask[terms.window]
         if terms.softcap:
             out = softcapped_attention(
-                of_group, k, v, scale=terms.scale, softcap=terms.softcap, mask=mask[:, None]
+                grouped_queries, k, v, scale=terms.scale, softcap=terms.softcap, mask=mask[:, None]
             )
         else:
-            out = F.scaled_dot_product_attention(of_group, k, v, attn_mask=mask, scale=terms.scale)
+            out = F.scaled_dot_product_attention(grouped_queries, k, v, attn_mask=mask, scale=terms.scale)
         return out.flatten(1)[None]
 
 
 class OutputRows:
-    """A selection of the rows whose logits are computed, so that prompts and padding cost nothing.
+    """A selection of the rows whose logits are computed, so that prompts and padding are free.
 
     Set `index` (int64 [T] into the flattened [S, B]) before a forward pass; the model then returns logits [1,
     T, V / P].
@@ -181,7 +180,7 @@ class OutputRows:
 
 
 class SlotModel:
-    """The whole model on one rank, alone or beside other users of megatron-core. Not thread-safe."""
+    """The whole model on one rank, alone or together with other users of megatron-core. Not thread-safe."""
 
     def __init__(
         self,
@@ -255,7 +254,7 @@ class SlotModel:
         return parts_of(self._plan.values(), self.parameters)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that it computes with beside the parameters."""
+        """Return the tensors other than parameters that it computes with."""
         return buffers_of(self.module)
 
     @torch.no_grad()
@@ -349,10 +348,10 @@ def _shaped(angles: Angles, positions: torch.Tensor) -> Angles:
 
 def _slots(architecture: Architecture, itemsize: int, length: int, wanted: int, buffer_bytes: int) -> int:
     """Return how many sequences the KV cache holds."""
-    of_one = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * itemsize * length
-    if 0 < buffer_bytes < of_one:
+    needed = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * itemsize * length
+    if 0 < buffer_bytes < needed:
         raise SettingsError(
-            f"the KV cache of one sequence of {length} tokens takes {of_one / 2**30:.3g} GiB, the buffer has "
+            f"the KV cache of one sequence of {length} tokens takes {needed / 2**30:.3g} GiB, the buffer has "
             f"{buffer_bytes / 2**30:.3g}"
         )
-    return min(wanted, buffer_bytes // of_one) if buffer_bytes else wanted
+    return min(wanted, buffer_bytes // needed) if buffer_bytes else wanted

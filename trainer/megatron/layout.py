@@ -1,8 +1,8 @@
-"""Says which rank has which part of a model: pure numbers, no torch.
+"""Maps ranks to parts of a model: pure numbers, no torch.
 
 Ranks of a pipeline stage are numbered in megatron's order: the tensor rank varies fastest, then the context
 rank, then the data-parallel one; stages follow each other. Experts divide the same ranks of a stage another
-way: the expert-tensor rank varies fastest, then the expert-parallel one; what is left are copies.
+way: the expert-tensor rank varies fastest, then the expert-parallel one; the remaining factor counts copies.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Grid:
     tp: int = 1
     """Ranks that have parts of each matrix."""
     ep: int = 1
-    """Ranks that have different experts; 1 for what is not an expert's."""
+    """Ranks that have different experts; 1 for other parameters."""
     setting: str = "tensor_model_parallel_size"
     """What sets `tp`, for errors."""
 
@@ -96,7 +96,7 @@ class Layout:
         return self.stage_ranks * self.pp
 
     def grid(self, *, expert: bool) -> Grid:
-        """Return over what an expert's parameters, or those of everything else, are split."""
+        """Return the grid over which an expert's parameters, or all others, are split."""
         return Grid(self.etp, self.ep, "expert_tensor_parallel_size") if expert else Grid(self.tp)
 
     def rank_of(self, tp: int, pp: int, dp: int = 0, cp: int = 0) -> int:
@@ -111,7 +111,7 @@ class Layout:
         return Place(tp, cp, dp, pp, inside % self.etp, inside // self.etp % self.ep)
 
     def number_of(self, place: Place, *, expert: bool) -> int:
-        """Return a rank's number in the grid of experts, or in that of everything else."""
+        """Return a rank's number in the grid of experts, or in the grid of the other parameters."""
         return place.etp + self.etp * place.ep if expert else place.tp
 
     def holder_of(self, stage: int, number: int) -> int:

@@ -35,11 +35,11 @@ class LossScale:
         was.
 
         Args:
-            attempt: makes the step from its beginning under the factor in force, or changes nothing; returns
-                what it made and the gradient's norm.
+            attempt: makes the step from its beginning under the factor in force, or has no effect;
+                returns its result and the gradient's norm.
 
         Returns:
-            What the last attempt made, and how many there were before it.
+            The last attempt's result, and the number of attempts before it.
         """
         before, repeats = self.value, 0
         while True:

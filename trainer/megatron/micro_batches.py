@@ -3,7 +3,7 @@
 With context parallelism a rank makes its part of it: every rank of a replica has the whole samples, so also
 the token that follows the last one of a piece.
 
-Shapes: T tokens of a micro-batch that are inputs on this rank, k of which predict a token that is asked for.
+Shapes: T tokens of a micro-batch that are inputs on this rank, k of them predict a requested token.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ PASSES_OF_A_STAGE = 4
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples one after the other, each without its last token, which predicts nothing.
+    """Samples one after the other, each without its last token, which has no successor.
 
     With context parallelism they are this rank's pieces of them.
     """
@@ -137,10 +137,10 @@ class Packing:
             batch: the replica's part, on the host.
             position: this rank's place in the layout.
             rotaries: the model's rotary embeddings, on the device.
-            dtype: that of queries and keys.
-            terms: those of the attention of all layers.
+            dtype: the queries' and keys'.
+            terms: the attention's terms of all layers.
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
-            experts: whether layers have experts, whose routers have to know what is padding.
+            experts: whether layers have experts, whose routers have to know the padding.
         """
         segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
         for samples, division in zip(self.samples, self.divisions, strict=True):
@@ -206,7 +206,7 @@ def _micro_batch(
 
 
 def _divisor(position: Position) -> int:
-    """Return what the tokens of a micro-batch are a multiple of."""
+    """Return the divisor of a micro-batch's number of tokens."""
     return position.config.tensor_model_parallel_size if position.sequence_parallel else 1
 
 

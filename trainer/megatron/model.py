@@ -40,7 +40,7 @@ class PackedModel(GPTModel):
     """
 
     rotaries: tuple[Rotary, ...]
-    """Those of `Architecture.ropes`."""
+    """Embeddings of `Architecture.ropes`."""
     embedding_scale: float
     logit_softcap: float
     value_head: ValueHead
@@ -61,8 +61,8 @@ class PackedModel(GPTModel):
         if self.pre_process:
             hidden = self.embedding(input_ids=input_ids, position_ids=None)
             if inference_context is None:
-                # A transposed [1, T, H] has strides of which torch makes T products of one row each, where
-                # the weight is frozen.
+                # With the strides of a transposed [1, T, H] torch makes T products of one row each, where the
+                # weight is frozen.
                 hidden = hidden[:, 0].unsqueeze(1)
             if self.embedding_scale != 1.0:
                 hidden = hidden * self.embedding_scale

@@ -60,14 +60,14 @@ def is_distributed(position: Position) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MasterPart:
-    """What this rank steps of a parameter."""
+    """This rank's part of a parameter, which it steps."""
 
     parameter: torch.Tensor
     start: int
     stop: int
     """In the flat parameter."""
     master: torch.Tensor
-    """What is stepped; its elements are those of the range."""
+    """Tensor that is stepped; it has the elements of the range."""
     optimizer: torch.optim.Optimizer
     """Steps it, and holds its moments."""
 
@@ -101,7 +101,7 @@ class Optimizer:
     """AdamW with clipping."""
 
     loss_scale: LossScale | None = None
-    """What gradients are divided by before a step; None: nothing."""
+    """Divisor of gradients before a step; None: 1."""
     early = EarlyExport()
     """Export of the next version, while parameters are stepped; this optimizer steps all of them at once."""
 
@@ -118,9 +118,9 @@ class Optimizer:
 
         Args:
             config: settings of AdamW.
-            chunks: what `wrap_model` returned.
+            chunks: the result of `wrap_model`.
             position: this rank's place in the layout.
-            dtype: that of the parameters.
+            dtype: the parameters'.
             apart: have masters in float32, too, instead of stepping the parameters; on one rank only.
         """
         self.config, self._chunks = config, list(chunks)

@@ -83,8 +83,8 @@ class ModelStepper:
         Args:
             batch: the part of this rank's replica.
             passes: runs forward and backward passes over it, as `Runner.train` does.
-            lr_scale: says what the learning rate is multiplied by, given what the passes measured; None: no
-                token of any replica carries gradient.
+            lr_scale: returns the factor of the learning rate for the passes' measurements; None: no token
+                of any replica carries gradient.
         """
         scale, warnings = self.optimizer.loss_scale, list[str]()
 
@@ -110,7 +110,7 @@ class ModelStepper:
         return dataclasses.replace(made, loss_scale_repeats=repeats, warnings=tuple(warnings))
 
     def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return what an offload has to keep beside the parameters, and what it may forget."""
+        """Return tensors that an offload must keep in addition to the parameters, and ones to forget."""
         self.optimizer.zero_grad()
         buffers = [
             buffer

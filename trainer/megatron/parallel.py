@@ -62,7 +62,7 @@ class Position:
 
     @property
     def copies(self) -> int:
-        """Ranks that have the same parameters, but for those of experts: they share the optimizer's state."""
+        """Ranks with the same parameters, except experts': they share the optimizer's state."""
         return self.config.context_parallel_size * self.config.data_parallel_size
 
     @property
@@ -109,7 +109,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     Args:
         config: the layout.
         device: auto, cpu or cuda.
-        seed: that of megatron's CUDA random states.
+        seed: the seed of megatron's CUDA random states.
 
     Raises:
         SettingsError: the layout does not fit the number of processes, or CUDA is asked for and missing.

@@ -42,7 +42,7 @@ def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
 def trained_architecture(
     model_dir: Path, parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool
 ) -> Architecture:
-    """Return what a model is that is to be trained; with `shared`, so that an engine can share its weights.
+    """Return the architecture of a model to train; with `shared`, so that an engine can share its weights.
 
     Raises:
         SettingsError: model or dtype are not supported, or the weights cannot be shared.

@@ -23,7 +23,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class LogprobFindings:
-    """How far log-probabilities are from the expected ones."""
+    """Differences of log-probabilities from the expected ones."""
 
     compared: int
     """Log-probabilities."""
@@ -35,7 +35,7 @@ class LogprobFindings:
 
 @dataclass(frozen=True, slots=True)
 class TensorFindings:
-    """Whether exported tensors are those of a checkpoint."""
+    """Differences of exported tensors from a checkpoint's."""
 
     compared: int
     """Tensors."""

@@ -1,4 +1,4 @@
-"""Draws random samples, and takes from Hugging Face's model what a rank has to compute for them.
+"""Draws random samples, and computes their expected log-probabilities by Hugging Face's model.
 
 Shapes: t tokens of all samples.
 """
@@ -20,11 +20,11 @@ SHORTEST = 2
 
 
 def random_samples(vocabulary: int, positions: int, seed: int = 0) -> Batch:
-    """Return samples of random tokens and unequal lengths, of which every token but the first is sampled.
+    """Return samples of random tokens and unequal lengths; every token but the first is sampled.
 
     Args:
         vocabulary: tokens to draw from.
-        positions: those of the model; the longest sample has at most so many tokens.
+        positions: the model's positions; the longest sample has at most so many tokens.
         seed: of the random numbers.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -26,7 +26,7 @@ MICRO_BATCH_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class RankFindings:
-    """What the comparisons gave, on rank 0."""
+    """Results of the comparisons, on rank 0."""
 
     logprobs: LogprobFindings
     tensors: TensorFindings

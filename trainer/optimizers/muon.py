@@ -17,7 +17,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         """Combine optimizers that have no parameter in common, before either has made a step."""
         groups: list[dict[str, Any]] = [*muon.param_groups, *adamw.param_groups]
         super().__init__(groups, {})
-        self.param_groups = groups  # those of the two, so that what is set here counts there
+        self.param_groups = groups  # the same object in both, so that a value set here counts there
         muon.state = adamw.state = self.state
         self._both: tuple[torch.optim.Optimizer, ...] = (muon, adamw)
 

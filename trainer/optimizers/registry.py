@@ -24,9 +24,9 @@ def make_optimizer(
     """Return the optimizer of float32 parameters. Weight decay leaves out vectors (norms and biases).
 
     Args:
-        masters: what is stepped, by name.
+        masters: tensors to step, by name.
         config: the settings.
-        embeddings: those of the masters that are the embedding or the output layer.
+        embeddings: the masters that are the embedding or the output layer.
 
     Raises:
         SettingsError: it is not installed, or cannot step a parameter.

@@ -20,7 +20,7 @@ DTYPES = {str(dtype): dtype for dtype in (torch.bool, torch.int16, torch.int32, 
 
 
 class PartHeader(msgspec.Struct, frozen=True):
-    """What a part is, but for the values of its arrays."""
+    """Description of a part, without its arrays' values."""
 
     step: int
     totals: StepTotals

@@ -53,9 +53,9 @@ class ReferenceBackend(Backend):
         adapters: LoraConfig = NO_ADAPTERS,
         shared: bool = False,
     ) -> None:
-        """Load the model of a Hugging Face directory; arguments as those of `make_backend`.
+        """Load the model of a Hugging Face directory; arguments as in `make_backend`.
 
-        With `shared`, masters are separate from the parameters in every dtype, and are what is published;
+        With `shared`, masters are separate from the parameters in every dtype, and are the published tensors;
         `attach` may follow.
 
         Raises:
@@ -115,7 +115,7 @@ class ReferenceBackend(Backend):
             return self._evaluate(self._reference, batch)
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights, or use the base of the adapters; further calls do nothing.
+        """Keep a copy of the current weights, or use the base of the adapters; further calls have no effect.
 
         It is not part of checkpoints: call this before `restore`.
         """
@@ -205,7 +205,7 @@ class ReferenceBackend(Backend):
         }
 
     def _accumulate(self, part: Batch, measures: StepMeasures) -> torch.Tensor:
-        """Add one micro-batch's gradient to that of the masters; returns what was measured of it."""
+        """Add one micro-batch's gradient to the masters'; return its measurements."""
         tokens = trained_tokens(part)
         logprobs, entropy = self._forward(self._model, part, tokens.place)
         loss, vector = micro_batch_loss(self._algorithm, measures, tokens, logprobs, entropy)

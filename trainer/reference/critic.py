@@ -69,7 +69,7 @@ class ReferenceCritic(Critic):
         trainer: TrainerConfig,
         config: CriticConfig,
     ) -> None:
-        """Load the model of a Hugging Face directory; arguments as those of `make_critic`.
+        """Load the model of a Hugging Face directory; arguments as in `make_critic`.
 
         Raises:
             SettingsError: as `ValueModel`.
@@ -145,7 +145,7 @@ class ReferenceCritic(Critic):
         }  # fmt: skip
 
     def _accumulate(self, part: Batch, measures: ValueMeasures) -> torch.Tensor:
-        """Add one micro-batch's gradient to that of the masters; returns what was measured of it."""
+        """Add one micro-batch's gradient to the masters'; return its measurements."""
         tokens = trained_tokens(part)
         loss, vector = measures.micro_batch_loss(tokens, self._model(part, tokens.place))
         loss.backward()
@@ -154,7 +154,7 @@ class ReferenceCritic(Critic):
 
 
 def read_head(model_dir: Path, hidden: int) -> dict[str, torch.Tensor]:
-    """Return what a checkpoint has of a value head, by its names there.
+    """Return a checkpoint's tensors of a value head, by its names there.
 
     Raises:
         SettingsError: it has several labels.

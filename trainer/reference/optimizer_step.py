@@ -19,9 +19,9 @@ class MasterStepper:
         config: OptimizerConfig,
         embeddings: Collection[torch.Tensor],
     ) -> None:
-        """Step `masters`, of which `trained` are copies in another dtype, or the same objects.
+        """Step `masters`; `trained` are copies of them in another dtype, or the same objects.
 
-        `embeddings` are those of the masters that are the embedding or the last layer.
+        `embeddings` are the masters that are the embedding or the last layer.
         """
         self._trained, self._masters, self._config = trained, masters, config
         self.optimizer = make_optimizer(masters, config, embeddings)
@@ -29,7 +29,7 @@ class MasterStepper:
         """Whether a step copies the masters to the parameters; an engine may do so instead."""
 
     def collect(self) -> None:
-        """Add the parameters' gradients to those of the masters."""
+        """Add the parameters' gradients to the masters' gradients."""
         for name, parameter in self._trained.items():
             master = self._masters[name]
             if master is not parameter and parameter.grad is not None:

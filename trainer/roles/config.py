@@ -1,4 +1,7 @@
-"""The settings of models beside the policy, a section each. No torch here: every process reads settings."""
+"""Defines the settings of models other than the policy, a section each.
+
+No torch here: every process reads settings.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -14,8 +17,8 @@ class FrozenConfig:
     """A model that gives log-probabilities of the policy's samples and is never trained."""
 
     path: HubPath = ""
-    """Model directory, or the name of a model on the Hugging Face hub. Its tokenizer has to be that of the
-    policy; size and family may be others."""
+    """Model directory, or the name of a model on the Hugging Face hub. Its tokenizer has to be the policy's;
+    size and family may be others."""
     revision: str = ""
     """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
     kept."""
@@ -43,9 +46,9 @@ FROZEN_ROLES = ("reference", "teacher")
 
 @dataclass(frozen=True, slots=True)
 class CriticConfig:
-    """Section `[critic]`: the model of `algorithm.name` = ppo that says what a state is worth.
+    """Section `[critic]`: the model of `algorithm.name` = ppo that estimates the value of a state.
 
-    What AdamW needs beside is as in `[optimizer]`.
+    AdamW's other settings are as in `[optimizer]`.
     """
 
     path: HubPath = ""
@@ -69,7 +72,7 @@ class CriticConfig:
     """By how much a batch may move a value before it has no gradient any more. 0 is off."""
 
     def optimizer(self, policy: OptimizerConfig) -> OptimizerConfig:
-        """Return the settings of the critic's optimizer, given those of the policy's."""
+        """Return the settings of the critic's optimizer, given the policy's."""
         return replace(
             policy,
             lr=self.lr,

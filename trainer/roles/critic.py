@@ -1,4 +1,4 @@
-"""Defines the critic: a model that is trained to say what a state is worth."""
+"""Defines the critic: a model that is trained to estimate the value of a state."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
 @dataclass(frozen=True, slots=True)
 class CriticStats:
-    """What one optimizer step of the critic measured, reduced over all ranks; equal on every rank.
+    """Measurements of one optimizer step of the critic, reduced over all ranks; equal on every rank.
 
-    Names and meanings are those of `StepReport`. None is what was not measured.
+    Names and meanings are as in `StepReport`. None: not measured.
     """
 
     value_loss: float | None = None
@@ -90,7 +90,7 @@ class Critic(ABC):
         """Move what `offload` moved back to the device, bit for bit.
 
         Raises:
-            TetherError: the device has no room for it; nothing changed.
+            TetherError: the device has no room for it; the state stays on the host.
         """
 
     @abstractmethod

@@ -23,7 +23,7 @@ class EntropyControl:
         self.bonus = EntropyBonus.first(config)
 
     def note(self, updates: list[StepStats]) -> None:
-        """Follow what the updates of a step measured; the mean over their tokens counts."""
+        """Follow the measurements of a step's updates; the mean over their tokens counts."""
         measured = [u for u in updates if u.entropy is not None]
         tokens = sum(u.trained_tokens for u in measured)
         total = sum((u.entropy or 0.0) * u.trained_tokens for u in measured)
@@ -35,7 +35,7 @@ class EntropyControl:
         return dataclasses.replace(state, texts={**state.texts, FILE: text})
 
     def restore(self, directory: Path) -> None:
-        """Read the bonus of a checkpoint; one that was made without a target leaves that of the first step.
+        """Read the bonus of a checkpoint; one that was made without a target leaves the first step's bonus.
 
         Raises:
             SettingsError: the file is damaged.

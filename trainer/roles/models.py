@@ -33,7 +33,7 @@ class RankModels:
     policy: Backend
     """The model that generates, and is published."""
     entropy: EntropyControl | None = None
-    """The entropy bonus of a recipe that has a target for it; None: the bonus is that of the settings."""
+    """The entropy bonus of a recipe that has a target for it; None: the bonus is the settings'."""
     frozen: FrozenModels = NO_FROZEN
     """Those that are never trained."""
     critic: Critic | None = None

@@ -23,10 +23,10 @@ from trainer.roles.frozen import FrozenModels
 def with_frozen(
     part: Batch, policy: Backend, frozen: FrozenModels, algorithm: Algorithm, *, reference: bool
 ) -> tuple[Batch, dict[str, Any]]:
-    """Return the part with what the frozen models give, and what was measured of it, by `StepStats`' names.
+    """Return the part with the frozen models' values, and their measurements, by `StepStats`' names.
 
     Args:
-        part: that of this rank's replica.
+        part: this rank's replica's.
         policy: keeps the initial weights, where they are the reference model.
         frozen: the other models.
         algorithm: decides how they change advantages.
@@ -46,7 +46,7 @@ def with_frozen(
 def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batch, float]:
     """Compute advantages again, from penalised rewards of the whole step; return the mean penalty, too.
 
-    Those of single tokens are left as they are: their estimators subtract what follows each token.
+    Advantages of single tokens stay as they are: their estimators subtract the later terms of each token.
 
         r'_i = r_i - kl_coef sum_t (log pi_behaviour(o_t) - log pi_ref(o_t)),  t: sampled tokens of sample i
 
@@ -57,13 +57,13 @@ def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batc
     sums = _sums_of_samples(token_k1(part, part.reference_logprobs, part.sampled_mask), part)
     first = _first_rows(part)
     columns = torch.stack([part.rewards * first, part.group_index * first, sums], dim=1)
-    rewards, groups, penalties = _of_all_replicas(columns, part, policy).unbind(1)
+    rewards, groups, penalties = _over_replicas(columns, part, policy).unbind(1)
     entry = ALGORITHMS[algorithm.config.name]
     if entry.has_critic or entry.whitened:
         return part, float(penalties.mean())
     advantages = algorithm.advantages((rewards - algorithm.config.kl_coef * penalties).float(), groups.long())
-    of_tokens = advantages[part.rows][part.sample_index]
-    penalised = dataclasses.replace(part, advantages=torch.where(part.loss_mask, of_tokens, 0.0))
+    token_advantages = advantages[part.rows][part.sample_index]
+    penalised = dataclasses.replace(part, advantages=torch.where(part.loss_mask, token_advantages, 0.0))
     return penalised, float(penalties.mean())
 
 
@@ -75,7 +75,7 @@ def _distilled(
     A_t = A_i - coef (log pi_behaviour(o_t) - log pi_teacher(o_t))
     """
     k1 = token_k1(part, teacher_logprobs, part.loss_mask)
-    total = float(_of_all_replicas(_sums_of_samples(k1, part)[:, None], part, policy).sum())
+    total = float(_over_replicas(_sums_of_samples(k1, part)[:, None], part, policy).sum())
     trained = part.totals.trained_tokens
     distilled = dataclasses.replace(part, advantages=part.advantages - coef * k1)
     return distilled, total / trained if trained else None
@@ -100,10 +100,10 @@ def _first_rows(part: Batch) -> torch.Tensor:
     return first
 
 
-def _of_all_replicas(values: torch.Tensor, part: Batch, policy: Backend) -> torch.Tensor:
+def _over_replicas(values: torch.Tensor, part: Batch, policy: Backend) -> torch.Tensor:
     """Return the values of all samples of the step, float64 [N, C], added up over their branches, [n, C].
 
-    A collective. Those of a sample come from one rank, so they are the same bits in every layout.
+    A collective. A sample's values come from one rank, so they are the same bits in every layout.
     """
     if part.rows is None:
         raise RuntimeError("the part does not say which samples of the step it has")

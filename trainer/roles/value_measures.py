@@ -20,7 +20,7 @@ TOTALS = ("loss", "clipped", "value", "return", "return_squared", "error", "erro
 
 @dataclass(frozen=True, slots=True)
 class ValueMeasures:
-    """How a batch is measured; equal on every rank."""
+    """Measures of a batch; equal on every rank."""
 
     tokens: int
     """Trained tokens of the whole batch."""
@@ -67,7 +67,7 @@ class ValueMeasures:
         return vector, vector[:0]
 
     def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> CriticStats:
-        """Return what the vector of the whole step says."""
+        """Return the statistics of the whole step's vector."""
         if not self.tokens:
             return CriticStats()
         total = dict(zip(TOTALS, vector.tolist(), strict=True))

@@ -47,7 +47,7 @@ MAXIMA = ("importance", "fresh_error")
 
 @dataclass(frozen=True, slots=True)
 class StepMeasures:
-    """How an update is measured; equal on every rank."""
+    """Measures of an update; equal on every rank."""
 
     config: AlgorithmConfig
     tokens: int
@@ -113,7 +113,7 @@ class StepMeasures:
         if self.rejects:
             by_token["rejected"] = self._rejected(start - behaviour, tokens)
         if self.config.ess_scaling:
-            by_token |= _of_samples(current - behaviour, tokens)
+            by_token |= _sample_measures(current - behaviour, tokens)
         if tokens.reference_logprobs is not None:
             by_token["reference_kl"] = k3_kl(current, tokens.reference_logprobs.double())
         totals = {name: values.sum() for name, values in by_token.items()} | {"loss": loss.double()}
@@ -142,7 +142,7 @@ class StepMeasures:
         return vector[:sums], vector[sums:]
 
     def lr_scale(self, vector: torch.Tensor) -> float:
-        """Return what the learning rate of the update is multiplied by.
+        """Return the factor of the update's learning rate.
 
             rho = (sum_i w_i)^2 / (B sum_i w_i^2),  w_i = pi(o_i) / pi_behaviour(o_i) of each of B samples
 
@@ -157,7 +157,7 @@ class StepMeasures:
         return math.sqrt(share) if self.config.ess_scaling == "sqrt" else share
 
     def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> StepStats:
-        """Return what the vector of the whole update says."""
+        """Return the statistics of the whole update's vector."""
         if not self.tokens:
             return StepStats(trained_tokens=0, skipped=skipped)
         sums, maxima = (part.tolist() for part in self.split(vector))
@@ -234,7 +234,7 @@ class StepMeasures:
         }
 
 
-def _of_samples(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str, torch.Tensor]:
+def _sample_measures(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str, torch.Tensor]:
     """Return the sums over samples as values of their tokens, [k]: each has its share of its sample's."""
     share = 1 / tokens.over_samples(torch.ones_like(log_ratio))
     if tokens.shares is not None:

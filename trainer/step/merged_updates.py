@@ -1,4 +1,4 @@
-"""Merges what the updates of a step measured into what the step measured."""
+"""Merges the measurements of a step's updates into the step's."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ JOINED: dict[str, Callable[[Any], Any]] = {
     "expert_load_min": min,
     "loss_scale": min,
 }
-"""What is not the mean over the updates, as other numbers are."""
+"""Fields that are merged by another rule than the mean over the updates."""
 
 
 def merged_updates(
@@ -76,7 +76,7 @@ def merged_updates(
 def _measured(
     config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule
 ) -> dict[str, Any]:
-    """Return what the sums of the updates say.
+    """Return the statistics of the updates' sums.
 
     Tokens are compared with the engine in the first epoch if their log-probabilities at the start of the step
     are known, else up to the first update that trains a token, in which the policy is still that one.

@@ -40,10 +40,10 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Everything about a step but the arrays of its tokens.
+    """A step's numbers without the arrays of its tokens.
 
-    Shapes: N rows of the step, of which each is a sample or a branch of one. Reward, advantage, weight and
-    mini-batch are those of the sample.
+    Shapes: N rows of the step; each is a sample or a branch of one. Reward, advantage, weight and mini-batch
+    are the sample's.
     """
 
     step: int
@@ -75,7 +75,7 @@ class StepPlan:
     experts_shape: tuple[int, int] | None = None
     """(L, K): layers and experts of each, if any sample has recorded experts."""
     turns: TurnAdvantages | None = None
-    """Advantages of turns, which count instead of those of samples; None: no turn was scored."""
+    """Advantages of turns, which count instead of samples' advantages; None: no turn was scored."""
 
     def part(self, samples: Sequence[int]) -> Batch:
         """Build the batch of some samples of the step, on the CPU.
@@ -98,12 +98,12 @@ class StepPlan:
         for index, first, end in zip(samples, places, places[1:], strict=False):
             made = self.samples[index].token_arrays(self.step)
             check_bound(self.samples[index], made["loss_mask"], self.step)
-            of_tokens: Any = advantages[index]
+            token_advantages: Any = advantages[index]
             if self.turns is not None:
-                of_tokens = self.turns.of_tokens(index, self.samples[index])
+                token_advantages = self.turns.of_tokens(index, self.samples[index])
                 if self.turns.for_critic:
                     made["turn_rewards"] = self.turns.token_rewards(index, self.samples[index])
-            made["advantages"] = np.where(made["loss_mask"], of_tokens, np.float32(0))
+            made["advantages"] = np.where(made["loss_mask"], token_advantages, np.float32(0))
             for name, values in made.items():
                 arrays[name][first:end] = values
         by_token: dict[str, Any] = {name: torch.from_numpy(values) for name, values in arrays.items()}
@@ -203,7 +203,7 @@ def _scores(
     divided: MiniBatches,
     max_tokens: int,
 ) -> dict[str, torch.Tensor]:
-    """Return what a plan says of each sample, of which `samples` has the first row."""
+    """Return a plan's facts about each sample; `samples` has its first row."""
     rewards = _shaped(rewards_of(samples), tally.response_tokens, algorithm.config, max_tokens)
     group_index = torch.tensor([sample.row for sample in samples])
     return {

@@ -68,7 +68,7 @@ def _batches(part: Batch, schedule: UpdateSchedule) -> Iterator[Batch]:
         yield part
         return
     for number in schedule.updates:
-        yield part.of_mini_batch(number, schedule.mini_batches[number])
+        yield part.select_mini_batch(number, schedule.mini_batches[number])
 
 
 def _with_roles(models: RankModels, part: Batch, schedule: UpdateSchedule) -> tuple[Batch, dict[str, Any]]:

@@ -2,8 +2,8 @@
 
     DIRECTORY/step_00000012.msgpack    one file for each step, written atomically and never changed
 
-The spool forgets what a checkpoint covers only once it is here. The oldest steps are removed when there is no
-room for all.
+The spool forgets records that a checkpoint covers only once they are here. The oldest steps are removed when
+there is no room for all.
 """
 
 import re
@@ -35,19 +35,19 @@ class Archive:
         """Use a directory, which need not exist.
 
         Args:
-            directory: that of the archive.
-            limit_mb: MiB for all steps; with 0 nothing is archived. Readers need not give it.
+            directory: the archive's.
+            limit_mb: MiB for all steps; with 0 no step is archived. Readers need not give it.
         """
         self.directory = directory
         self._limit = limit_mb << 20
 
     def put(self, step: int, records: Sequence[StoredMessage], calls: Sequence[StoredMessage] = ()) -> None:
-        """Archive records and calls of a step with the checksums that they have, replacing what is there.
+        """Archive records and calls of a step with the checksums that they have, replacing present ones.
 
         They are on disk when this returns.
 
         Raises:
-            SpoolError: they cannot be written; those that are there stay.
+            SpoolError: they cannot be written; present ones stay.
         """
         if not self._limit:
             return
@@ -59,7 +59,7 @@ class Archive:
             raise SpoolError(f"archive {path}: {error.strerror or error}") from error
 
     def make_room(self) -> None:
-        """Remove the oldest steps until the others fit; the newest stays whatever its size.
+        """Remove the oldest steps until the others fit; the newest stays even if it is too large.
 
         Raises:
             SpoolError: a file cannot be removed.

@@ -1,7 +1,7 @@
 """Stores the calls of sessions in the spool, by group, sample and number.
 
-Only the lease that `hold` named last may add calls to a group: what an older lease sends is not stored. What
-a method wrote is on disk when it returns.
+Only the lease that `hold` named last may add calls to a group: calls of an older lease are not stored. A
+method's writes are on disk when it returns.
 """
 
 import logging
@@ -44,7 +44,7 @@ class CallStore:
         `ANOTHER`.
 
         Raises:
-            SpoolError: the disk is full, or the file cannot be written; nothing was stored.
+            SpoolError: the disk is full, or the file cannot be written; no call was stored.
         """
         now = time.time_ns() // 1_000_000
         with self._spool.transaction("write") as connection:
@@ -54,7 +54,7 @@ class CallStore:
         """Return the encoded calls of a sample by number, for its session to be answered from.
 
         If one of them is damaged, all of the sample are deleted and none is returned: a session that lacks
-        one of its answers begins anew.
+        one of its answers starts over.
         """
         place = (group, sample)
         with self._spool.transaction("write") as connection:
@@ -101,7 +101,7 @@ class CallStore:
             return [row[0] for row in connection.execute(UNSCORED)]
 
     def forget_unscored(self, groups: Iterable[int]) -> int:
-        """Delete the calls of those of `groups` that have no record; returns how many calls."""
+        """Delete the calls of `groups` without a record; return their number."""
         rows = [(group,) for group in sorted(set(groups))]
         with self._spool.transaction("write") as connection:
             unscored = "grp = ? AND grp NOT IN (SELECT grp FROM records)"

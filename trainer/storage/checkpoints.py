@@ -29,7 +29,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Committed batches that the weights have seen."""
     epoch: str
-    """That of the trainer which made it."""
+    """Epoch of the trainer which made it."""
     sequence: int
     """The ledger's sequence when the checkpoint was made."""
     digest: int
@@ -169,7 +169,7 @@ class Checkpoints:
     def _prune(self, newest: int) -> None:
         """Remove torn checkpoints, and all but the last complete ones, up to version `newest`.
 
-        Newer ones may be those of a successor, if this trainer was suspended while it was fenced.
+        Newer ones may be a successor's, if this trainer was suspended while it was fenced.
         """
         kept = {c.directory for c in [c for c in self.complete() if c.version <= newest][-self._keep :]}
         for path in self.directory.iterdir():

@@ -1,4 +1,4 @@
-"""Detects files that are not what was written, by checksums in the file itself or in a list beside it.
+"""Detects files that differ from the written ones, by checksums in the file itself or in a list.
 
 A JSON document has a checksum of all that comes before as its last member. In a directory such a document
 lists the other files: checksums.json in an exported model, manifest.json in a checkpoint.
@@ -81,7 +81,7 @@ def listed_files(path: Path) -> tuple[FilePart, ...]:
 
 
 def damaged_document(path: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the path of a document and what is wrong, unless it is what was written."""
+    """Yield the path of a document and its damage, unless it is intact."""
     try:
         if not is_sealed(path.read_bytes()):
             yield path, "is damaged: it does not match its checksum"

@@ -1,4 +1,4 @@
-"""Copies what a rank has on its device to the host, where a thread writes it while the next step runs."""
+"""Copies a rank's device state to the host, where a thread writes it while the next step runs."""
 
 import logging
 import mmap
@@ -53,8 +53,8 @@ class HostState:
 class HostCopies:
     """Copies of tensors in host memory, valid until the next copies are made.
 
-    Those of a GPU's tensors lie in page-locked memory, which is kept for the next time: page-locking takes
-    longer than copying. Those of a CPU's tensors are new each time, and are freed with their last user.
+    Copies of a GPU's tensors lie in page-locked memory, which is kept for the next time: page-locking takes
+    longer than copying. Copies of a CPU's tensors are new each time, and are freed with their last user.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@
     URL/step_00000020/complete.json    all of these with sizes and digests; written last
     URL/exports/step_00000020/...      the model of a version
 
-What has no complete.json is half a copy: it counts as nothing, and the next copy of that version replaces it.
+A copy without complete.json is incomplete: readers ignore it, and the next copy of that version replaces it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class RemoteDirectory:
     """A directory of any file system that fsspec knows; what it needs to log in is in the environment."""
 
     def __init__(self, url: str) -> None:
-        """Open it; nothing is read or written yet.
+        """Open it, without a read or write.
 
         Raises:
             SettingsError: fsspec does not know the kind of URL, or a package for it is missing; names it.
@@ -40,12 +40,12 @@ class RemoteDirectory:
         self.url = url
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
-        except Exception as error:  # whatever the file system's own package raises
+        except Exception as error:  # any error of the file system's own package
             raise SettingsError(f"setting run.remote: {url}: {_text(error)}") from error
         self._root = root.rstrip("/")
 
     def versions(self) -> list[int]:
-        """Return the versions of which there is a complete copy, ascending.
+        """Return the versions with a complete copy, ascending.
 
         Raises:
             RemoteError: the directory cannot be read.
@@ -62,11 +62,11 @@ class RemoteDirectory:
         """Copy files, and complete the copy when all are there; one of the same version is replaced.
 
         Args:
-            version: that of the checkpoint.
+            version: the checkpoint's.
             files: path in the copy -> local file, which does not change meanwhile.
 
         Raises:
-            RemoteError: it cannot be written; what is there is half a copy.
+            RemoteError: it cannot be written; the copy is incomplete.
         """
         with _explained(self.url, "written"):
             self._remove(self._path(version))
@@ -88,7 +88,7 @@ class RemoteDirectory:
                 self._put(path, f"{target}/{name}", name)
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest complete copies, half copies older than these, and exports likewise.
+        """Remove all but the newest complete copies, with older incomplete copies and exports.
 
         Raises:
             RemoteError: something cannot be removed.
@@ -158,7 +158,7 @@ class RemoteDirectory:
 
 @contextmanager
 def _explained(url: str, done: str) -> Iterator[None]:
-    """Turn whatever a file system raises into one `RemoteError` that names the directory."""
+    """Turn any error of a file system into one `RemoteError` that names the directory."""
     try:
         yield
     except RemoteError:

@@ -12,10 +12,9 @@ One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the t
     meta(id)
         a random name of this spool
 
-`sum` is a checksum (`stored.py`), which every read compares: what does not match it is treated as missing.
-Times (Unix, ms) are for people: nothing decides by them.
-What a method wrote is on disk when it returns, in the file that lies at the path then. The file must lie on a
-local disk: WAL needs shared memory between its users.
+`sum` is a checksum (`stored.py`), which every read compares: a mismatch is treated as missing. Times (Unix,
+ms) are for people: no decision reads them. A method's writes are on disk when it returns, in the file that
+lies at the path then. The file must lie on a local disk: WAL needs shared memory between its users.
 """
 
 import sqlite3
@@ -109,7 +108,7 @@ class Spool:
         A record that is there already (same group and token) is not replaced.
 
         Raises:
-            SpoolError: the disk is full, or the file cannot be written; nothing was stored.
+            SpoolError: the disk is full, or the file cannot be written; no record was stored.
         """
         now_ms = time.time_ns() // 1_000_000
         received = (StoredMessage.received(*record) for record in records)
@@ -141,7 +140,7 @@ class Spool:
         return found
 
     def find(self, groups: Iterable[int]) -> list[bytes]:
-        """Return the newest whole payload of each group that has one, whatever its lease.
+        """Return the newest whole payload of each group that has one, under any lease.
 
         Raises:
             SpoolError: the file cannot be read.
@@ -178,9 +177,9 @@ class Spool:
     def forget(self, groups: Iterable[int], journal_from: int = 0, archived: int = 0) -> int:
         """Delete groups that were dropped or are covered by a durable checkpoint; returns how many records.
 
-        Records of all their lease tokens are deleted: nobody will ask for them. The newest journal entry that
-        could be deleted is kept: if the archive of the event log comes to lack it, that shows a gap between
-        archive and journal.
+        Records of all their lease tokens are deleted: they are not needed any more. The newest journal entry
+        that could be deleted is kept: if the archive of the event log comes to lack it, that shows a gap
+        between archive and journal.
 
         Args:
             groups: the groups.
@@ -224,7 +223,7 @@ class Spool:
         """Check that the file at the path is the one that is open, and its write-ahead log, too.
 
         Raises:
-            SettingsError: one was deleted or replaced, so what is written is lost with this process.
+            SettingsError: one was deleted or replaced, so writes are lost with this process.
         """
         if self._found_places() != self._places:
             raise SettingsError(
@@ -307,7 +306,7 @@ def read_calls(
     Args:
         connection: of the spool, in a transaction.
         where: a condition on the columns, with a question mark for each of `values`.
-        values: what the condition compares with.
+        values: arguments of the condition.
     """
     columns = "grp, sample, number, CAST(token AS BLOB), CAST(payload AS BLOB), CAST(sum AS BLOB)"
     query = f"SELECT {columns} FROM calls WHERE {where} ORDER BY grp, sample, number"

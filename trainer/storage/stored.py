@@ -1,7 +1,7 @@
-"""Binds what is stored to what was received: one checksum from the ingest to the archive.
+"""Binds stored payloads to received ones: one checksum from the ingest to the archive.
 
-The ingest computes it over the payload as it arrived. The spool and the archive keep it beside the payload,
-and every reader compares the two.
+The ingest computes it over the payload as it arrived. The spool and the archive keep it with the payload, and
+every reader compares the two.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class MissingRecords(LookupError):
     """Records that are not there as they were received; their groups are `lost` and generated again."""
 
     def __init__(self, causes: Mapping[tuple[int, str], str]) -> None:
-        """Take what is wrong with each, by group and lease token; a cause names its group."""
+        """Store the cause of each, by group and lease token; a cause names its group."""
         named = list(causes.values())[:MOST_NAMED]
         more = [f"and {len(causes) - MOST_NAMED} more"] if len(causes) > MOST_NAMED else []
         super().__init__("; ".join(named + more))
@@ -53,7 +53,7 @@ class MissingRecords(LookupError):
 
 
 def damaged_record(group: int, token: str) -> str:
-    """Return what is said of a record that does not match its checksum."""
+    """Return the message about a record that does not match its checksum."""
     return f"group {group}: its record under lease {token} does not match its checksum"
 
 

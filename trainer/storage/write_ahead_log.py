@@ -1,8 +1,8 @@
 """Finds damage in the write-ahead log of a SQLite file, which SQLite itself takes for the log's end.
 
-The format is that of https://www.sqlite.org/fileformat2.html#the_write_ahead_log: a header of 32 bytes, then
-frames of 24 bytes and a page. A frame counts if it has the salts of the header and the right checksum, which
-goes over all frames before it. Frames of an older log, which has other salts, may follow.
+The format is described at https://www.sqlite.org/fileformat2.html#the_write_ahead_log: a header of 32 bytes,
+then frames of 24 bytes and a page. A frame counts if it has the salts of the header and the right checksum,
+which goes over all frames before it. Frames of an older log, which has other salts, may follow.
 """
 
 import struct

@@ -55,7 +55,7 @@ class WeightSender(Protocol):
             The manifest; on ranks other than 0 without digests.
 
         Raises:
-            WeightError: on rank 0: nothing was published, and what was written has been removed.
+            WeightError: on rank 0: the version was not published, and its bytes have been removed.
         """
 
     def retire(self, in_use: frozenset[int]) -> None:

@@ -13,12 +13,12 @@ from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
 Named = Iterable[tuple[str, torch.Tensor]]
 """(Hugging Face name, tensor) in the order of export."""
 EXACT = (".e_score_correction_bias",)
-"""Ends of the names of tensors that engines keep in float32 whatever their dtype: rounded, they would make
+"""Ends of the names of tensors that engines keep in float32 for any model dtype: rounded, they would make
 routers choose other experts."""
 
 
 class BucketContents(NamedTuple):
-    """What a version consists of."""
+    """Contents of a version."""
 
     entries: tuple[TensorEntry, ...]
     """In the order of export."""
@@ -50,10 +50,10 @@ class EntryBuilder:
         self._digests.add(tensor)
 
     def finish(self) -> BucketContents:
-        """Return what was placed; waits for digests on the current stream.
+        """Return the placed tensors; wait for digests on the current stream.
 
         Raises:
-            WeightError: nothing was placed.
+            WeightError: no tensor was placed.
         """
         if not self._placed:
             raise WeightError("a version without tensors cannot be published")
@@ -104,7 +104,7 @@ def make_manifest(
     base_model: str,
     tied: tuple[tuple[str, str], ...],
 ) -> WeightManifest:
-    """Return the manifest of a version with these contents; the fields are those of `WeightManifest`."""
+    """Return the manifest of a version with these contents; the arguments are fields of `WeightManifest`."""
     return WeightManifest(
         epoch=epoch,
         version=version,

@@ -76,7 +76,7 @@ class DoubleBuffer:
         self._changed = threading.Condition()
 
     def take(self, timeout_s: float) -> BufferLease:
-        """Take the set that was written least recently, once nobody reads it.
+        """Take the set that was written least recently, once it has no reader.
 
         Raises:
             WeightError: it is still read after `timeout_s`.

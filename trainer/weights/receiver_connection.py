@@ -60,7 +60,7 @@ class ReceiverConnection:
         """Have the receiver prove that it has an authorized key; answer it no more than that if it has none.
 
         Raises:
-            OSError, ValueError: it disconnected, sent no JSON, or nothing by `end`.
+            OSError, ValueError: it disconnected, sent no JSON, or was silent until `end`.
         """
         try:
             challenge = keys.challenge(self.request(end, slices=False) or {})
@@ -118,7 +118,7 @@ class ReceiverConnection:
         return bool(ready.poll(1e3 * seconds))
 
     def disconnected(self, seconds: float) -> bool:
-        """Return whether the receiver disconnects within `seconds`, with nothing left to read."""
+        """Return whether the receiver disconnects within `seconds`, with all bytes read."""
         return self.readable(seconds) and not self._rest and not self.connection.recv(1, socket.MSG_PEEK)
 
 

@@ -59,7 +59,7 @@ def make_sender(
         dtype: in which the weights are published.
         run: name of the run.
         run_dir: directory of the run.
-        rank: that of this process.
+        rank: this process's.
         curve_dir: directory of the bus's keys, which transports with connections ask for; empty: none.
 
     Raises:

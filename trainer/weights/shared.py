@@ -41,7 +41,7 @@ class SharedSender:
                 is one tensor of the checkpoint.
 
         Raises:
-            WeightError: on a CPU, there is not enough memory for them; nothing changed.
+            WeightError: on a CPU, there is not enough memory for them; they stay where they are.
         """
         self._run_dir = run_dir
         held = torch.tensor(NOT_HELD)
@@ -93,7 +93,7 @@ class SharedSender:
         self._held.fill_(NOT_HELD)
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Do nothing: there is one version at a time."""
+        """Return at once: there is one version at a time."""
 
     def close(self) -> None:
         """Withdraw the version and remove the description; the masters stay usable in this process."""

@@ -69,7 +69,7 @@ class ServedVersion:
 
 
 class SenderChannel(Protocol):
-    """How one connection transfers the bytes of versions; lives as long as the connection."""
+    """Channel that transfers the bytes of versions over one connection, as long as the connection lives."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         """Answer the request, transfer the version, and return when the receiver has it.
@@ -79,7 +79,7 @@ class SenderChannel(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the channel holds."""
+        """Release the channel's resources."""
 
 
 class VersionServer:

@@ -155,7 +155,7 @@ def _expressions_equal(gold: str, found: str, digits: int) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """Return the expression that math-verify reads in a whole text; None if it reads a part or nothing."""
+    """Return the expression that math-verify reads in a whole text; None if it cannot read the whole."""
     if any(character.isdigit() and not character.isascii() for character in text):
         return None
     text = text.replace("\\degree", "^\\circ").replace("\\word", "\\text")

@@ -78,7 +78,7 @@ def _factorial_problem(text: str, pairs: dict[int, int]) -> str:
 def _power_problem(text: str, pairs: dict[int, int]) -> str:
     """Return why powers have too many digits: exponents of powers in brackets multiply."""
     opening = {closed: opened for opened, closed in pairs.items()}
-    of_brackets, largest = 1, 1
+    bracket_powers, largest = 1, 1
     for place in (i for i, character in enumerate(text) if character == "^"):
         exponent = _exponent(text, place + 1, pairs)
         size = 1
@@ -89,12 +89,12 @@ def _power_problem(text: str, pairs: dict[int, int]) -> str:
         base = text[:place].rstrip()
         largest = max(largest, size)
         if base[-1:] in (")", "]", "}", "!"):
-            of_brackets *= size
+            bracket_powers *= size
             inside = base[opening.get(len(base) - 1, len(base)) :]
             if size > POLYNOMIAL and re.search(r"[a-zA-Z]", inside):
                 return f"a polynomial to a power over {POLYNOMIAL}"
     longest = max((len(digits) for digits in NUMBER.findall(text)), default=1)
-    if of_brackets * largest * max(1, longest // 20) > POWERS:
+    if bracket_powers * largest * max(1, longest // 20) > POWERS:
         return f"powers of powers over {POWERS}"
     is_large = bool(re.search(r"\d\s*[)\]}]*\s*!|binom|choose", text))
     return "a power of a factorial or binomial coefficient" if is_large and largest > 20 else ""

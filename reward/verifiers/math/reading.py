@@ -104,9 +104,9 @@ def normalized(text: str) -> str:
 
 
 def items(text: str) -> list[str]:
-    """Return the items of a normalized list or set in order; one item for everything else.
+    """Return the items of a normalized list or set in order; one item for other text.
 
-    A comma within brackets or in 1,234 separates nothing. An item with one plus-minus sign is two items.
+    A comma within brackets or in 1,234 is no separator. An item with one plus-minus sign is two items.
     """
     if text.startswith("\\{") and text.endswith("\\}"):
         text = text[2:-2]

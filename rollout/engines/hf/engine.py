@@ -27,7 +27,7 @@ class HFEngine(InProcessEngine):
     """Engine for every model that `AutoModelForCausalLM` loads.
 
     A model directory without weights gives a model with random ones. Versions have the tensors of the model's
-    checkpoint, whatever transformers makes of them.
+    checkpoint, not transformers' own layout.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class HFEngine(InProcessEngine):
         lora: LoraConfig = NO_ADAPTERS,
         shared: Path | None = None,
     ) -> None:
-        """Create an engine that is not started; the arguments are those of `make_engine`."""
+        """Create an engine that is not started; the arguments are as in `make_engine`."""
         super().__init__(config, model_dir, incarnation)
         self._lora = lora
         self._shared = shared

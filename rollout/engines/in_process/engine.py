@@ -220,7 +220,7 @@ class InProcessEngine(Engine):
         """Run `put`, which queues work for the decoding thread, and notify the thread.
 
         Raises:
-            EngineError: if the thread has ended or is about to, so that nobody would do the work.
+            EngineError: if the thread has ended or is about to, so that the work would never run.
         """
         with self._wake:
             if self._closing:

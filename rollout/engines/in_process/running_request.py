@@ -60,7 +60,7 @@ class Decoder(Protocol):
     """Decodes rows. Not thread-safe: one thread calls it, and weights change only between two steps."""
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """Sample one token for every row under the live weights, which are those of `version`.
+        """Sample one token for every row under the live weights, whose version is `version`.
 
         A row that is missing in the next step has ended.
         """

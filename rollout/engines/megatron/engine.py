@@ -37,7 +37,7 @@ class MegatronEngine(InProcessEngine):
     def __init__(
         self, config: EngineConfig, model_dir: Path, incarnation: str, shared: Path | None = None
     ) -> None:
-        """Create an engine that is not started; the arguments are those of `make_engine`."""
+        """Create an engine that is not started; the arguments are as in `make_engine`."""
         super().__init__(config, model_dir, incarnation)
         self._shared = shared
         self._shared_memory: SharedTensors | None = None
@@ -129,14 +129,14 @@ class SlotDecoder:
         if held:
             logits = self._model.decode([row.tokens[-1] for row in held], [len(row.ids) - 1 for row in held])
             self._record(held, [(len(row.ids) - 1, 1) for row in held])
-            for row, of_row in zip(held, logits, strict=True):
-                row.take(of_row, version)
+            for row, row_logits in zip(held, logits, strict=True):
+                row.take(row_logits, version)
         for batch in self._batches(set(rows).difference(held)):
             logits = self._model.prefill(len(self._held), [row.ids for row in batch])
             self._record(batch, [(0, len(row.ids)) for row in batch])
             self._held += batch
-            for row, of_row in zip(batch, logits, strict=True):
-                row.take(of_row, version)
+            for row, row_logits in zip(batch, logits, strict=True):
+                row.take(row_logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""
@@ -147,8 +147,8 @@ class SlotDecoder:
         chosen = self._model.experts_of_pass(len(rows))
         if chosen is None:
             return
-        for row, (first, count), of_row in zip(rows, places, chosen.unbind(1), strict=True):
-            row.record(first, of_row[:count].numpy().astype(np.uint16))
+        for row, (first, count), experts in zip(rows, places, chosen.unbind(1), strict=True):
+            row.record(first, experts[:count].numpy().astype(np.uint16))
 
     def _drop_all_but(self, rows: Set[RunningRequest]) -> None:
         """Free the slots of other rows; the last slot in use moves into each gap."""

@@ -54,7 +54,7 @@ class RequestGate:
             self._aborted.discard(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort those of the requests that wait here."""
+        """Abort the waiting ones among these requests."""
         self._aborted |= self._waiting.keys() & set(request_ids)
         self.notify()
 
@@ -148,7 +148,7 @@ class MultiProcessEngine(Engine):
     async def live_digest(self) -> int:
         """Return the digest of the live parameters, read between two steps.
 
-        With one rank it is that of the manifest whose bytes they are.
+        With one rank it is the digest of the manifest whose bytes they are.
         """
         if self._weights.released:
             raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
@@ -159,7 +159,7 @@ class MultiProcessEngine(Engine):
         """Exclude other updates and hold requests back while the body commits `manifest`.
 
         Raises:
-            WeightError: if a version is being staged; nothing changed.
+            WeightError: if a version is being staged, which continues.
         """
         await self.check()
         if self._staging.is_staging:
@@ -178,7 +178,7 @@ class MultiProcessEngine(Engine):
             self._gate.notify()
 
     async def _release_memory(self, release: Callable[[], Awaitable[None]]) -> None:
-        """Go to sleep: serve nothing, and run `release`, unless the engine sleeps already.
+        """Go to sleep: serve no version, and run `release`, unless the engine sleeps already.
 
         Args:
             release: puts running requests back, with their tokens, and releases all memory on all ranks; no

@@ -15,10 +15,10 @@ OWNER = "_TETHER_ENGINE_OWNER"
 def exit_with_parent(end: Callable[[int], None]) -> bool:
     """Call `end(pid of the owner)` in a thread when the process that owns this engine has ended.
 
-    Call it before anything is allocated on a device: from then on this process holds the lock of the device,
-    if there is one, together with its owner.
+    Call it before any allocation on a device: from then on this process holds the lock of the device, if
+    there is one, together with its owner.
 
-    Returns: False, and does nothing, if this process belongs to no engine.
+    Returns: False at once if this process belongs to no engine.
 
     Raises:
         OSError: the owner lives, but does not answer.

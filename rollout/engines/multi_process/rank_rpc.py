@@ -1,6 +1,6 @@
 """Carries calls from the engine's process to its ranks over Unix sockets.
 
-It is used for what the engine itself offers no such call for.
+It is used for operations that the engine's own API lacks.
 
     engine -> rank   a call: (number, method, arguments)
     rank -> engine   an answer: (number, value, error), one from every rank
@@ -49,7 +49,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def start_error(said: str) -> type[EngineError]:
-    """Return the type of error with which an engine ends its start, from what a rank has said of its own."""
+    """Return the type of error with which an engine ends its start, from a rank's report of its own error."""
     return EngineSettingsError if EngineSettingsError.__name__ in said else EngineError
 
 
@@ -67,7 +67,7 @@ class RankRpcServer:
         threading.Thread(target=self._run, name="tether-calls", daemon=True).start()
 
     def answer(self, answer: Answer) -> None:
-        """Send an answer; it is dropped if nobody is connected any more.
+        """Send an answer; it is dropped if the connection has closed.
 
         A call may arrive through rank 0 before this rank's thread has accepted the connection that the answer
         is sent over, so wait for that.
@@ -82,7 +82,7 @@ class RankRpcServer:
         """Run `method` with the call's arguments and send the answer."""
         try:
             answer = Answer(call.number, method(*call.arguments))
-        except Exception as error:  # whatever it is, the engine's process decides what follows
+        except Exception as error:  # the engine's process decides how to handle any error
             answer = Answer(call.number, error=f"{call.method}: {type(error).__name__}: {error}")
         self.answer(answer)
 
@@ -229,7 +229,7 @@ class _Connection(asyncio.Protocol):
         """Drop the future of call `number`; a late answer is ignored."""
         future = self._waiting.pop(number)
         if future.done() and not future.cancelled():
-            future.exception()  # marks it as retrieved: it was raised already, or nobody needs it
+            future.exception()  # marks it as retrieved: it was raised already, or is not needed
         future.cancel()
 
     def send(self, call: RankCall) -> None:

@@ -16,12 +16,12 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import UNKNOWN_EXPERT
 
 EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
-"""Names of checkpoints' tensors of experts, which are not those of experts that all tokens pass through."""
+"""Names of checkpoints' tensors of routed experts; shared experts' names do not match."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a model's config and checkpoint say about its experts."""
+    """Numbers of a model's experts, from its config and checkpoint."""
 
     layers: tuple[int, ...]
     """Numbers of the layers that have experts, ascending."""
@@ -67,13 +67,13 @@ def recorded_experts(
 ) -> NDArray[np.uint16]:
     """Return the experts of a completion, [inputs, L, K].
 
-    A row of one expert K times, as engines report what no pass has written, is unknown; so is what an aborted
-    request lacks at its end.
+    A row of one expert K times is unknown: engines report it where no pass has written. Missing rows at the
+    end of an aborted request are unknown, too.
 
     Args:
         request_id: id of the request.
         rows: [inputs, layers of the model, K], as the engine reports them; None: it reports none.
-        mixture: what the model has.
+        mixture: the model's experts.
         inputs: prompt and generated tokens, without the last one.
         aborted: whether the request was aborted.
 

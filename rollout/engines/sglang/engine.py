@@ -1,7 +1,7 @@
 """Serves with SGLang: its server is a child process, with our `plugin.py` in its schedulers.
 
-Requests are sent to the server over HTTP on loopback, tokens in and tokens out. Weights are staged beside the
-live ones while requests are decoded, and committed between two steps on all ranks. This process needs no
+Requests are sent to the server over HTTP on loopback, tokens in and tokens out. Weights are staged next to
+the live ones while requests are decoded, and committed between two steps on all ranks. This process needs no
 SGLang: `engine.python` names the interpreter that has it.
 """
 

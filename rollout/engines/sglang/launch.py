@@ -45,7 +45,7 @@ EXIT_USAGE = 2
 LOG_TAIL = 600
 """Characters of the server's log that an error quotes."""
 OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Variable with which SGLang returns log-probabilities at temperature 1, whatever it samples at."""
+"""Variable with which SGLang returns log-probabilities at temperature 1 for any sampling temperature."""
 
 
 class SglangServer:
@@ -187,10 +187,10 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         "host": "127.0.0.1",
         "port": port,
         "log-level": "warning",
-        # our plug-in removes what top-k and top-p drop from the logits before SGLang samples, so that its
-        # faster backends would gain nothing
+        # our plug-in applies top-k and top-p to the logits before SGLang samples, so its faster backends have
+        # no advantage
         "sampling-backend": "pytorch",
-        # not those of the model's generation_config.json (top_k, repetition_penalty ...)
+        # not the model's generation_config.json (top_k, repetition_penalty ...)
         "sampling-defaults": "openai",
         # engines with one seed would sample the same completions
         "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
@@ -231,7 +231,7 @@ def adapter_options(directory: Path) -> list[str]:
 
 
 def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
-    """Return the server's environment: this process's, without our settings, and what the plug-in needs.
+    """Return the server's environment: this process's, without our settings, and the plug-in's variables.
 
     SGLang finds our plug-in by it, and keeps its files in `directory`. `engine.environment` comes last.
     """

@@ -31,9 +31,9 @@ NOTHING = 0
 def first_adapter(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str
 ) -> None:
-    """Write an adapter that changes nothing into a new directory.
+    """Write an adapter without effect into a new directory.
 
-    Its alpha is its rank, because what is published later includes the scaling.
+    Its alpha is its rank, because the published adapters include the scaling.
 
     Args:
         directory: is created.
@@ -114,11 +114,11 @@ class Numbered:
         return cls(tuple(shapes), torch.tensor(starts), tensors)
 
     def found_in(self, parameter: str, numbers: torch.Tensor) -> tuple[list[Copy], list[Window]]:
-        """Return the copies that produce `numbers` from the tensors, and the rows that nothing is copied to.
+        """Return the copies that produce `numbers` from the tensors, and the rows that no copy fills.
 
         Args:
             parameter: name of the parameter, in copies and errors.
-            numbers: [..., C], dense; what the parameter holds after the tensors were loaded into it.
+            numbers: [..., C], dense; the parameter's contents after the tensors were loaded into it.
 
         Raises:
             EngineError: if a row is not a contiguous part of one tensor's row.
@@ -163,7 +163,7 @@ def _runs(numbers: Sequence[int], owners: Sequence[int]) -> list[tuple[int, int,
 
 
 def _load_numbers(manager: Any, uid: str, numbered: Numbered) -> dict[str, torch.Tensor]:
-    """Return what the slot's tensors would hold after loading `numbered`; they themselves are not written."""
+    """Return the slot's tensors as they would be after loading `numbered`, without writing to them."""
     from sglang.srt.lora.lora import LoRAAdapter
 
     pool = manager.memory_pool
@@ -205,7 +205,7 @@ def _buffers(pool: Any) -> dict[str, torch.Tensor]:
 
 
 def _with_fused(modules: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the target modules, and those of the model that SGLang fuses with them."""
+    """Return the target modules, and the model's modules that SGLang fuses with them."""
     present = {name.removesuffix(".weight").rpartition(".")[2] for name in shapes}
     more = [part for group in FUSED if set(group) & set(modules) for part in group if part in present]
     return tuple(dict.fromkeys([*modules, *more]))

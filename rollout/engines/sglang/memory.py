@@ -1,8 +1,8 @@
 """Releases the memory of an SGLang rank while the engine sleeps.
 
-SGLang's own release and resume keep what no version brings (buffers, captured graphs) and synchronise the
-ranks. On a GPU its memory saver releases the memory and maps it again at the same addresses. On a CPU that
-saver does nothing: there the storages themselves are released.
+SGLang's own release and resume keep the memory that no version fills (buffers, captured graphs) and
+synchronise the ranks. On a GPU its memory saver releases the memory and maps it again at the same addresses.
+On a CPU that saver has no effect: there the storages themselves are released.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class RankMemory:
         self._storages.release()
 
     def restore(self) -> None:
-        """Take the memory again. Raises EngineError, or what the memory saver raises, if there is no room."""
+        """Take the memory again. Raises EngineError, or the memory saver's error, if there is no room."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._storages.restore()
@@ -81,7 +81,7 @@ async def check_memory_saver(python: str) -> None:
 def _without_waiting_queue(scheduler: Any) -> Iterator[None]:
     """Hide waiting requests from SGLang during the body.
 
-    Nothing of them is in the KV cache, but SGLang 0.5.15 neither empties it nor releases memory while there
+    They have no tokens in the KV cache, but SGLang 0.5.15 neither empties it nor releases memory while there
     are any.
     """
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
@@ -92,7 +92,7 @@ def _without_waiting_queue(scheduler: Any) -> Iterator[None]:
 
 
 def pin_nothing_without_gpu() -> None:
-    """Keep SGLang from pinning host memory, such as that of recorded experts, where there is no GPU."""
+    """Keep SGLang from pinning host memory, such as recorded experts, where there is no GPU."""
     if torch.cuda.is_available():
         return
     with suppress(ImportError):

@@ -44,7 +44,7 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 def load() -> None:
     """Register our hooks; SGLang calls this in every process.
 
-    It does nothing in a process that belongs to no engine of ours.
+    It has no effect in a process that belongs to no engine of ours.
     """
     if not exit_with_parent(_end) or SCHEDULER not in sys.modules:
         return
@@ -115,7 +115,7 @@ class SchedulerRank:
             shapes: shapes of the tensors that versions bring, by checkpoint name.
             settings: `RankSettings` as plain values.
         """
-        # both users of this file hold it open, and nobody would remove it
+        # both users of this file hold it open, and neither would remove it
         with suppress(AttributeError, FileNotFoundError):
             os.unlink(self.scheduler.load_snapshot_writer.path)
         missing = [target for target in [CARRIER, *HOOKS] if not _is_available(target)]
@@ -281,7 +281,7 @@ def _run_calls(process: Callable[..., Any], scheduler: Any, requests: list[Any])
 
 
 def _sample(forward: Callable[..., Any], sampler: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample with SGLang's sampler, and record the live version beside the tokens."""
+    """Sample with SGLang's sampler, and record the live version with the tokens."""
     tokens = sample_with_dropped_tokens_masked(forward, sampler, output, *args, **kwargs)
     if _ranks:
         record_version(output, _ranks[0].weights.served.version)
@@ -329,7 +329,7 @@ def occupancy_of(scheduler: Any) -> tuple[int, float | None]:
 
 
 def abort_requests(scheduler: Any, names: Sequence[str]) -> None:
-    """Abort requests in whatever queue they are; call it between two steps.
+    """Abort requests in all queues; call it between two steps.
 
     SGLang's server answers them with the tokens that they have.
     """

@@ -54,7 +54,7 @@ def sample_with_dropped_tokens_masked(
 
 
 def record_version(output: Any, version: int) -> None:
-    """Record the version beside the sampled tokens; SGLang keeps both together on retraction and abort.
+    """Record the version with the sampled tokens; SGLang keeps both together on retraction and abort.
 
     Args:
         output: SGLang's LogitsProcessorOutput.

@@ -20,7 +20,7 @@ PRELOADED = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.cpu_model_runner",
 )
-"""What the server imports. Not our worker module: it belongs into the engine process alone."""
+"""Modules that the server imports. Not our worker module: it belongs into the engine process alone."""
 SWITCH = "TORCHDYNAMO_DISABLE"
 """Environment variable that keeps torch from compiling."""
 
@@ -86,7 +86,7 @@ def _fork_and_run(_path: str, words: Sequence[str], passed: Sequence[int]) -> in
 
 
 def stop_server(user: object) -> None:
-    """End the server once nobody uses it; until then it reports the ends of the processes that it forked."""
+    """End the server once it is unused; until then it reports the ends of the processes that it forked."""
     if user not in _users:
         return
     _users.discard(user)
@@ -105,7 +105,7 @@ def server_pid() -> int | None:
 
 @contextmanager
 def forked_from_server(is_used: bool) -> Iterator[None]:
-    """Have vLLM fork engine processes from the server, rather than start them anew, if it `is_used`."""
+    """Have vLLM fork engine processes from the server, not start new interpreters, if it `is_used`."""
     from vllm.v1.engine import utils
 
     before = utils.get_mp_context

@@ -1,7 +1,7 @@
 """Imports vLLM, and runs its engine process, without its corrections of torch's compiler.
 
 To apply them vLLM imports the compiler, a third of the time of importing vLLM in every process. Import this
-module before vLLM, and only where nothing will be compiled.
+module before vLLM, and only where no code will be compiled.
 """
 
 import functools
@@ -48,7 +48,7 @@ def run_engine_core(starter: int, environ: Mapping[str, str], *args: Any, **kwar
 
 
 def write_where(pid: int) -> None:
-    """Send this process's output to where that of another one goes, if that is a file that can be opened."""
+    """Send this process's output to the file of another process's output, if that file can be opened."""
     for number in (1, 2):
         with suppress(OSError):
             output = os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_APPEND)

@@ -1,6 +1,6 @@
 """Serves with vLLM: AsyncLLM in this process, the model in processes of its own with our `worker.py` in them.
 
-Weights are staged beside the live ones while requests are decoded, and committed between two steps on all
+Weights are staged next to the live ones while requests are decoded, and committed between two steps on all
 ranks. The worker records which version sampled a token, at the step that sampled it; the record is fetched
 for the requests that were running at a commit.
 """
@@ -165,7 +165,7 @@ class VllmEngine(MultiProcessEngine):
                         await self._drop_old_kv(manifest)
             except PoisonedError:
                 raise
-            except WeightError:  # nothing changed
+            except WeightError:  # the live weights are untouched
                 if recompute and not self._paused:
                     await self._vllm.resume_scheduler()
                 raise
@@ -241,7 +241,7 @@ class VllmEngine(MultiProcessEngine):
             await self._vllm.connect(Path(directory), len(ranks))
 
     async def _load_adapter(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """Have vLLM load an adapter that changes nothing; return the shapes of its tensors."""
+        """Have vLLM load an adapter without effect; return the shapes of its tensors."""
         model = {name: tuple(shape) for name, shape in shapes.items()}
         with tempfile.TemporaryDirectory(prefix="tether-adapter-") as directory:
             self._adapter = first_adapter(Path(directory), model, self._lora, self._config.dtype)
@@ -271,11 +271,11 @@ class VllmEngine(MultiProcessEngine):
         return output
 
     def _experts(self, request: Request, answer: Any) -> NDArray[np.uint16] | None:
-        """Return the experts that vLLM recorded; None if it does not record, or has sampled nothing."""
+        """Return the experts that vLLM recorded; None if it does not record, or has sampled no token."""
         output = answer.outputs[0]
         if self._mixture is None or not output.token_ids:
             return None
-        # some versions report those of the prompt apart
+        # some versions report the prompt's experts apart
         parts = [getattr(answer, "prompt_routed_experts", None), getattr(output, "routed_experts", None)]
         rows = [np.asarray(part) for part in parts if part is not None]
         inputs = len(request.prompt) + len(output.token_ids) - 1

@@ -1,6 +1,6 @@
-"""Imports vLLM for an engine: which variables have to be set before, and what is left out.
+"""Imports vLLM for an engine: sets variables first, and leaves modules out.
 
-Nothing of vLLM is imported before one of these functions is called.
+No module of vLLM is imported before one of these functions is called.
 """
 
 import os
@@ -43,7 +43,7 @@ def set_environment(config: EngineConfig) -> None:
 
 
 def runs_eagerly(eager: bool) -> bool:
-    """Return whether nothing at all is compiled: an eager engine on a CPU."""
+    """Return whether the engine compiles no code: an eager engine on a CPU."""
     return eager and not torch.cuda.is_available()
 
 

@@ -47,7 +47,7 @@ class VllmProcesses:
     """One AsyncLLM with its processes, and calls to its ranks that fail at once when a rank has died."""
 
     def __init__(self, name: str) -> None:
-        """Create nothing yet; `name` is the engine's, in errors."""
+        """Store the arguments; `name` is the engine's, in errors."""
         self.llm: Any = None
         """AsyncLLM; None before `start` and from `stop` on."""
         self._name = name
@@ -131,7 +131,7 @@ class VllmProcesses:
         return self._numbered.values(number, method, await self._answer(answers, method))
 
     async def call_anytime(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the answers of all ranks to a call over their sockets, beside their steps."""
+        """Return the answers of all ranks to a call over their sockets, during their steps."""
         return await self._ranks.call_each(method, *arguments)
 
     async def pause_scheduler(self) -> None:

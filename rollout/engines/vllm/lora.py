@@ -23,7 +23,7 @@ SLOT = 0
 
 
 def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
-    """Return what AsyncEngineArgs needs for an adapter of this rank; nothing without adapters.
+    """Return AsyncEngineArgs' arguments for an adapter of this rank; empty without adapters.
 
     Raises:
         EngineSettingsError: if vLLM has no kernels for the rank.
@@ -43,9 +43,9 @@ def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
 def first_adapter(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str
 ) -> Any:
-    """Write an adapter that changes nothing, and return the LoRARequest that names it.
+    """Write an adapter without effect, and return the LoRARequest that names it.
 
-    Its alpha is its rank, because what is published later includes the scaling.
+    Its alpha is its rank, because the published adapters include the scaling.
 
     Args:
         directory: exists, and is empty.

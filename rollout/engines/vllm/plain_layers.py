@@ -19,7 +19,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def keep_weights_plain() -> None:
-    """Replace vLLM's functions that repack, and those that compute with what is repacked."""
+    """Replace vLLM's functions that repack weights, and the functions that compute with repacked ones."""
     from vllm.model_executor.layers import utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from protocol.errors import EngineError
 
 Answer = tuple[int, str, Any]
-"""Number of the call, why it failed (or nothing), and what the method returned."""
+"""Number of the call, error (or empty), and the method's result."""
 
 
 class NumberedCalls:

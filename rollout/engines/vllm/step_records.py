@@ -1,7 +1,7 @@
 """Records, at each step of vLLM's scheduler, the version that samples each token, and the requests that run.
 
-It runs in the model's process, where every step brings what the scheduler has changed; vLLM's own statistics
-would cost time at every token.
+It runs in the model's process, where every step brings the scheduler's changes; vLLM's own statistics would
+cost time at every token.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from typing import Any
 FINISHED_KEPT = 4096
 """Finished requests whose marks can still be read."""
 NULL_BLOCKS = 1
-"""Blocks that vLLM sets aside as a place for nothing."""
+"""Blocks that vLLM sets aside as placeholders."""
 
 
 class TokenVersions:

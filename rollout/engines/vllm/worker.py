@@ -37,10 +37,10 @@ log = logging.getLogger("tether.rollout")
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker class, beside its `model_runner` and `vllm_config`.
+    """Mixin of vLLM's worker class, which has `model_runner` and `vllm_config`.
 
-    It holds this rank's staging (`_tether`), the record of token versions (`_tether_marks`) and what the
-    scheduler's last step ran (`_tether_scheduled`).
+    It holds this rank's staging (`_tether`), the record of token versions (`_tether_marks`) and the requests
+    of the scheduler's last step (`_tether_scheduled`).
     """
 
     def tether_install(
@@ -55,7 +55,7 @@ class WorkerExtension:
         """Trace the loader, calibrate, and record the scheduler's steps from now on.
 
         Args:
-            shapes: shapes of what is published: the model's tensors, or those of its `adapter`.
+            shapes: shapes of the published tensors: the model's, or its `adapter`'s.
             architecture: class of the model in transformers, as in its config.json.
             adapter: whether versions bring an adapter instead of the model's weights.
             staging_mb: see `EngineConfig`.

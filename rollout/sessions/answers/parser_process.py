@@ -1,7 +1,7 @@
 """Runs parsers of vLLM or SGLang in a process of their own, a line of JSON for each answer.
 
-The worker so needs neither, SGLang may be in another interpreter, and a parser that hangs on what a model
-wrote stops no session: its answer is text, and the process starts again.
+The worker so needs neither, SGLang may be in another interpreter, and a parser that hangs on an answer stops
+no session: the answer stays text, and the process starts again.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class ParserProcess:
         self._ready(ran.stdout.partition("\n")[0].encode(), ran.stderr)
 
     async def parsed(self, asked: Mapping[str, Any], model_dir: str) -> dict[str, Any] | None:
-        """Return what the parsers find in an answer; None if they failed, which is logged.
+        """Return the parsers' reading of an answer; None if they failed, which is logged.
 
         Raises:
             SettingsError: the process cannot start.

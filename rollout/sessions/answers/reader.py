@@ -24,7 +24,7 @@ BEFORE = 64
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """What an answer says."""
+    """Parts of a model's answer."""
 
     content: str
     thoughts: str = ""

@@ -21,7 +21,7 @@ def hermes(text: str) -> tuple[str, Found]:
 
 
 def whole_json(text: str) -> tuple[str, Found]:
-    """Read an answer that is a JSON object and nothing else, as Llama 3 writes a call."""
+    """Read an answer that consists of one JSON object, as Llama 3 writes a call."""
     call = _call(text.strip())
     return ("", [call]) if call else (text, [])
 
@@ -36,7 +36,7 @@ PARSERS: dict[str, Callable[[str], tuple[str, Found]]] = {"hermes": hermes, "jso
 
 
 def _tagged(text: str) -> tuple[list[str], str]:
-    """Return what is between each pair of tags, and the text without the pairs.
+    """Return the text between each pair of tags, and the text without the pairs.
 
     It takes linear time, as an expression with a lazy repeat does not: answers are read on the event loop,
     and a model that has collapsed writes a tag and then spaces up to its limit.

@@ -24,7 +24,7 @@ TRANSLATED = ("messages", "system", "tools", "tool_choice", "stop_sequences", "t
 
 
 def read_messages(body: Any, *, override: bool) -> Asked:
-    """Read the body of a messages request; arguments and errors are those of `read_chat`."""
+    """Read the body of a messages request; arguments and errors are as in `read_chat`."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise invalid("messages must be a list of messages", "messages")
     if body.get("max_tokens") is None:
@@ -91,7 +91,7 @@ def error_body(refusal: RequestRefused) -> dict[str, Any]:
 
 
 def _head(asked: Asked, name: str, prompt_tokens: int) -> dict[str, Any]:
-    """Return an answer of which nothing has been generated."""
+    """Return an answer without a generated token."""
     return {
         "id": name,
         "type": "message",

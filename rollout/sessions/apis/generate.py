@@ -14,7 +14,7 @@ from rollout.sessions.session import CallAnswer
 WITHOUT_EFFECT = ("token_offsets", "cache_salt", "reasoning_ended", "reasoning_parser_kwargs")
 """Fields of a request that change no token here."""
 SHAPE = ("token_ids", "sampling_params", "request_id", "return_token_ids", "output_mode")
-"""Fields that a completion has not; others are those of a completion, or are refused."""
+"""Fields that a completion request lacks; other fields are read as in a completion request, or refused."""
 OF_TEXT = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
 """Parameters that change no token."""
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -32,7 +32,7 @@ Body = dict[str, Any]
 
 
 def read_generate(body: Any, *, override: bool) -> Asked:
-    """Read the body of a generate request; arguments and errors are those of `read_chat`."""
+    """Read the body of a generate request; arguments and errors are as in `read_chat`."""
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
     tokens, sampling = body.get("token_ids"), body.get("sampling_params")

@@ -39,7 +39,7 @@ def response_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: 
 
 
 def kept_response(session: Session, asked: Asked, answer: CallAnswer, name: str) -> StoredResponse | None:
-    """Return what is to be stored in a session of a response, None if its request does not want that."""
+    """Return the response to store in a session, None if its request does not ask for storage."""
     response = _fields(asked)
     if not response.store:
         return None
@@ -65,7 +65,7 @@ def _fields(asked: Asked) -> ResponseFields:
 
 
 def _head(asked: Asked, name: str) -> Body:
-    """Return a response of which nothing has been generated."""
+    """Return a response without a generated token."""
     return {
         "id": name,
         "object": "response",
@@ -88,7 +88,7 @@ def _head(asked: Asked, name: str) -> Body:
 
 
 def _items(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
-    """Yield what the model has put out: thoughts, text, calls."""
+    """Yield the output items of the model: thoughts, text, calls."""
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     tail, message = name.removeprefix("resp_"), answer.message
     if thoughts := message.get("reasoning_content"):

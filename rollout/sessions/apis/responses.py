@@ -39,7 +39,7 @@ class StoredResponse:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFields:
-    """What a response repeats of its request."""
+    """Fields of a request that its response repeats."""
 
     messages: tuple[Message, ...]
     """As in `StoredResponse`, without the answer."""

@@ -78,7 +78,7 @@ class HandleSlices:
                 torch.cuda.synchronize()
 
     def interrupt(self) -> None:
-        """Do nothing: no thread waits for the sender; what is being copied is mapped, and verified later."""
+        """Return at once: no thread waits for the sender, and mapped bytes are verified after the copy."""
 
     def release(self) -> None:
         self._mapped, self._plan, self._sources = {}, None, {}
@@ -152,7 +152,7 @@ def _copies_of_peer(
         copies = cuts_in(memory, bucket, transfer.manifest)
         copying.wait_stream(reading)  # reused memory may still be read
         with torch.cuda.stream(copying):
-            # one call for all would be a kernel, beside those that decode
+            # one call for all would be a kernel, which runs with the decoding kernels
             for copy, cut in zip(copies, cuts, strict=True):
                 copy.copy_(cut, non_blocking=True)
             queued.append((copies, copying.record_event()))

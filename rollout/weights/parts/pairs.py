@@ -2,7 +2,7 @@
 
 `location` is "HOST:PORT/BACKEND". The dialogue:
 
-    receiver -> sender   {"version": v, "epoch": e, "layout": d, "slices": n} and n bytes: what it wants
+    receiver -> sender   {"version": v, "epoch": e, "layout": d, "slices": n} and n bytes: the wanted slices
     sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
     receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
                                              `protocol/device/pair_store.py`
@@ -12,9 +12,9 @@
     receiver -> sender   {"done": v}
 
 The group is aborted on any error. With a group per receiver, an engine that hangs or dies delays no other, no
-group has to be rebuilt when a member leaves, and the collectives need no order with those of the engine.
-Large slices are received straight at their destination, a few buckets ahead of the one that is read. On a GPU
-all of it is queued on the current stream, and the host waits once, at the end, with a deadline. An aborted
+group has to be rebuilt when a member leaves, and the collectives need no order with the engine's. Large
+slices are received straight at their destination, a few buckets ahead of the one that is read. On a GPU all
+of it is queued on the current stream, and the host waits once, at the end, with a deadline. An aborted
 collective may return with partial buffers, so only digests prove that a tensor is complete.
 """
 
@@ -63,7 +63,7 @@ class PairSlices:
         return sums
 
     def drain_device(self) -> None:
-        """Do nothing: aborting the group waits."""
+        """Return at once: aborting the group waits."""
 
     def interrupt(self) -> None:
         """Abort the group, which ends NCCL's collectives at once.

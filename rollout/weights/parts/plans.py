@@ -26,12 +26,12 @@ class ReceiverPlans:
 
     def __init__(self) -> None:
         self.encoded = b""
-        """What is wanted, as it is sent."""
+        """The wanted slices, encoded."""
         self.senders: list[int] = []
         """The ranks to ask, see `senders_of`."""
         self._wanted: Wanted = {}
         self._layout = 0
-        self._of_part: dict[tuple[int, BucketSizes], tuple[Transfer, Spans]] = {}
+        self._by_part: dict[tuple[int, BucketSizes], tuple[Transfer, Spans]] = {}
         """(part, sizes of its buckets) -> plan."""
 
     def use(self, manifest: WeightManifest, wanted: Wanted) -> None:
@@ -41,13 +41,13 @@ class ReceiverPlans:
             return
         self.encoded, self._layout, self._wanted = encoded, layout, wanted
         self.senders = senders_of(manifest, wanted)
-        self._of_part = {}
+        self._by_part = {}
 
-    def of_part(self, manifest: WeightManifest, part: int, sizes: BucketSizes) -> tuple[Transfer, Spans]:
+    def slices_from(self, manifest: WeightManifest, part: int, sizes: BucketSizes) -> tuple[Transfer, Spans]:
         """Return what rank `part` sends, and the spans of the sums that follow it."""
-        if (part, sizes) not in self._of_part:
+        if (part, sizes) not in self._by_part:
             plan = transfer_of(manifest, part, self._wanted, sizes)
             spans = rest_spans(manifest, part, plan)
             spans += untouched_spans(manifest, self._wanted) if part == 0 else []
-            self._of_part[part, sizes] = plan, spans
-        return self._of_part[part, sizes]
+            self._by_part[part, sizes] = plan, spans
+        return self._by_part[part, sizes]

@@ -82,7 +82,7 @@ class PartReceiver:
         channel, receiver = self._connections.get(location) or self._connect(location)
 
         def receive(answer: dict[str, Any], line: SenderLine) -> Iterator[list[ReceivedSlice]]:
-            plan, spans = self._plans.of_part(manifest, part, BucketSizes(*answer["sizes"]))
+            plan, spans = self._plans.slices_from(manifest, part, BucketSizes(*answer["sizes"]))
             transfer = PartTransfer(there, part, answer, plan, deadline, receiver.disconnected, line, place)
             for bucket in channel.slices(transfer):
                 if self._closed.is_set():

@@ -39,7 +39,7 @@ def memory_of(bucket: tuple[Cut, ...], transfer: PartTransfer, device: torch.dev
 
 
 class ReceiverChannel(Protocol):
-    """How a connection to one trainer rank transfers slices; the receiver calls it."""
+    """Channel that transfers slices over a connection to one trainer rank."""
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
         """Return host and port of the rank.
@@ -55,7 +55,7 @@ class ReceiverChannel(Protocol):
         """Return the sums that the rank sends behind the slices: int64 [count], where the slices were."""
 
     def drain_device(self) -> None:
-        """Wait until nothing queued touches the rank's memory or a destination; before a disconnect."""
+        """Wait until no queued work touches the rank's memory or a destination, before a disconnect."""
 
     def interrupt(self) -> None:
         """Wake a thread that waits for the bytes of a rank that disconnected. Called with the lock held."""

@@ -1,4 +1,4 @@
-"""Verifies every whole tensor of a version of which slices were received."""
+"""Verifies every whole tensor of a version, of which this rank received slices."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -28,7 +28,7 @@ class SliceVerification:
         self._sent: list[tuple[Sequence[tuple[int, int, int]], torch.Tensor]] = []
         """Sums that the trainer's ranks have sent, with their spans."""
         self.digest = 0
-        """That of the version, once `finish` has returned."""
+        """The version's digest, once `finish` has returned."""
 
     def add(self, index: int, box: Box, tensor: torch.Tensor) -> None:
         """Add a received slice, which is kept until its read is queued on the current stream."""
@@ -54,7 +54,7 @@ class SliceVerification:
             refuse_if(disconnected, self._manifest)
 
     def finish(self) -> None:
-        """Compare the digests, or with a provisional manifest compute that of the version.
+        """Compare the digests, or with a provisional manifest compute the version's digest.
 
         Raises:
             WeightError: a tensor's bytes do not match its digest; names the tensor.

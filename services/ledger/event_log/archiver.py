@@ -50,7 +50,7 @@ class Archiver:
 
         Raises:
             LostWrites: if the ledger's log ends before the file does.
-            SettingsError: if the file was deleted, cut or replaced; nothing changed.
+            SettingsError: if the file was deleted, cut or replaced; ledger and file are unchanged.
             OSError: if the file cannot be written, or another archiver holds it for `HELD_S`; the ledger
                 keeps
                 the events.
@@ -98,7 +98,7 @@ def _add(path: Path, events: Sequence[Mapping[str, Any]], last: int) -> bool:
     """Write events after event `last`, durably.
 
     Returns:
-        False, and nothing was written, if the file ends elsewhere: another archiver of the run was faster.
+        False, without a write, if the file ends elsewhere: another archiver of the run was faster.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent, timeout_s=HELD_S):  # two ingests of a run may overlap for a while

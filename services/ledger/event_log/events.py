@@ -104,7 +104,7 @@ class HaltEvent(LedgerEvent, frozen=True, kw_only=True, tag="halt"):
 
 
 class UnhaltEvent(LedgerEvent, frozen=True, kw_only=True, tag="unhalt"):
-    """Leases are granted again; drops, and attempts of WAITING and LEASED groups, are counted anew."""
+    """Leases are granted again; drops, and attempts of WAITING and LEASED groups, are counted from 0."""
 
     reason: str
     """Reason of the halt that ends."""
@@ -307,7 +307,7 @@ class RebuildEvent(LedgerEvent, frozen=True, kw_only=True, tag="rebuild"):
     """Accepts and commits that only the journal knew, oldest first."""
 
 
-# -- what is not one of these
+# -- any other entry
 
 
 class UnknownEvent(LedgerEvent, frozen=True, kw_only=True):
@@ -327,7 +327,7 @@ class MalformedEvent(LedgerEvent, frozen=True, kw_only=True):
     name: str
     """The kind that it says it has, if it says one."""
     problem: str
-    """What is wrong with it."""
+    """Reason why it is malformed."""
     is_object: bool = True
     """Whether it is a JSON object at all."""
 

@@ -1,9 +1,9 @@
 """Links the lines of a log of JSON objects: each ends with a digest of itself and of the link before it.
 
-The newest link also stands in a file beside the log, its head. So a line that was edited, moved, doubled or
-removed is detected, whatever field it is in, and so is a missing end.
+The newest link also stands in a separate file, the log's head. So a line that was edited in any field, moved,
+doubled or removed is detected, and so is a missing end.
 
-Links are no signatures: who rewrites the whole log and its head is detected only by what the lines say.
+Links are no signatures: a rewrite of the whole log and its head is detected only by the lines' contents.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Chain:
         return intact
 
     def missing(self) -> str | None:
-        """Return what is wrong with the end of the log, None if nothing is."""
+        """Return the error at the end of the log, None if it is complete."""
         return f"the newest line that {self._head} names is missing" if self._newest else None
 
 
@@ -87,7 +87,7 @@ def damaged_lines(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None:
-    """Write lines at the end of a log, of which readers see all or nothing; a torn last line is replaced.
+    """Write lines at the end of a log: readers see all or none of them; a torn last line is replaced.
 
     Args:
         path: of the log, which is made if it is not there.
@@ -95,8 +95,8 @@ def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None
         durable: also sync log and head to the disk.
 
     Raises:
-        OSError: it cannot be written, because the disk is full for example; nothing was, so that it can be
-            repeated.
+        OSError: it cannot be written, because the disk is full for example; no line was, so that it can
+            be repeated.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path, timeout_s=HELD_S, create=True) as handle:

@@ -25,7 +25,7 @@ class LoggedStep:
     """A committed step, as the log describes it."""
 
     record: StepRecord
-    """What the ledger held of the step."""
+    """The ledger's record of the step."""
     trained: Mapping[int, Mapping[int, int]]
     """Group -> version -> tokens that carried gradient."""
 

@@ -61,7 +61,7 @@ def trace(events: Iterable[LedgerEvent], group: int) -> list[Moment]:
 
 
 def _moments_of(event: LedgerEvent | JournalEvent, group: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what an event does to the group: nothing, or one transition with its facts."""
+    """Yield an event's transition of the group with its facts, if it has one."""
     match event:
         case GroupEvent() if event.group == group:
             yield event.kind, _facts(event)

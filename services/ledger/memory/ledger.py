@@ -44,7 +44,7 @@ _S = GroupState
 
 
 class MemoryLedger:
-    """Ledger of one run; `services/ledger/interface.py` says what the methods promise."""
+    """Ledger of one run; `services/ledger/interface.py` documents the methods."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ class RunClock:
     wall: Callable[[], int] = wall_ms
     """Milliseconds, of a clock that may jump in both directions."""
     reading: int | None = None
-    """What the clock showed when it moved last; None before it was read."""
+    """The clock's value when it moved last; None before it was read."""
     wall_reading: int = 0
     """What `wall` showed then."""
 

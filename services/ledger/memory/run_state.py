@@ -1,7 +1,7 @@
-"""Holds the state of a run in memory: groups, counters and event log, and what several transitions share.
+"""Holds the state of a run in memory: groups, counters, event log, and operations that transitions share.
 
-`protocol.lifecycle` decides which transition is legal, and `protocol.staleness` what rule F allows; nothing
-of either is repeated here.
+`protocol.lifecycle` decides which transition is legal, and `protocol.staleness` whether rule F holds; this
+module repeats neither.
 """
 
 from collections import Counter, deque
@@ -27,7 +27,7 @@ from services.ledger.memory.run_clock import RunClock
 
 @dataclass(slots=True)
 class Group:
-    """One group; fields not described here are those of the interface's `Lease` and `TakenGroup`."""
+    """One group; fields not described here are as in the interface's `Lease` and `TakenGroup`."""
 
     group: int
     state: GroupState = GroupState.WAITING
@@ -267,7 +267,7 @@ class RunState:
             self.append(HaltEvent(reason=reason))
 
     def unhalt(self) -> None:
-        """Allow leases after a halt; drops, and attempts of WAITING and LEASED groups, are counted anew."""
+        """Allow leases after a halt; drops, and attempts of WAITING and LEASED groups, are counted from 0."""
         self.append(UnhaltEvent(reason=self.halted))
         self.halted, self.filtered = "", 0
         self.outcomes.clear()

@@ -224,11 +224,11 @@ def _check_counts(group: TakenGroup, step: int, trained: Mapping[int, int]) -> N
 
 
 def checkpointed(run: RunState, version: int, registered: Container[str]) -> None:
-    """Forget what a durable checkpoint covers; see `Ledger.checkpointed`.
+    """Forget steps and groups that a durable checkpoint covers; see `Ledger.checkpointed`.
 
     Args:
         run: the run.
-        version: that of the checkpoint.
+        version: the checkpoint's version.
         registered: incarnations of the processes in the registry.
     """
     if version > run.version:
@@ -248,12 +248,12 @@ def checkpointed(run: RunState, version: int, registered: Container[str]) -> Non
 
 
 def rebuild(run: RunState | None, spec: RunSpec, snapshot: Snapshot, clock: Callable[[], int]) -> RunState:
-    """Return the run as `snapshot` says; see `Ledger.rebuild`.
+    """Return the run of `snapshot`; see `Ledger.rebuild`.
 
     Args:
-        run: what the ledger holds now; None if the run is not there.
+        run: the ledger's present run; None if there is none.
         spec: the run; its bound is the one in force.
-        snapshot: what the ledger has to hold.
+        snapshot: the contents that the ledger must have.
         clock: milliseconds.
     """
     check_spec(spec)

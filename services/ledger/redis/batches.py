@@ -39,7 +39,7 @@ class Batches:
     def __init__(
         self, send: Callable[[Sequence[tuple[Word, ...]]], Awaitable[Sequence[Any]]], *, lanes: int
     ) -> None:
-        """Start with nothing under way.
+        """Start without a batch under way.
 
         Args:
             send: has a batch answered; an answer that is an Exception is raised to its caller.
@@ -77,7 +77,7 @@ class Batches:
 
     async def _send_batch(self, sender: _Call) -> None:
         """Have what waits answered. Cancelled, it leaves the other calls waiting, to be sent again."""
-        await asyncio.sleep(0)  # what is called in this iteration of the loop joins
+        await asyncio.sleep(0)  # calls of this iteration of the loop join
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_CALLS))]
         if batch:
             try:

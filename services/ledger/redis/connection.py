@@ -47,7 +47,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _LANES = 2
 """Batches under way at a time: one is executed while the answers to the other are read."""
 _POOL = _LANES + 2
-"""Connections at most; those beside the batches' are for questions about the server itself."""
+"""Connections at most; the ones in addition to the batches' are for questions about the server itself."""
 
 
 class _Packed(aioredis.Connection):

@@ -49,7 +49,7 @@ other endpoints.
 
 
 class RedisLedger:
-    """Ledger of one run on one server; `services/ledger/interface.py` says what the methods promise.
+    """Ledger of one run on one server; `services/ledger/interface.py` documents the methods.
 
     Safe for concurrent use by the tasks of one event loop. A cancelled call may or may not have taken effect;
     call it again.
@@ -68,7 +68,7 @@ class RedisLedger:
         self.run = run
         """Name of the run."""
         self.durability = durability
-        """What the server does not promise, to be printed as a warning; empty if no acknowledged write can be
+        """Guarantees that the server lacks, to be printed as a warning; empty if no acknowledged write can be
         lost."""
         self.keys = Keys(run)
         self._connection = connection
@@ -308,7 +308,7 @@ class RedisLedger:
         await self._connection.command("HSET", self.keys.of("run"), SERVER_FIELD, server)
 
     async def check_durability(self) -> str:
-        """Return what the server does not promise now; see `durability`."""
+        """Return the guarantees that the server lacks now; see `durability`."""
         return await self._connection.check()
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
 """Fences connections from a server process on which the run was not reconciled since it started.
 
 A server that restarts or fails over may have lost acknowledged writes. It is another process then, with
-another `run_id`, and all connections to it are new. `services/ledger_recovery/reconcile.py` compares what the
-server holds with what is on disk, and writes the `run_id` to the run (field `server`). Until then a guarded
-connection is not used, so that no new events follow a gap.
+another `run_id`, and all connections to it are new. `services/ledger_recovery/reconcile.py` compares the
+server's contents with the files on disk, and writes the `run_id` to the run (field `server`). Until then a
+guarded connection is not used, so that no new events follow a gap.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Checks a `rebuild` event: the ledger holds what log and journal say, and nothing trained is forgotten."""
+"""Checks a `rebuild` event: the ledger's contents match log and journal, and trained groups are kept."""
 
 from protocol.lifecycle import GroupState
 from services.ledger.event_log.events import RebuildEvent
@@ -9,7 +9,7 @@ _S = GroupState
 
 
 def check_rebuild(state: ReplayState, event: RebuildEvent) -> None:
-    """Replay a rebuild: first what the journal knew, then everything that was leased or running goes back."""
+    """Replay a rebuild: first the journal's entries, then leased groups and the running step go back."""
     for journal_event in event.journal_events:
         if isinstance(journal_event, JournalAccept):
             _accept(state, journal_event)

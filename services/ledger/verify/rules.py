@@ -1,6 +1,6 @@
-"""Checks what goes beyond the lifecycle: leases, accepted tokens, batches, rewinds and rule F.
+"""Checks the rules beyond the lifecycle: leases, accepted tokens, batches, rewinds and rule F.
 
-Which group may be leased, which tokens may be accepted, which groups are taken, what a rewind undoes; and
+Which group may be leased, which tokens may be accepted, which groups are taken, the effect of a rewind; and
 that rule F holds wherever a group gets a place and wherever the bound or the next step changes.
 """
 
@@ -276,7 +276,7 @@ class Rules:
         self._digests = {v: known for v, known in self._digests.items() if v < version} | {version: digest}
 
     def _check_rewind(self, event: ResumeEvent, newest: int) -> None:
-        """Report a rewind that does not undo exactly what was leased, and what the abandoned branch made.
+        """Report a rewind that does not undo exactly the leases and the abandoned branch's groups.
 
         That is every group trained in step `event.version` or later, and every scored group with a token of a
         version over `newest`.
@@ -354,7 +354,7 @@ class Rules:
         self._digests = {v: digest for v, digest in self._digests.items() if v >= version}
 
     def _after_rebuild(self, event: RebuildEvent) -> None:
-        """Forget what the event does not state, so that it is not checked."""
+        """Forget facts that the event does not state, so that they are not checked."""
         for committed in event.journal_events:
             if isinstance(committed, JournalCommit):
                 kept = {v: digest for v, digest in self._digests.items() if v <= committed.step}

@@ -1,7 +1,7 @@
-"""Proves a run from its event log alone: nothing trained twice, nothing lost, no token over the bound.
+"""Proves a run from its event log alone: no group trained twice, none lost, no token over the bound.
 
-The log is replayed through `protocol.lifecycle`'s table and `protocol.staleness`'s rules. What does not fit
-is a violation that names the event and the group. `services/ledger/event_log/events.py` lists the events.
+The log is replayed through `protocol.lifecycle`'s table and `protocol.staleness`'s rules. A mismatch is a
+violation that names the event and the group. `services/ledger/event_log/events.py` lists the events.
 """
 
 from collections.abc import Iterable, Mapping

@@ -102,7 +102,7 @@ def test_the_parts_of_replicas_have_the_samples_of_a_mini_batch() -> None:
     made = plan(3)
     pieces, _ = made.mini_batches.divide(made.lengths.double(), 2)
     totals = made.mini_batches.totals[1]
-    found = [made.part(piece).of_mini_batch(1, totals) for piece in pieces]
+    found = [made.part(piece).select_mini_batch(1, totals) for piece in pieces]
     assert sum(len(part.rewards) for part in found) == totals.samples
     assert sum(int(part.loss_mask.sum()) for part in found) == totals.trained_tokens
     assert all(part.totals == totals for part in found)

@@ -19,7 +19,7 @@ def update(logprobs: list[float], versions: list[int], totals: StepTotals, **num
     """One sample in step 1, which the engine gave log-probabilities of -1."""
     spec = GroupSpec(samples=[SampleSpec([5] * len(logprobs), versions)])
     batch = batch_of([(scored(spec), 1)], step=1, algorithm=make_algorithm(CONFIG))
-    batch = batch.of_mini_batch(0, totals)
+    batch = batch.select_mini_batch(0, totals)
     measures, tokens = StepMeasures.of_batch(batch, CONFIG), trained_tokens(batch)
     values = tokens.behaviour_logprobs.new_tensor(logprobs)
     vector = micro_batch_loss(make_algorithm(CONFIG), measures, tokens, values, -values)[1]

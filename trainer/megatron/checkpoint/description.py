@@ -1,4 +1,4 @@
-"""Describes what a checkpoint is of: the model, what is trained of it, and the layout."""
+"""Describes a checkpoint's subject: the model, its trained part, and the layout."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ class TrainedModel:
     """Whether data-parallel ranks divide masters and moments."""
 
     def rules(self, stage: int) -> list[Rule]:
-        """Return the rules of what a stage trains."""
+        """Return the rules of the parameters that a stage trains."""
         rules = stage_rules(self.architecture, self.layout, stage)
         return lora_rules(rules, self.adapters) if self.adapters.rank else rules
 
@@ -52,7 +52,7 @@ class TrainedModel:
         }
 
     def lora_json(self) -> dict[str, Any] | None:
-        """Return what is said of adapters; None without."""
+        """Return the description of adapters; None without."""
         return asdict(self.adapters) if self.adapters.rank else None
 
 

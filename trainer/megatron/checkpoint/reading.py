@@ -37,7 +37,7 @@ from trainer.megatron.layout import Place
 
 
 def read_description(directory: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of itself.
+    """Return a checkpoint's own description.
 
     Raises:
         SettingsError: the file cannot be read, or is of another format.
@@ -84,18 +84,18 @@ def listed(different: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 class CheckpointReader:
-    """A checkpoint of the current format, open for reading. Nothing is loaded before it is asked for."""
+    """A checkpoint of the current format, open for reading. Tensors are loaded when they are asked for."""
 
     def __init__(self, directory: Path, saved: Mapping[str, Any], model: TrainedModel) -> None:
         """Open the files of all ranks.
 
         Args:
             directory: the checkpoint's.
-            saved: what `read_description` returned.
-            model: what is trained now.
+            saved: the result of `read_description`.
+            model: the present trained model.
 
         Raises:
-            SettingsError: it is of another model, or lacks something; names that.
+            SettingsError: it is of another model, or lacks a part; names it.
         """
         check_model(directory, saved, model)
         self.directory = directory

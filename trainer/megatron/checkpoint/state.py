@@ -1,4 +1,4 @@
-"""Saves and restores what a rank has of a run's state: masters, moments, steps, random states.
+"""Saves and restores a rank's part of a run's state: masters, moments, steps, random states.
 
 The state is read from and written into torch's optimizers themselves: megatron's own checkpoint path of the
 distributed optimizer refuses torch's AdamW on reload.
@@ -38,13 +38,13 @@ def copy_part(
 ) -> HostState:
     """Return this rank's files, which the package's docstring lists, copied to host memory.
 
-    Of what several ranks have alike, the first one writes it.
+    State that several ranks have alike is written by the first one.
 
     Args:
         copies: makes the copies.
         parameters: trained parameters by megatron name.
         optimizer: holds masters and moments.
-        model: what is trained, in which layout.
+        model: the trained model and its layout.
         rank: this process's.
     """
     tensors = {STEPS: torch.tensor(optimizer.steps), RANDOM_CPU: torch.get_rng_state()}
@@ -80,9 +80,9 @@ def restore_part(
     *,
     fill: bool = True,
 ) -> None:
-    """Load what this rank has of a checkpoint, bit for bit, whichever layout it was saved in.
+    """Load this rank's part of a checkpoint, bit for bit, from any saved layout.
 
-    Random states are those of the rank with the same number; a rank that has none there keeps its own.
+    Random states come from the rank with the same number; a rank that has none there keeps its own.
 
     Args:
         directory: the checkpoint.
@@ -93,7 +93,8 @@ def restore_part(
         fill: whether the parameters are written, too.
 
     Raises:
-        SettingsError: the checkpoint is of another model or format, or incomplete; nothing changed.
+        SettingsError: the checkpoint is of another model or format, or incomplete; the state is
+            unchanged.
     """
     saved = read_description(directory)
     with CheckpointReader(directory, saved, model) as reader, torch.no_grad():
@@ -147,7 +148,7 @@ def _restore_rest(reader: CheckpointReader, optimizer: Optimizer, rank: int) -> 
 
 
 def _written(model: TrainedModel, rank: int) -> set[str]:
-    """Return the parameters of which a rank writes what it has."""
+    """Return the parameters that a rank writes its part of."""
     layout = model.layout
     place = layout.place_of(rank)
     return {

@@ -16,7 +16,7 @@ from trainer.ranks.publication import Publication
 
 
 class Exporter:
-    """What one rank does in an export."""
+    """One rank's part of an export."""
 
     def __init__(
         self, layout: Layout, position: Position, dtype: torch.dtype, held: Callable[[str], torch.Tensor]
@@ -24,9 +24,9 @@ class Exporter:
         """Export a model of this layout.
 
         Args:
-            layout: that of the model.
+            layout: the model's.
             position: the place of this rank.
-            dtype: that of the parameters.
+            dtype: the parameters'.
             held: returns this rank's part of a parameter by its name.
         """
         self._layout = layout
@@ -81,7 +81,7 @@ class Exporter:
         return self._published[1]
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
-        """Assemble a tensor on rank 0: copy its own pieces, receive those of another rank in one message."""
+        """Assemble a tensor on rank 0: copy its own pieces, receive another rank's pieces in one message."""
         dtype = torch.float32 if plan.exact else self._dtype
         tensor = torch.empty(plan.shape, dtype=dtype, device=self._position.device)
         for number in sorted({piece.rank for piece in plan.pieces}):

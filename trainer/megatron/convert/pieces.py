@@ -1,7 +1,7 @@
 """Plans which rank publishes which box of which Hugging Face tensor: pure, plain data.
 
-Of rows that several ranks have, the one with the fewest bytes so far publishes them, so that the
-data-parallel copies of a model share the work.
+Rows that several ranks have are published by the rank with the fewest bytes so far, so that the data-parallel
+copies of a model share the work.
 """
 
 from collections.abc import Iterable, Sequence

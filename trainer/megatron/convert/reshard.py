@@ -1,4 +1,4 @@
-"""Plans which rows of which training rank make up each Hugging Face tensor: pure, plain data.
+"""Plans for each Hugging Face tensor the training ranks' rows that make it up: pure, plain data.
 
 The plan names the pieces of every tensor; a piece is rows of one rank's parameter. Loading reads the plan
 backwards. An engine with ranks of its own needs no other plan: it cuts these pieces once more, at the

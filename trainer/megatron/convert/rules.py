@@ -90,7 +90,7 @@ class Split(Rule):
     name: str
     shape: tuple[int, ...]
     unit: int = 1
-    """Rows that stay on one rank, such as those of a head."""
+    """Rows that stay on one rank, such as a head's rows."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -117,7 +117,7 @@ class FusedQKV(Rule):
     """Query heads of one group."""
     head_dim: int
     columns: tuple[int, ...]
-    """The hidden size for a weight, nothing for a bias."""
+    """The hidden size for a weight, empty for a bias."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -184,7 +184,7 @@ class Stacked(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStack(Rule):
-    """The tensors of all experts of a layer, in a parameter that stacks those of a rank's experts.
+    """The tensors of all experts of a layer, in a parameter that stacks a rank's experts.
 
     Its first dimension counts experts, so `dim` counts within the matrix of one.
     """
@@ -212,7 +212,7 @@ class ExpertStack(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTensor(Rule):
-    """One tensor of the checkpoint with a matrix for each expert of a layer, of which a rank has some.
+    """One tensor of the checkpoint with a matrix for each expert of a layer; a rank has some of them.
 
     The matrices are split over the ranks that share experts along `dim`, which counts within a matrix.
     """

@@ -101,7 +101,7 @@ def _rope_of(path: Path, config: dict[str, Any], family: Family, positions: int,
     shape: dict[str, Any] = {"partial_rotary_factor": share, "interleaved": interleaved}
     if kind == "default":
         return Rope(theta, **shape)
-    # transformers prefers the field beside the table, which some families have.
+    # transformers prefers the field outside the table, which some families have.
     original = config.get("original_max_position_embeddings") or values.get(
         "original_max_position_embeddings", positions
     )

@@ -1,1 +1,1 @@
-"""What the layers of the training model compute beside megatron's parallel linear layers."""
+"""Computations of the training model's layers other than megatron's parallel linear layers."""

@@ -1,4 +1,4 @@
-"""Defines what is computed token by token: norms, activations, MLPs, and the head of a critic."""
+"""Defines the computations of single tokens: norms, activations, MLPs, and the head of a critic."""
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
@@ -108,9 +108,9 @@ NORMS: dict[str, type[RMSNorm]] = {"rms": RMSNorm, "rms_from_one": NormFromOne, 
 
 
 class ProjectionNorm(torch.nn.Module):
-    """Root mean square norm over all heads of a projection, of which each tensor rank has its part.
+    """Root mean square norm over all heads of a projection, divided among the tensor ranks.
 
-    Neither its weight nor its gradient is the same on two ranks, unlike those of other norms.
+    Neither its weight nor its gradient is the same on two ranks, unlike other norms' weights.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def linear_logprobs(
     """Return log softmax(hidden weight^T / temperature) at the targets, and the entropy, in nats.
 
     Every rank of the group gets the same result. In the backward pass each computes the gradient of its own
-    part of the weight, and the part of the hidden states' gradient that comes from it: the caller adds these
+    part of the weight, and the part of the hidden states' gradient that comes from it: the caller adds span
     up over the ranks. Rows of the padding are left out, as if their logits were minus infinity.
 
     Where megatron gives the weight a gradient in float32 (`main_grad`), it is added to that directly.
@@ -57,7 +57,7 @@ def linear_logprobs(
         targets: int64 [k] in [0, V).
         vocabulary: V, without padding.
         temperature: at which the tokens were sampled; positive.
-        softcap: bound c of the logits z, which become c tanh(z / c) before the division; 0: none.
+        softcap: bound c of the logits z, which become c tanh(z / c) before the division; 0: zeros.
         rank: this tensor rank.
         size: number of tensor ranks.
         group: their process group; not needed with one.
@@ -94,11 +94,11 @@ def logprobs_alone(
     chunk = _chunk_rows(hidden, count)
     room = hidden.new_empty(min(chunk, len(hidden)), count)
     for first in range(0, len(hidden) if valid else 0, chunk):
-        these = slice(first, first + chunk)
-        logits = room[: len(hidden[these])]
-        torch.mm(hidden[these], weight.t(), out=logits)
+        span = slice(first, first + chunk)
+        logits = room[: len(hidden[span])]
+        torch.mm(hidden[span], weight.t(), out=logits)
         kernels = _kernels(logits)
-        sums[:, these] = kernels.statistics_in_place(logits, local[these], valid, temperature, softcap)
+        sums[:, span] = kernels.statistics_in_place(logits, local[span], valid, temperature, softcap)
     sums = _over_ranks(sums, mine, part)[0]
     return sums[3] - sums[1].log()
 
@@ -126,9 +126,9 @@ class _LinearLogprobs(torch.autograd.Function):
         keep = any(ctx.needs_input_grad) and rows * count * hidden.element_size() <= LOGITS_KEPT_BYTES
         kept = []
         for first in range(0, rows if valid else 0, chunk):
-            these = slice(first, first + chunk)
-            logits = hidden[these] @ weight.t()
-            sums[:, these] = _kernels(logits).statistics(logits, local[these], valid, temperature, softcap)
+            span = slice(first, first + chunk)
+            logits = hidden[span] @ weight.t()
+            sums[:, span] = _kernels(logits).statistics(logits, local[span], valid, temperature, softcap)
             if keep:
                 kept.append(logits)
         sums, highest = _over_ranks(sums, mine, part)
@@ -144,29 +144,29 @@ class _LinearLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, local, mine, normalizer, entropies, *kept = ctx.saved_tensors
-        none = torch.zeros_like(entropies)
-        of_logprobs, of_entropies = (none if given is None else given.float() for given in gradients)
-        of_hidden = torch.zeros_like(hidden)
-        of_weight = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        zeros = torch.zeros_like(entropies)
+        logprobs_grad, entropies_grad = (zeros if given is None else given.float() for given in gradients)
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
         for number, first in enumerate(range(0, len(hidden) if ctx.valid else 0, ctx.chunk)):
-            these = slice(first, first + ctx.chunk)
-            logits = kept[number] if kept else hidden[these] @ weight.t()
+            span = slice(first, first + ctx.chunk)
+            logits = kept[number] if kept else hidden[span] @ weight.t()
             _kernels(logits).to_slopes(
                 logits,
-                local[these],
-                mine[these],
-                normalizer[these],
-                entropies[these],
-                of_logprobs[these],
-                of_entropies[these],
+                local[span],
+                mine[span],
+                normalizer[span],
+                entropies[span],
+                logprobs_grad[span],
+                entropies_grad[span],
                 ctx.valid,
                 ctx.temperature,
                 ctx.softcap,
             )
-            torch.mm(logits, weight, out=of_hidden[these])
-            if of_weight is not None:
-                of_weight.add(logits, hidden[these])
-        return of_hidden, None if of_weight is None else of_weight.result(), None, None, None, None
+            torch.mm(logits, weight, out=hidden_grad[span])
+            if weight_grad is not None:
+                weight_grad.add(logits, hidden[span])
+        return hidden_grad, None if weight_grad is None else weight_grad.result(), None, None, None, None
 
 
 def _own(targets: torch.Tensor, part: VocabularyPart, count: int) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -216,9 +216,9 @@ class _WeightGradient:
         if not self._direct:
             self._sum = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
-    def add(self, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    def add(self, logits_grad: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add the product of [c, V' / P] and [c, H]."""
-        add_product(self._sum, of_logits, hidden)
+        add_product(self._sum, logits_grad, hidden)
 
     def result(self) -> torch.Tensor:
         """Return what autograd is to add to the gradient."""

@@ -97,10 +97,10 @@ def attach(
 
     Args:
         model: this rank's part, see `whole_part`.
-        rules: those of this rank's pipeline stage, without adapters.
+        rules: rules of this rank's pipeline stage, without adapters.
         config: rank, scaling and target modules.
         position: this rank's place in the layout.
-        seed: that of the initial values.
+        seed: the initial values' seed.
 
     Returns:
         megatron's name -> parameter.

@@ -9,7 +9,7 @@ import torch
 def statistics(
     logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float, softcap: float = 0.0
 ) -> torch.Tensor:
-    """Return what the log-probability and the entropy of each token are made of.
+    """Return the statistics that give the log-probability and the entropy of each token.
 
     With z = logits / temperature, logits bounded by `softcap`: max z, sum exp(z - max), sum exp(z - max)
     (z - max), and z at `local`.
@@ -56,8 +56,8 @@ def to_slopes(
     mine: torch.Tensor,
     normalizer: torch.Tensor,
     entropies: torch.Tensor,
-    of_logprobs: torch.Tensor,
-    of_entropies: torch.Tensor,
+    logprobs_grad: torch.Tensor,
+    entropies_grad: torch.Tensor,
     valid: int,
     temperature: float,
     softcap: float = 0.0,
@@ -70,8 +70,8 @@ def to_slopes(
         mine: bool [c]: whether the target is in this rank's part.
         normalizer: float32 [c]: log sum exp of the scaled logits over the whole vocabulary.
         entropies: float32 [c].
-        of_logprobs: float32 [c]: gradient of the loss with respect to the log-probability.
-        of_entropies: float32 [c]: and to the entropy.
+        logprobs_grad: float32 [c]: gradient of the loss with respect to the log-probability.
+        entropies_grad: float32 [c]: and to the entropy.
         valid: entries before the padding.
         temperature: positive.
         softcap: as of `statistics`.
@@ -82,9 +82,9 @@ def to_slopes(
         inner = 1 - bounded.square()
         bounded.mul_(softcap)
     log_p = (bounded / temperature).sub_(normalizer[:, None])
-    factor = (log_p + entropies[:, None]).mul_(-of_entropies[:, None]).sub_(of_logprobs[:, None])
+    factor = (log_p + entropies[:, None]).mul_(-entropies_grad[:, None]).sub_(logprobs_grad[:, None])
     slope = log_p.exp_().mul_(factor)
-    slope.scatter_add_(-1, local[:, None], (of_logprobs * mine)[:, None])
+    slope.scatter_add_(-1, local[:, None], (logprobs_grad * mine)[:, None])
     if softcap:
         slope.mul_(inner)
     logits[:, :valid] = slope.div_(temperature).to(logits.dtype)

@@ -1,6 +1,6 @@
 """Computes a softmax over the vocabulary, and its gradient, on a GPU: one pass over the logits each.
 
-The functions are those of `softmax_torch`, which says what they compute.
+`softmax_torch` has the same functions, and documents them.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,8 +35,7 @@ def statistics(
 
 
 statistics_in_place = statistics
-"""Function of `softmax_torch`; the kernel reads the logits once, and the sum that is not needed costs nothing
-beside that."""
+"""Function of `softmax_torch`; the kernel reads the logits once, and the sum that is not needed is free."""
 
 
 def to_slopes(
@@ -45,8 +44,8 @@ def to_slopes(
     mine: torch.Tensor,
     normalizer: torch.Tensor,
     entropies: torch.Tensor,
-    of_logprobs: torch.Tensor,
-    of_entropies: torch.Tensor,
+    logprobs_grad: torch.Tensor,
+    entropies_grad: torch.Tensor,
     valid: int,
     temperature: float,
     softcap: float = 0.0,
@@ -59,8 +58,8 @@ def to_slopes(
         mine.to(torch.int8),
         normalizer,
         entropies,
-        of_logprobs,
-        of_entropies,
+        logprobs_grad,
+        entropies_grad,
         logits.stride(0),
         width,
         valid,
@@ -116,8 +115,8 @@ def _to_slopes(
     mine,
     normalizer,
     entropies,
-    of_logprobs,
-    of_entropies,
+    logprobs_grad,
+    entropies_grad,
     stride,
     width,
     valid,
@@ -130,8 +129,8 @@ def _to_slopes(
     base = logits + row * stride
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < valid
-    of_logprob = tl.load(of_logprobs + row)
-    of_entropy = tl.load(of_entropies + row)
+    logprob_grad = tl.load(logprobs_grad + row)
+    entropy_grad = tl.load(entropies_grad + row)
     scaled = tl.load(base + column, mask=inside, other=0.0).to(tl.float32)
     inner = 1.0
     if CAPPED:
@@ -140,7 +139,7 @@ def _to_slopes(
         scaled = softcap * bounded
     scaled *= scale
     log_p = scaled - tl.load(normalizer + row)
-    slope = tl.exp(log_p) * (-of_logprob - of_entropy * (log_p + tl.load(entropies + row)))
+    slope = tl.exp(log_p) * (-logprob_grad - entropy_grad * (log_p + tl.load(entropies + row)))
     chosen = (column == tl.load(local + row)) & (tl.load(mine + row) != 0)
-    slope = tl.where(chosen, slope + of_logprob, slope) * scale * inner
+    slope = tl.where(chosen, slope + logprob_grad, slope) * scale * inner
     tl.store(base + column, tl.where(inside, slope, 0.0).to(logits.dtype.element_ty), mask=column < width)

@@ -67,7 +67,7 @@ def layer_spec(
 
 
 def attention_terms(architecture: Architecture, layer: int) -> AttentionTerms:
-    """Return what the attention of a layer computes."""
+    """Return the terms of a layer's attention."""
     number = architecture.rope_of(layer)
     rope, head_dim = architecture.ropes[number], architecture.head_dim
     # A factor of rotated queries and of keys is its square in their products, if all of them is rotated.
@@ -115,7 +115,7 @@ def _head_norm(architecture: Architecture, heads: int) -> Any:
 def _residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
     """Return megatron's bias-dropout-add without the dropout, which the models here never have.
 
-    With a `norm`, what is added to the residual stream goes through it.
+    With a `norm`, the addend of the residual stream goes through it.
     """
 
     def add(

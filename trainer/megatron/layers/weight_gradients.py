@@ -35,5 +35,5 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total += left.t() @ right
 
 
-def _accumulate(inputs: torch.Tensor, of_outputs: torch.Tensor, total: torch.Tensor) -> None:
-    add_product(total, of_outputs, inputs)
+def _accumulate(inputs: torch.Tensor, outputs_grad: torch.Tensor, total: torch.Tensor) -> None:
+    add_product(total, outputs_grad, inputs)

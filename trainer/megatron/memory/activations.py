@@ -1,4 +1,4 @@
-"""Lists what the layers of a model keep of a forward pass for the backward pass, by token. No torch here.
+"""Lists the activations that a model's layers keep for the backward pass, by token. No torch here.
 
 Latent attention keeps keys of low rank and for all heads, and values in their own size and as wide as keys.
 """
@@ -19,10 +19,10 @@ class Activation:
     module: str = ""
     """The entry of `recompute_modules` with which it is not kept; empty: it always is."""
     split: str = "tensor"
-    """tensor: each tensor rank has its part; sequence: only with sequence parallelism; rows: likewise, and
+    """tensor: each tensor rank has its part; sequence: only with sequence parallelism; rows: as sequence, and
     each rank that shares an expert has all rows of it."""
     item_bytes: int = 0
-    """0: those of `trainer.dtype`."""
+    """0: as `trainer.dtype`."""
 
 
 ACTIVATIONS = (
@@ -66,8 +66,8 @@ ACTIVATIONS = (
         item_bytes=4,
     ),
 )
-"""What a layer keeps, first in the order in which it is made. With norms after attention and MLP instead of
-before it is as much: inputs of these instead of outputs of those."""
+"""Activations that a layer keeps, in the order in which they are made. With norms after attention and MLP
+instead of before it is as much: the norms' inputs instead of their outputs."""
 EXPERT_ACTIVATIONS = (
     *(row for row in ACTIVATIONS if row.module != "mlp"),
     Activation("logits and scores of the router", lambda a: 2 * a.experts.count, "mlp", "sequence", 4),
@@ -77,7 +77,7 @@ EXPERT_ACTIVATIONS = (
     Activation("outputs of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "sequence"),
     Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
 )
-"""What a layer with experts keeps, if all ranks get as many rows."""
+"""Activations that a layer with experts keeps, if all ranks get as many rows."""
 
 
 def _heads(a: Architecture) -> int:
@@ -85,7 +85,7 @@ def _heads(a: Architecture) -> int:
 
 
 def _projected(a: Architecture) -> int:
-    """Return the elements of what the projections put out, in so far as a part of it is kept as it is."""
+    """Return the elements of the projections' outputs that are kept as they are."""
     return a.heads * (a.latent.nope + a.latent.value) if a.latent else _heads(a) * a.head_dim
 
 

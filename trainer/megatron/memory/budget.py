@@ -1,4 +1,4 @@
-"""Chooses the tokens of a micro-batch for the memory that there is, and names settings where nothing fits."""
+"""Chooses the tokens of a micro-batch for the free memory, and names settings where none fit."""
 
 from collections.abc import Iterator
 
@@ -39,7 +39,7 @@ def largest_budget(work: Workload, room: float) -> int:
 
 
 def refusal(work: Workload, room: float) -> str:
-    """Return one sentence: what the smallest budget takes, what there is, and which settings would fit."""
+    """Return one sentence: the smallest budget's memory, the free memory, and settings that would fit."""
     least = expected_memory(work, TOKENS_STEP)
     return (
         f"the trainer does not fit on its device: a step of {TOKENS_STEP} tokens a micro-batch is expected "

@@ -1,4 +1,4 @@
-"""Computes from the settings what a rank will have on its device at the peak of a step. No torch here.
+"""Computes from the settings a rank's device memory at the peak of a step. No torch here.
 
 Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V vocabulary; P tensor ranks.
 """
@@ -37,7 +37,7 @@ class FrozenShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What the memory of a rank depends on."""
+    """Facts that the memory of a rank depends on."""
 
     architecture: Architecture
     parallel: ParallelConfig
@@ -47,11 +47,11 @@ class Workload:
     reference: bool = False
     """Whether a copy of the model is kept as the reference."""
     frozen: tuple[FrozenShape, ...] = ()
-    """Models beside it that are never trained."""
+    """Other models, which are never trained."""
     shared: bool = False
     """Whether an engine computes with the parameters, so that masters are apart in every dtype."""
     critic: Architecture | None = None
-    """What is trained beside it as a critic, whose passes are made when those of the policy are over."""
+    """Critic that is trained, too; its passes come after the policy's."""
 
     @property
     def layout(self) -> Layout:
@@ -92,7 +92,7 @@ class ExpectedMemory:
     """Bytes on the device of one rank, by what they are for."""
 
     parameters: int
-    """With those of models that are not trained."""
+    """Bytes of all models' parameters, trained or not."""
     gradients: int
     optimizer: int
     """Masters and moments."""
@@ -101,9 +101,9 @@ class ExpectedMemory:
     head: int
     """Logits and their gradient."""
     workspace: int
-    """What the backward pass of a layer takes for a moment."""
+    """Bytes that the backward pass of a layer takes for a moment."""
     update: int
-    """What the optimizer takes for a moment, after the passes."""
+    """Bytes that the optimizer takes for a moment, after the passes."""
     visiting: int = 0
     """Parameters of the largest model that is on the device only before the passes."""
 
@@ -165,14 +165,14 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
         optimizer=share * (8 + masters) if on_device else 0,
         activations=most * passes_under_way(work.layout, stage),
         head=_head(work, tokens, table) if last else 0,
-        workspace=_of_layer_backward(work, tokens) + tied_gradient,
+        workspace=_layer_backward_bytes(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
         visiting=max(frozen_bytes(work, stage, offload=True), default=0),
     )
 
 
 def frozen_layout(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the layout of a frozen model: that of the policy, its layers divided evenly between stages."""
+    """Return the layout of a frozen model: the policy's, with the layers divided evenly between stages."""
     return dataclasses.replace(
         parallel, num_layers_in_first_pipeline_stage=0, num_layers_in_last_pipeline_stage=0
     )
@@ -202,7 +202,7 @@ def stepped_of_stage(work: Workload, stage: int) -> int:
 
 
 def expert_parameters_of_stage(work: Workload, stage: int) -> int:
-    """Return those of a rank's parameters that are experts'."""
+    """Return the number of experts' parameters on a rank."""
     return _sizes(work.architecture, work.layout, stage)[0]
 
 
@@ -274,8 +274,8 @@ def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
         layers: of the chunk.
     """
     trainer, a = work.trainer, work.architecture
-    stream, of_layers = _stream(work, tokens), _bytes_of_layers(work, tokens, layers)
-    whole = max(of_layers)
+    stream, layer_bytes = _stream(work, tokens), _bytes_of_layers(work, tokens, layers)
+    whole = max(layer_bytes)
     angles = 2 * len(a.ropes) * tokens * a.positioned_dim * work.item
     ends = 2 * stream + angles  # the last norm's input and output
     if trainer.recompute_granularity == "full":
@@ -287,14 +287,14 @@ def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
     if trainer.recompute_granularity == "selective":
         kept = _bytes_of_layers(work, tokens, layers, without=trainer.recompute_modules)
         return ends + sum(kept) + (whole - min(kept))
-    return ends + sum(of_layers)
+    return ends + sum(layer_bytes)
 
 
-def _of_layer_backward(work: Workload, tokens: int) -> int:
+def _layer_backward_bytes(work: Workload, tokens: int) -> int:
     """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight.
 
-    Those of activations are of the product and of what it is made of. Bounded scores can take more, and so
-    can, with context parallelism, gradients of keys and values that are seen, and of those that ranks have.
+    Gradients of activations cover the product and its factors. Bounded scores can take more, and so can, with
+    context parallelism, gradients of keys and values that are seen, and of those that ranks have.
     """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     gradients, width = mlp_projections(a) + 1, a.intermediate / tp

@@ -1,4 +1,4 @@
-"""Computes from the settings what the trainer's ranks have in the memory of a host. No torch here."""
+"""Computes from the settings the host memory of the trainer's ranks. No torch here."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from trainer.megatron.memory.expected import (
 STATE_BYTES = 12
 """Master and moments of a parameter, float32."""
 CHUNK_ELEMENTS = 1 << 26
-"""What the optimizer steps together, at least; as in `host_optimizer.py`, which needs torch."""
+"""Elements that the optimizer steps together, at least; as in `host_optimizer.py`, which needs torch."""
 ROOMS = 2
 """Chunks that have room in page-locked memory, in either direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWorkload:
-    """What the memory of a host depends on."""
+    """Facts that the memory of a host depends on."""
 
     work: Workload
     hosts: int = 1
@@ -36,7 +36,7 @@ class HostWorkload:
     on_gpu: bool = True
     """Whether ranks compute on GPUs; if not, all that they have is in host memory."""
     turns: bool = False
-    """Whether what is on a GPU moves to the host while engines have it."""
+    """Whether the GPU's state moves to the host while engines have the GPU."""
 
     @property
     def ranks(self) -> int:
@@ -55,7 +55,7 @@ class ExpectedHostMemory:
     transfers: int
     """Its gradients and parameters on their way."""
     checkpoint: int
-    """The copy that is written beside the steps."""
+    """Bytes of the copy that is written during the steps."""
     export: int
     """The model as it is exported, on the host of rank 0."""
 
@@ -72,7 +72,7 @@ class ExpectedHostMemory:
 
 def expected_host_memory(given: HostWorkload) -> ExpectedHostMemory:
     """Return the memory of the host that takes the most."""
-    return max((_of_host(given, host) for host in range(given.hosts)), key=lambda found: found.total)
+    return max((_host_bytes(given, host) for host in range(given.hosts)), key=lambda found: found.total)
 
 
 def host_refusal(given: HostWorkload, room: int, setting: str) -> str:
@@ -135,7 +135,7 @@ def _fits(given: HostWorkload, room: int) -> bool:
     return expected_host_memory(given).total <= room
 
 
-def _of_host(given: HostWorkload, host: int) -> ExpectedHostMemory:
+def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
     """Return the memory of one host: its ranks follow each other, and ranks of a stage do, too."""
     optimizer = transfers = checkpoint = model = 0
     ranks = range(host * given.ranks, (host + 1) * given.ranks)
@@ -144,7 +144,7 @@ def _of_host(given: HostWorkload, host: int) -> ExpectedHostMemory:
         stepped = stepped_of_stage(work, place.pp)
         if work.parallel.use_distributed_optimizer or place.dp == place.cp == 0:
             checkpoint += stepped * STATE_BYTES  # of what several ranks have, the first one writes it
-        model += _of_device(given, work, place.pp)
+        model += _device_bytes(given, work, place.pp)
         if work.optimizer.cpu_offload:
             optimizer += stepped * STATE_BYTES
             transfers += _transfers(work, place.pp, stepped)
@@ -157,7 +157,7 @@ def _of_host(given: HostWorkload, host: int) -> ExpectedHostMemory:
     )
 
 
-def _of_device(given: HostWorkload, work: Workload, stage: int) -> int:
+def _device_bytes(given: HostWorkload, work: Workload, stage: int) -> int:
     """Return the bytes of a rank that are on the host because it has no device, or not always."""
     found, resting = memory_of_stage(work, 1, stage), sum(frozen_bytes(work, stage, offload=True))
     if not given.on_gpu:

@@ -1,8 +1,9 @@
-"""Steps AdamW on masters and moments in host memory, of which the device never holds a copy.
+"""Steps AdamW on masters and moments in host memory, without a copy on the device.
 
 Slices of parameters form chunks. While the host steps one chunk, the gradients of the next come from the
-device and the new parameters of the one before go to it, so only what is slowest is waited for. Results are
-those of the optimizer on the device; so are the checkpoints, and a run may change from one to the other.
+device and the new parameters of the one before go to it, so only the slowest of the three is waited for.
+Results are the same as of the optimizer on the device; so are the checkpoints, and a run may change from one
+to the other.
 
 megatron's own HybridDeviceOptimizer needs CUDA, and with bfloat16 its precision-aware distributed optimizer.
 """
@@ -34,7 +35,7 @@ CHUNK_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MasterSlice:
-    """What this rank steps of a parameter: all of it, or its share with the distributed optimizer."""
+    """This rank's slice of a parameter: all of it, or its share with the distributed optimizer."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -64,7 +65,7 @@ class MasterSlice:
 
 
 class HostOptimizer(Optimizer):
-    """AdamW with clipping, in host memory; the interface is that of `Optimizer`."""
+    """AdamW with clipping, in host memory; the interface is `Optimizer`'s."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class HostOptimizer(Optimizer):
         *,
         apart: bool = False,
     ) -> None:
-        """Build on the wrapped chunks, whose weights must be loaded; arguments as those of `Optimizer`.
+        """Build on the wrapped chunks, whose weights must be loaded; arguments as in `Optimizer`.
 
         Raises:
             SettingsError: masters are to be where an engine reads them.
@@ -146,9 +147,9 @@ class HostOptimizer(Optimizer):
         if self._distributed:
             return self._norm_of([*dense, *experts], mpu.get_intra_distributed_optimizer_instance_group())
         # each rank steps all that it has, and other ranks have other experts
-        of_dense = self._norm_of(dense, mpu.get_model_parallel_group())
-        of_experts = self._norm_of(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
-        return math.sqrt(of_dense**2 + of_experts**2) if of_experts else of_dense
+        dense_norm = self._norm_of(dense, mpu.get_model_parallel_group())
+        expert_norm = self._norm_of(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
+        return math.sqrt(dense_norm**2 + expert_norm**2) if expert_norm else dense_norm
 
     def _norm_of(self, parts: Sequence[MasterSlice], group: dist.ProcessGroup) -> float:
         """Return the norm of the gradients of some slices and of those on the other ranks of a group."""
@@ -165,7 +166,7 @@ class HostOptimizer(Optimizer):
 
 
 class Transfers:
-    """Copies gradients from the device and parameters to it, beside the host's work on what lies between."""
+    """Copies gradients from the device and parameters to it, during the host's work on the chunk between."""
 
     def __init__(self, slices: list[MasterSlice], device: torch.device, dtype: torch.dtype) -> None:
         """Allocate, page-locked where the device is a GPU, room for two chunks in either direction."""

@@ -1,4 +1,4 @@
-"""Plans the tokens of a micro-batch for the ranks' devices, and measures what a step took of them."""
+"""Plans the tokens of a micro-batch for the ranks' devices, and measures the memory that a step took."""
 
 import logging
 
@@ -21,7 +21,7 @@ log = logging.getLogger("tether.trainer")
 
 
 class MemoryPlan:
-    """What is planned and measured of one rank's device; on a CPU nothing is measured."""
+    """Planned and measured memory of one rank's device; a CPU is not measured."""
 
     def __init__(self, work: Workload, position: Position) -> None:
         """Plan before anything is allocated. A collective: the rank with the least memory decides for all.

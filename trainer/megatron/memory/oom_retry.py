@@ -1,10 +1,10 @@
 """Repeats the passes of a step that ran out of memory, with half the tokens a micro-batch.
 
-Gradients are zero at the beginning of each attempt, so the result is that of a step which began with the
-smaller budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others,
-which have made their passes and drop them. With tensor, pipeline or context parallelism, or experts on
-several ranks, they wait for each other within a pass, so no rank can leave it: there the process ends with an
-error, and torchrun ends the others.
+Gradients are zero at the beginning of each attempt, so the result equals a step that began with the smaller
+budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others, which have
+made their passes and drop them. With tensor, pipeline or context parallelism, or experts on several ranks,
+they wait for each other within a pass, so no rank can leave it: there the process ends with an error, and
+torchrun ends the others.
 """
 
 import gc
@@ -31,7 +31,7 @@ REMEDY = (
 
 
 class Outcome(IntEnum):
-    """How the passes of a rank ended; the largest of all ranks counts."""
+    """Outcome of a rank's passes; the largest of all ranks counts."""
 
     DONE = 0
     REPEAT = 1

@@ -16,10 +16,9 @@ from trainer.megatron.layout import Layout
 
 
 def set_recompute(config: TransformerConfig, trainer: TrainerConfig, layout: Layout) -> None:
-    """Set megatron's fields before a model is built with `config`; does nothing if nothing is recomputed.
+    """Set megatron's fields before a model is built with `config`; return at once without recomputation.
 
-    They are set after megatron has made the configuration: it warns of `core_attn` whatever attention is
-    used.
+    They are set after megatron has made the configuration: it warns of `core_attn` for any attention.
 
     Raises:
         SettingsError: the layers of a chunk do not divide into equal pieces.
@@ -45,7 +44,7 @@ def set_recompute(config: TransformerConfig, trainer: TrainerConfig, layout: Lay
 def keep_input_gradient(model: GPTModel, trainer: TrainerConfig) -> None:
     """Have the first layer's input require a gradient, also where the embedding is frozen.
 
-    What is recomputed gets a gradient only if its input requires one; without it the adapters of the first
+    A recomputed part gets a gradient only if its input requires one; without it the adapters of the first
     layer would silently not be trained.
     """
     if trainer.recompute_granularity and model.pre_process:
@@ -59,6 +58,6 @@ def _require_gradient(module: torch.nn.Module, inputs: Any, output: torch.Tensor
 
 
 def forget_passes(model: GPTModel) -> None:
-    """Drop what the layers of a model remember of a pass that did not end."""
+    """Drop the layers' state of a pass that did not end."""
     for layer in model.decoder.layers:
         layer.input_layernorm_checkpoint = layer.pre_mlp_norm_checkpoint = None

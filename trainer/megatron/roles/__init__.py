@@ -1,1 +1,1 @@
-"""Holds the models beside the policy on its ranks: the critic, and those that are never trained."""
+"""Holds the other models on the policy's ranks: the critic, and models that are never trained."""

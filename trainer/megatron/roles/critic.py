@@ -75,7 +75,7 @@ class MegatronCritic(Critic):
         trainer: TrainerConfig,
         config: CriticConfig,
     ) -> None:
-        """Load the model; arguments as those of `make_critic`. A collective.
+        """Load the model; arguments as in `make_critic`. A collective.
 
         Raises:
             SettingsError: the model is not supported, or does not fit the layout.

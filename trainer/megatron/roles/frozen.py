@@ -77,7 +77,7 @@ def _loaded(
 
 
 def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
-    """Return what the memory of frozen models depends on.
+    """Return the facts that the memory of frozen models depends on.
 
     Raises:
         SettingsError: one is not supported; names the setting.

@@ -10,8 +10,8 @@ wants in its request:
                                              `protocol.weights.slices.BucketSizes`
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
     both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each
-    both                 the sums of what was not sent of the pieces that were cut; from rank 0 also those of
-                         the pieces that no rank has sent anything of. int64, in one broadcast
+    both                 the sums of the unsent parts of cut pieces; from rank 0 also the sums of pieces
+                         that no rank has sent. int64, in one broadcast
     receiver -> sender   {"done": v}
 
 With a group per receiver, one that hangs or dies delays no other, and the default process group is not

@@ -7,8 +7,8 @@ wants in its request:
                              a handle where `k` is new on this connection. The buckets hold the rank's pieces,
                              at their `protocol.weights.slices.piece_places`
     receiver -> sender   {"sums": n}: it has queued its copies and wants n sums, if there are any
-    sender -> receiver   the sums of the rest of the pieces that are read in part, computed from what is
-                         mapped; from rank 0 also those of the pieces that no rank has anything read of.
+    sender -> receiver   the sums of the rest of the pieces that are read in part, computed from the mapped
+                         memory; from rank 0 also the sums of pieces that no rank has read.
                          int64, n of them, without a line
     receiver -> sender   {"done": v}: the memory may be written again
 
@@ -73,7 +73,7 @@ class PartHandleChannel:
         return torch.cat([rest.cpu(), untouched_sums(served.manifest, plan, collected)])
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        """Return a context for work on the GPU, beside that of the trainer."""
+        """Return a context for work on the GPU, on a stream other than the trainer's."""
         device = self._memory.device
         if device.type != "cuda":
             return nullcontext()

@@ -23,7 +23,7 @@ def blank_manifest(
     """Return the manifest of no version yet; equal on every rank.
 
     Args:
-        publication: that of the model.
+        publication: the model's.
         dtype: in which its tensors are published.
         bucket_bytes: size of a bucket.
         transport: by which engines get it.
@@ -46,7 +46,7 @@ def blank_manifest(
 
 
 def piece_spans(blank: WeightManifest, part: int) -> list[tuple[int, int]]:
-    """Return the rows (first, after the last) of its tensor of which the sums of each piece of a rank are."""
+    """Return the rows (first, after the last) of its tensor that the sums of each piece of a rank cover."""
     return [sum_span(blank.tensors[piece.tensor], piece.box) for piece in blank.parts[part].pieces]
 
 
@@ -63,7 +63,7 @@ def complete_manifest(
     Args:
         blank: its epoch, version and layout.
         spans: `piece_spans` of each rank.
-        sums: by rank, those of each piece, int64 on the CPU.
+        sums: by rank, the sums of each piece, int64 on the CPU.
         locations: by rank, where its part is served.
         base_model: architecture name from the model's config.json.
     """

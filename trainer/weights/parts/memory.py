@@ -70,17 +70,17 @@ class SentPieces:
         return torch.empty(shape_of(piece.box), dtype=dtype, device=self.device)
 
     def published(self) -> None:
-        """Do nothing: every version has memory of its own."""
+        """Return at once: every version has memory of its own."""
 
     def channel(self) -> SenderChannel:
         return PartChannel(self.where, self.device, part=self._part, bucket_bytes=self._bucket_bytes)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Return at once."""
 
 
 class SharedPieces:
-    """Pieces in buckets that engines map: those of the current version, and those of the one before it.
+    """Pieces of the current version and the one before it, in buckets that engines map.
 
     On a GPU these are mapped by CUDA IPC handles; without one they are anonymous files.
     """

@@ -19,19 +19,19 @@ Spans = list[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class SenderPlan:
-    """What a rank sends."""
+    """Plan of a rank's cuts for a receiver."""
 
     transfer: Transfer
     rests: Spans
-    """Spans of the sums of what is not sent of pieces that are sent in part."""
+    """Spans of the sums of the unsent parts of partly sent pieces."""
     untouched: list[tuple[int, int]]
-    """(part, index of the piece) of the pieces of all ranks of which nothing is wanted; for rank 0 alone."""
+    """(part, index of the piece) of all ranks' pieces without a wanted element; for rank 0 alone."""
     untouched_spans: Spans
     """Spans of the sums of these."""
 
 
 class SenderPlans:
-    """The plan for what the receiver of a connection wanted last."""
+    """Latest plan for the receiver of a connection."""
 
     def __init__(self, part: int, sizes: BucketSizes) -> None:
         """Plan what rank `part` sends, in buckets of these sizes."""
@@ -40,14 +40,14 @@ class SenderPlans:
         self._plan: SenderPlan | None = None
 
     def plan(self, wanted: bytes, manifest: WeightManifest) -> SenderPlan:
-        """Return the plan for what a receiver wants of a version.
+        """Return the plan for the slices that a receiver wants of a version.
 
         Args:
             wanted: as it was received.
             manifest: the version; its layout is always the same.
 
         Raises:
-            WeightError: the receiver wants what there is not.
+            WeightError: the receiver wants a slice that does not exist.
         """
         if self._plan is None or wanted != self._wanted:
             boxes = decode_wanted(wanted, manifest)

@@ -1,7 +1,7 @@
 """Keeps one rank's part of the current version, and serves it to the engine ranks that want slices of it.
 
 A version is copied and digested where its pieces are, and rank 0 collects the sums of the pieces, a few bytes
-for each 64 KiB, of which it makes the manifest. A trainer of one rank publishes one part.
+for each 64 KiB, and makes the manifest of them. A trainer of one rank publishes one part.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ from trainer.weights.version_server import ServedVersion, VersionServer
 
 
 class PartReport(msgspec.Struct, frozen=True):
-    """What a rank tells rank 0 of its part of a version."""
+    """Report of a rank to rank 0 about its part of a version."""
 
     location: str
     error: str
     """Why the part could not be made; empty if it was."""
     sums: bytes
-    """Those of its pieces, one after the other, int64."""
+    """Sums of its pieces, one after the other, int64."""
 
 
 _decoder = msgspec.msgpack.Decoder(PartReport)
@@ -49,7 +49,7 @@ class PartSender:
 
         Args:
             config: section `[weights]`.
-            rank: that of this process, below the number of parts.
+            rank: this process's rank, below the number of parts.
             blank: `blank_manifest` of the model.
             keys: see `VersionServer`.
 
@@ -58,7 +58,7 @@ class PartSender:
             WeightError: the address cannot be listened on.
         """
         self.rank = rank
-        """That of this process."""
+        """This process's rank."""
         self.in_parts = len(blank.parts) > 1
         self._blank = blank
         self._spans = [piece_spans(self._blank, part) for part in range(len(self._blank.parts))]
@@ -160,7 +160,7 @@ class PartSender:
         self._server.current, self._server.provisional, self._filled = self._filled, None, None
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Do nothing: the memory of versions that are no longer needed is used again."""
+        """Return at once: the memory of versions that are no longer needed is used again."""
 
     def close(self) -> None:
         """Stop listening and disconnect every receiver; idempotent."""

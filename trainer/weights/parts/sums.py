@@ -17,7 +17,7 @@ Numbered = Callable[[int], torch.Tensor]
 def rest_sums(
     manifest: WeightManifest, part: int, plan: SenderPlan, published: Numbered, device: torch.device
 ) -> torch.Tensor:
-    """Return the sums of what is not sent of pieces that are sent in part, from what was published.
+    """Return the sums of the unsent parts of partly sent pieces, from the published bytes.
 
     Returns:
         int64 [rows of `plan.rests`] on the pieces' device.
@@ -35,11 +35,11 @@ def rest_sums(
 
 
 def untouched_sums(manifest: WeightManifest, plan: SenderPlan, collected: Numbered) -> torch.Tensor:
-    """Return the sums of the pieces of all ranks of which nothing is wanted.
+    """Return the sums of all ranks' pieces without a wanted element.
 
     Args:
         manifest: the version.
-        plan: what rank 0 sends.
+        plan: rank 0's plan.
         collected: returns the sums of a piece; they are numbered over all parts.
 
     Returns:

@@ -1,9 +1,9 @@
 """Gathers the keys and values that a context rank sees, so that its queries can attend to them.
 
-Each rank has the queries of its pieces of sequences. It gathers keys and values of all ranks and lays out
-those that each piece sees, so that a kernel takes pieces as it takes sequences: with more keys than queries,
-of which the last ones belong together. Keys and values are few beside the queries that share them, so they
-are gathered whole; none is handed around in a ring, which would take less memory and more messages.
+Each rank has the queries of its pieces of sequences. It gathers keys and values of all ranks and lays out the
+visible ones of each piece, so that a kernel takes pieces as it takes sequences: with more keys than queries,
+whose last keys belong to the queries. Keys and values are few compared with the queries that share them, so
+they are gathered whole; none is handed around in a ring, which would take less memory and more messages.
 
 Shapes: T tokens of this rank; K keys that its pieces see together; D head size.
 """
@@ -31,8 +31,8 @@ def gather_visible(
 
     Args:
         key: [T, kv heads, D], of this rank's tokens, with rotation.
-        value: [T, kv heads, any size], likewise.
-        keys: which ones are seen.
+        value: [T, kv heads, any size], of this rank's tokens.
+        keys: the visible ones.
 
     Returns:
         Keys [K, kv heads, D] and values [K, kv heads, any size].

@@ -1,7 +1,7 @@
 """Chooses how attention over packed sequences is computed, and makes it the core of megatron's layers.
 
-Shapes: T tokens, D size of a head's query and key, V of its value, mostly the same; heads are those of this
-tensor rank.
+Shapes: T tokens, D size of a head's query and key, V of its value, mostly the same; heads are this tensor
+rank's.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
@@ -38,7 +38,7 @@ def by_segments(
     terms: AttentionTerms,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute it with torch's attention, a segment at a time: anywhere, and what the others must equal."""
+    """Compute it with torch's attention, a segment at a time: anywhere, and as the reference for others."""
     if (keys := sequences.keys) is not None:
         q = spread_queries(q, keys)
     numbers = terms.scale, terms.window, terms.softcap

@@ -3,9 +3,8 @@
 megatron's own refuses packed sequences without TransformerEngine. Keys and values are expanded for all heads,
 as in a prefill: in training they have no cache whose size would matter.
 
-Shapes: T tokens, of which t are on this rank (all of them without sequence parallelism); H hidden size; D of
-a head's query and key, of which the last R carry the position; V of a head's value; heads are those of this
-tensor rank.
+Shapes: T tokens, t of them on this rank (all without sequence parallelism); H hidden size; D of a head's
+query and key, whose last R carry the position; V of a head's value; heads are this tensor rank's.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
@@ -33,15 +32,15 @@ from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.dense import RMSNorm
 
 EPS = 1e-6
-"""Epsilon of the norms of low rank: transformers has it fixed, whatever `rms_norm_eps` says."""
+"""Epsilon of the norms of low rank: transformers has it fixed, regardless of `rms_norm_eps`."""
 
 
 class LatentAttention(MegatronModule):
     """Self-attention of a layer. Tensor ranks split the heads; each makes the vectors of low rank itself.
 
-    The gradient of what all ranks have is whole on each of them without sequence parallelism, because the
-    layers and regions that it leads to add up the ranks' parts. With it each has that of its own tokens, and
-    marks make megatron add these up.
+    The gradient of a tensor that all ranks have is whole on each of them without sequence parallelism,
+    because the layers and regions after it add up the ranks' parts. With it each rank has the gradient of its
+    own tokens, and marks make megatron add these up.
     """
 
     def __init__(

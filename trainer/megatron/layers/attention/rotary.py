@@ -39,10 +39,10 @@ class Rotary:
     frequencies: torch.Tensor
     """float32 [R / 2]."""
     long: torch.Tensor | None = None
-    """longrope: those of sequences longer than `original`."""
+    """longrope: frequencies of sequences longer than `original`."""
     original: int = 0
     factor: float = 1.0
-    """Factor of what is rotated; 1 where it is part of the scale of the scores."""
+    """Factor of the rotated vectors; 1 where it is part of the scale of the scores."""
     interleaved: bool = False
     """Whether dimension 2 i is paired with 2 i + 1; else i with i + R / 2."""
 
@@ -61,7 +61,7 @@ class Rotary:
         Args:
             positions: integers [T], on the device.
             lengths: integers [T], on the device: tokens of the sequence that each is of.
-            dtype: that of queries and keys.
+            dtype: the queries' and keys'.
         """
         cos, sin = rotation(positions, self.frequencies, torch.float32)
         if self.long is not None:

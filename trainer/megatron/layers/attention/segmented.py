@@ -134,7 +134,7 @@ def _attend(
 
 
 def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return what is added to the scores of n queries, [heads, n, n + 1]: the sinks are the last column."""
+    """Return the bias of the scores of n queries, [heads, n, n + 1]: the sinks are the last column."""
     tokens = torch.zeros(mask.shape, dtype=sinks.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
     column = sinks[:, None, None].expand(-1, len(mask), 1)
     return torch.cat([tokens.expand(len(sinks), -1, -1), column], dim=-1)

@@ -18,7 +18,7 @@ from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """What attention has to know of a micro-batch; megatron hands it to every layer as `packed_seq_params`.
+    """Attention's data of a micro-batch; megatron hands it to every layer as `packed_seq_params`.
 
     All of it is computed once, so that no layer waits for the device.
     """
@@ -65,9 +65,9 @@ def packed_sequences(
         lengths: tokens of each sequence, at least 1; attention by segments is fast if similar lengths are
             neighbours.
         rotaries: the model's.
-        dtype: that of queries and keys.
+        dtype: the queries' and keys'.
         segmented: whether attention goes by segments.
-        keys: those that the sequences see, on the host, if they are pieces of longer ones.
+        keys: keys that the sequences see, on the host, if they are pieces of longer ones.
     """
     device = rotaries[0].frequencies.device
     sizes = torch.tensor(lengths)

@@ -2,10 +2,10 @@
 
 A sink is a score s that takes part in the softmax of a query and has no value. With the kernel's output o and
 the log-sum-exp l of the scores, the result is o' = o exp(l - l') with l' = log(exp(l) + exp(s)). The kernel's
-backward pass makes the probabilities anew from the log-sum-exp, and subtracts the products of output and
+backward pass computes the probabilities again from the log-sum-exp, and subtracts the products of output and
 gradient: with l' and o' in place of l and o it gives the gradients of queries, keys and values, exactly.
 
-Shapes: T tokens, D head size; heads are those of this tensor rank.
+Shapes: T tokens, D head size; heads are this tensor rank's.
 """
 
 from typing import Any
@@ -65,10 +65,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, total, offsets, key_offsets, state = ctx.saved_tensors
-        of_q, of_k, of_v = torch.ops.torch_attn._varlen_attn_backward(
-            of_out.contiguous(),
+        q_grad, k_grad, v_grad = torch.ops.torch_attn._varlen_attn_backward(
+            out_grad.contiguous(),
             q,
             k,
             v,
@@ -84,5 +84,5 @@ class _Attention(torch.autograd.Function):
             ctx.window,
         )
         shares = (sinks.float()[:, None] - total).exp()
-        of_sinks = -(shares * (of_out.float() * out.float()).sum(-1).t()).sum(-1)
-        return of_q, of_k, of_v, of_sinks.to(sinks.dtype), None, None
+        sinks_grad = -(shares * (out_grad.float() * out.float()).sum(-1).t()).sum(-1)
+        return q_grad, k_grad, v_grad, sinks_grad.to(sinks.dtype), None, None

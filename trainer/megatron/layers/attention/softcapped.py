@@ -63,7 +63,7 @@ def softcapped_attention(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
 ) -> torch.Tensor:
-    """Map queries [n, K, A / K, rows, D] to the same shape; those of a group like tokens of a sequence."""
+    """Map queries [n, K, A / K, rows, D] to the same shape; a group is like a sequence."""
     products = q.flatten(2, 3).float() @ k.float().transpose(-1, -2)
     scores = (products.view(*q.shape[:4], -1) * (scale / softcap)).tanh() * softcap
     shares = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)

@@ -1,4 +1,4 @@
-"""Defines what the attention of a layer computes beside the product of queries and keys."""
+"""Defines the terms of a layer's attention other than the product of queries and keys."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class AttentionTerms:
 
     @property
     def optional(self) -> frozenset[str]:
-        """Those of its terms that not every kernel computes."""
+        """Its terms that not every kernel computes."""
         return frozenset(name for name in ("softcap", "sinks") if getattr(self, name))
 
 

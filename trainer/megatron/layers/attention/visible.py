@@ -36,7 +36,7 @@ def pieces_with_padding(division: Division, rank: int) -> list[SequencePiece]:
 
 
 def visible_keys(division: Division, rank: int) -> VisibleKeys:
-    """Return what the pieces of a rank see, on the host."""
+    """Return the keys that a rank's pieces see, on the host."""
     first, places = _gathered_places(division)
     own = pieces_with_padding(division, rank)
     lengths = _lengths(division)

@@ -20,7 +20,7 @@ def set_balance(config: Any, experts: Experts, trainer: TrainerConfig) -> None:
     """Set the coefficients in megatron's `config`, from which routers take them.
 
     Raises:
-        SettingsError: the model has nothing that could be balanced so.
+        SettingsError: the model has no experts that could be balanced so.
     """
     if trainer.moe_router_bias_update_rate and not experts.bias:
         raise SettingsError(
@@ -33,7 +33,7 @@ def set_balance(config: Any, experts: Experts, trainer: TrainerConfig) -> None:
 
 
 def tokens_by_sample(chosen: torch.Tensor, experts: int, tokens: RoutedTokens) -> torch.Tensor:
-    """Count which experts the tokens of each row chose; those of padding count nowhere.
+    """Count the tokens of each row by chosen expert; padding is not counted.
 
     Args:
         chosen: int64 [T, k].

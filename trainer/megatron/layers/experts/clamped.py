@@ -45,15 +45,15 @@ class ClampedExperts(torch.nn.Module):
         self._around = (before, hidden - before - hidden // ranks)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Compute each expert's rows; arguments and result as those of `LocalExperts`."""
-        inner = expert_products(rows, self.fc1.transpose(1, 2), counts) + _of_rows(
+        """Compute each expert's rows; arguments and result as in `LocalExperts`."""
+        inner = expert_products(rows, self.fc1.transpose(1, 2), counts) + _biases_of_rows(
             self.fc1_bias, counts, rows
         )
         inner = clamped_swiglu(inner, self.experts.swiglu_limit, self.experts.swiglu_alpha)
         bias = F.pad(self.fc2_bias, self._around)
-        return expert_products(inner, self.fc2.transpose(1, 2), counts) + _of_rows(bias, counts, rows)
+        return expert_products(inner, self.fc2.transpose(1, 2), counts) + _biases_of_rows(bias, counts, rows)
 
 
-def _of_rows(biases: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _biases_of_rows(biases: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return for each row the bias of its expert, [R, n] of [L, n]."""
     return biases.repeat_interleave(counts.to(rows.device, non_blocking=True), 0, output_size=len(rows))

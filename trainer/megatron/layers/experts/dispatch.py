@@ -56,7 +56,7 @@ class Exchange:
             counts: int64 [E], on the device: rows of this rank for each expert.
             size: P.
             copies: Q.
-            group: the P Q ranks, of which those that share experts are neighbours.
+            group: the P Q ranks; ranks that share experts are neighbours.
         """
         self.group, self._copies = group, copies
         sent = counts.view(size, -1).repeat_interleave(copies, 0)

@@ -1,7 +1,7 @@
 """Defines the layer whose MLP is a choice of experts for each token.
 
-Shapes: S, B leading dimensions; T = S B tokens of this rank, H hidden size; E experts of the layer, of which
-a rank has L; k experts for a token; F width of an expert, of which a rank has F' columns.
+Shapes: S, B leading dimensions; T = S B tokens of this rank, H hidden size; E experts of the layer, L of them
+on a rank; k experts for a token; F width of an expert, F' columns of it on a rank.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
@@ -51,8 +51,8 @@ class ExpertLayer(TransformerLayer):
     def forward(self, *args: Any, packed_seq_params: Any = None, **others: Any) -> Any:
         """Compute the layer, as megatron's.
 
-        What the router has to know of the tokens goes to the MLP as megatron's `padding_mask`, the only
-        argument that it hands over, also where it recomputes the MLP.
+        The router's data about the tokens goes to the MLP as megatron's `padding_mask`, the only argument
+        that it hands over, also where it recomputes the MLP.
         """
         others["padding_mask"] = None if packed_seq_params is None else packed_seq_params.routed
         return super().forward(*args, packed_seq_params=packed_seq_params, **others)
@@ -83,7 +83,7 @@ class LocalExperts(torch.nn.Module):
 
 
 class SharedGate(torch.nn.Module):
-    """What the MLP that every token passes through counts for each of them: a sigmoid of one product."""
+    """Weight of the shared MLP for each token: a sigmoid of one product."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class SharedGate(torch.nn.Module):
 
 
 class ExpertMLP(torch.nn.Module):
-    """ExpertRouter, experts, and the way between them, beside an MLP for all tokens if the model has one.
+    """Router, experts, and the exchange between them, plus an MLP for all tokens if the model has one.
 
-    Every token is computed, however many choose an expert.
+    Every token is computed, for any number of tokens that choose an expert.
     """
 
     def __init__(self, config: TransformerConfig, experts: Experts, layer: int) -> None:

@@ -41,7 +41,7 @@ class RouterRecorder:
 
 
 def check_recorded(recorded: torch.Tensor | None, experts: Experts, layers: int) -> None:
-    """Check that recorded experts are those of a model.
+    """Check that recorded experts fit a model.
 
     Args:
         recorded: [t, L, K], see `Batch.experts`.
@@ -49,7 +49,7 @@ def check_recorded(recorded: torch.Tensor | None, experts: Experts, layers: int)
         layers: of the model.
 
     Raises:
-        TetherError: there are none, or they are of another model; says of what they are.
+        TetherError: there are none, or they are another model's; names their shape.
     """
     if recorded is None:
         raise TetherError(

@@ -65,7 +65,7 @@ class ExpertRouter(torch.nn.Module):
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count loads anew."""
+        """Reset the loads to 0."""
         self.loads = torch.zeros(self.experts.count, device=self.weight.device)
 
     def forward(self, x: torch.Tensor, tokens: RoutedTokens | None) -> Routing:
@@ -73,7 +73,7 @@ class ExpertRouter(torch.nn.Module):
 
         Args:
             x: inputs of the layer's experts.
-            tokens: describes them; None: nothing is counted or balanced.
+            tokens: describes them; None: loads are neither counted nor balanced.
         """
         logits = self._logits(x)
         scores = scores_of(logits, self.experts)
@@ -123,7 +123,7 @@ def scores_of(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
 
 
 def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the experts of each token, int64 [T, k], by scores [T, E] and what is added to them, [E].
+    """Return the experts of each token, int64 [T, k], by scores [T, E] and their bias, [E].
 
     Where experts are in groups, only those of a token's best groups are chosen from (DeepSeek-V2 and V3,
     arXiv 2405.04434 and 2412.19437).
@@ -133,15 +133,15 @@ def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = N
         scores = scores + bias
     if experts.groups > 1:
         grouped = scores.unflatten(-1, (experts.groups, -1))
-        of_groups = grouped.topk(experts.best_of_group, -1).values.sum(-1)
-        best = of_groups.topk(experts.groups_per_token, -1).indices
-        left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, False)
+        group_scores = grouped.topk(experts.best_of_group, -1).values.sum(-1)
+        best = group_scores.topk(experts.groups_per_token, -1).indices
+        left_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
         scores = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(-2)
     return torch.topk(scores, experts.per_token, -1).indices
 
 
 def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Return what the experts `chosen` (int64 [T, k]) count, float32 [T, k], by scores [T, E]."""
+    """Return the weights of the experts `chosen` (int64 [T, k]), float32 [T, k], by scores [T, E]."""
     weights = scores.gather(-1, chosen)
     if experts.normalized:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -8,7 +8,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Which row each token of a rank belongs to. Shapes: T tokens of this rank, S rows.
+    """Rows that a rank's tokens belong to. Shapes: T tokens of this rank, S rows.
 
     A row is a sample, or a branch of one.
     """
@@ -16,7 +16,7 @@ class RoutedTokens:
     samples: torch.Tensor
     """int64 [T], on the device: a number below S, or S for padding."""
     weights: torch.Tensor
-    """float32 [S + 1], on the device: what a token of each row counts in a mean over the samples of a step of
+    """float32 [S + 1], on the device: weight of a token of each row in a mean over the samples of a step of
     means over the tokens of all their rows; 0 for padding."""
     lengths: torch.Tensor
     """float32 [S + 1], on the device: tokens of each row over all ranks; 1 for padding."""
@@ -44,11 +44,11 @@ def routed_tokens(
     Args:
         lengths: tokens of each of the S rows, over all ranks.
         owners: int64: the row of each token that this context rank has, from 0; S for padding.
-        samples: those of the whole step; at least 1.
-        shares: float32 [S]: what part of its sample's tokens each row has; None: each row is a sample.
-        experts: int16 [tokens without padding, layers with experts, k]: what was chosen for them, if it is to
-            be chosen again.
-        part: number of this rank among those that divide these tokens into equal pieces.
+        samples: number in the whole step; at least 1.
+        shares: float32 [S]: each row's share of its sample's tokens; None: each row is a sample.
+        experts: int16 [tokens without padding, layers with experts, k]: their recorded experts, if
+            routers are to choose these again.
+        part: number of this rank among the ranks that divide these tokens into equal pieces.
         parts: so many pieces.
     """
     whole = torch.tensor([*lengths, 1], dtype=torch.float32).clamp_min(1)
