@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from protocol.messages import Rollout
+from protocol.paths import set_first
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import NOTHING_READ, Environment, EnvironmentConfig, PromptTokens, Sample
 from rollout.episodes import EpisodeReport, Episodes
@@ -31,16 +32,16 @@ ENGINE = "engine"
 class SamplingConfig:
     """Section `[sampling]`: how samples are drawn for training."""
 
-    samples_per_prompt: Annotated[int, Meta(ge=1, le=10**5)] = 8
+    samples_per_prompt: Annotated[int, Meta(ge=1, le=10**5)] = set_first(8)
     """n, the samples of a group."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = set_first(1.0)
     """Divides the logits before sampling, in engine and trainer alike. Training refuses less than 0.01."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Refused below 1 in training, where engine and trainer have to use the same distribution; see
     `eval.top_p`."""
     top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
     """Refused above 0 in training, as `top_p` is below 1; see `eval.top_k`."""
-    max_tokens: Annotated[int, Meta(ge=1, le=10**7)] = 128
+    max_tokens: Annotated[int, Meta(ge=1, le=10**7)] = set_first(128)
     """Limit of one generation, tokens. An environment with several turns may set less for each."""
 
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from protocol.messages import UNKNOWN_EXPERT
+from protocol.paths import FIRST, set_first
 from rollout.engines.base import Completion, EngineConfig
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -46,11 +47,11 @@ class EpisodeOver(Exception):
 class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
-    name: str = "single_turn"
+    name: str = set_first("single_turn")
     """The environment: single_turn, given, guess_number, gsm8k, textarena, tools, agent, command,
     server or verifiers (`rollout/environments/`), or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`;
     the module is found in `run.modules` and `PYTHONPATH`."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, metadata=FIRST)
     """Options of that environment; of your own: keyword arguments of the class or the function."""
     call_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
     """How long one call of the model may take, seconds, waiting for the engine included. A longer one fails
