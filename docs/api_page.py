@@ -27,7 +27,7 @@ FORMS = {
         "A function is given the arguments that it names ([rewards](rewards.md#your-own-function)).",
     ),
     "Environments": (
-        "rollout/environments/user_environment.py",
+        "rollout/environments/registry.py",
         "A function or a class ([environments](environments.md#your-own-environment)).",
     ),
     "Agents": (
@@ -44,11 +44,11 @@ CLASSES: dict[str, tuple[tuple[str, str, set[str] | None], ...]] = {
     "Environments": (
         ("rollout/environments/episode.py", "Episode", EPISODE),
         ("rollout/prompts/base.py", "Prompt", None),
-        ("rollout/environments/base.py", "EpisodeOver", None),
+        ("rollout/sample.py", "EpisodeOver", None),
         ("rollout/environments/base.py", "Environment", {"run", "check", "close"}),
-        ("rollout/environments/base.py", "Sample", SAMPLE),
+        ("rollout/sample.py", "Sample", SAMPLE),
     ),
-    "Agents": (("rollout/sessions/environment.py", "Task", TASK),),
+    "Agents": (("rollout/environments/session.py", "Task", TASK),),
 }
 """Section -> (module, class, its members on the page; None: all public ones)."""
 ARGUMENTS = (

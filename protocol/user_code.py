@@ -68,15 +68,29 @@ def returned_number(value: Any) -> float:
 
 
 def located(error: BaseException) -> str:
-    """Return `FILE:LINE: TYPE: text` of an exception: the innermost place in code that is not ours.
+    """Return `FILE:LINE: TYPE: text` of an exception, with the place of `place_of`.
 
-    Of a group of exceptions, that of the first.
+    For a group of exceptions, describe the first one.
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     text = f"{type(error).__name__}: {error}".rstrip(": ")
+    place = place_of(error)
+    return f"{place}: {text}" if place else text
+
+
+def place_of(error: BaseException, file: str = "") -> str:
+    """Return `FILE:LINE` of the innermost place outside our packages that an exception passed.
+
+    Args:
+        error: the exception.
+        file: a file of the user; places below its directory are preferred.
+
+    Returns:
+        Empty if there is no such place.
+    """
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {text}"
+        return f"{error.filename}:{error.lineno}"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -84,5 +98,8 @@ def located(error: BaseException) -> str:
         and not any(Path(frame.filename).is_relative_to(folder) for folder in OURS)
     ]
     own = [frame for frame in frames if "/lib/python" not in frame.filename]
+    if file:
+        below = Path(file).parent
+        own = [frame for frame in own if Path(frame.filename).is_relative_to(below)] or own
     chosen = (own or frames)[-1:]
-    return f"{chosen[0].filename}:{chosen[0].lineno}: {text}" if chosen else text
+    return f"{chosen[0].filename}:{chosen[0].lineno}" if chosen else ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from protocol.errors import RewardError
 
 MOST = 1e30
-"""Largest absolute score, weighted or not."""
+"""Largest absolute score of a sample or a turn, weighted or not: they are sent as float32."""
 
 
 class VerifierError(RewardError):
@@ -21,7 +21,7 @@ class VerifierError(RewardError):
 def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
     """Return the rewards: reward_i = sum over verifiers v of weight_v * score_v,i.
 
-    Neither a score nor its product with the weight may be over `MOST`: they are sent as float32.
+    Neither a score nor its product with the weight may be over `MOST`.
 
     Args:
         components: verifier -> [n] scores.

@@ -30,7 +30,6 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
         scorer: incarnation of this reward worker.
     """
     began = time.perf_counter()
-    remarks: list[Remark] = []
     try:
         environment = None
         if rollout.environment_rewards is not None:
@@ -40,16 +39,14 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
                     f"environment_rewards of shape {list(rewards.shape)} for {len(rollout.responses)} samples"
                 )
             environment = rewards.tolist()
-        turns = GroupTurns.of(rollout)
-        combined, components = await pool.score(
+        scores = await pool.score(
             rollout.prompt_text,
             rollout.responses,
             rollout.metadata,
             environment,
             sample_lengths(rollout),
             rollout.finish_reasons,
-            remarks,
-            turns,
+            GroupTurns.of(rollout),
         )
     except (RewardError, ProtocolError) as error:
         verifier = error.verifier if isinstance(error, VerifierError) else ""
@@ -57,23 +54,25 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
         return ScoreFailure(
             group=rollout.group, token=rollout.token, verifier=verifier, error=text[:MAX_ERROR], scorer=scorer
         )
+    turn_rewards, turn_components = None, {}
+    if rollout.turns is not None and scores.turn_rewards:
+        turn_rewards = _flat(scores.turn_rewards)
+        turn_components = {name: _flat(values) for name, values in scores.turn_components.items()}
     return ScoredRollout(
         rollout=rollout,
-        rewards=Array.of(combined, "float32"),
-        components={name: Array.of(scores, "float32") for name, scores in components.items()},
+        rewards=Array.of(scores.rewards, "float32"),
+        components={name: Array.of(values, "float32") for name, values in scores.components.items()},
         scorer=scorer,
         score_s=time.perf_counter() - began,
-        remarks=bounded(remarks),
-        turn_rewards=_of_turns(turns.rewards) if turns.rewards and rollout.turns is not None else None,
-        turn_components={name: _of_turns(scores) for name, scores in turns.components.items()}
-        if rollout.turns is not None
-        else {},
+        remarks=bounded(scores.remarks),
+        turn_rewards=turn_rewards,
+        turn_components=turn_components,
     )
 
 
-def _of_turns(values: Sequence[Sequence[float]]) -> Array:
+def _flat(values: Sequence[Sequence[float]]) -> Array:
     """Return [n][K_i] as float32 [K]."""
-    return Array.of([value for of_sample in values for value in of_sample], "float32")
+    return Array.of([value for by_sample in values for value in by_sample], "float32")
 
 
 def bounded(remarks: Sequence[Remark]) -> tuple[Remark, ...]:

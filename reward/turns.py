@@ -1,34 +1,27 @@
-"""Holds the turns of a group's samples while they are scored, and combines what verifiers gave to them.
+"""Holds the turns of a group's samples and their scores, and combines the scores of several verifiers.
 
 Shapes: n samples; K_i turns of sample i.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from protocol.messages import Rollout
 from protocol.turns import by_sample, turns_of
-from reward.combine import VerifierError
-
-LARGEST = 1e30
-"""Largest absolute score of a turn, weighted or not: they are sent as float32."""
+from reward.combine import MOST, VerifierError
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GroupTurns:
-    """The turns of a group, and their scores once it is scored."""
+    """The turns of a group."""
 
     counts: Sequence[int]
     """[n]: K_i, at least 1."""
     texts: Sequence[Sequence[str]] | None = None
-    """[n][K_i]; None: nobody sent them."""
+    """[n][K_i]; None: the rollout worker sent none."""
     contexts: Sequence[Sequence[str]] | None = None
     """[n][K_i]: what was written to the model before each turn."""
-    components: dict[str, list[list[float]]] = field(default_factory=dict)
-    """Verifier that scored turns -> [n][K_i], its scores before weighting."""
-    rewards: list[list[float]] = field(default_factory=list)
-    """[n][K_i]: combined rewards; empty if no verifier scored turns."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> "GroupTurns":
@@ -59,6 +52,15 @@ class GroupTurns:
                 "verifier 'function'",
             )
 
+
+class TurnScores:
+    """Scores of a group's turns, filled while the group is scored."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        """Begin without scores. `counts` are the turns of each sample, [n]."""
+        self._counts = counts
+        self._components: dict[str, list[list[float]]] = {}
+
     def note(self, verifier: str, sample: int, scores: Sequence[float], *, by: str = "") -> float:
         """Keep the scores of a sample's turns, and return their sum.
 
@@ -72,52 +74,70 @@ class GroupTurns:
             VerifierError: there are more or fewer than turns, or one is not finite or too large.
         """
         by = by or verifier
-        if len(scores) != self.counts[sample]:
+        if len(scores) != self._counts[sample]:
             raise VerifierError(
-                by, f"{len(scores)} scores for {self.counts[sample]} turns of sample {sample}"
+                by, f"{len(scores)} scores for {self._counts[sample]} turns of sample {sample}"
             )
         for number, score in enumerate(scores):
-            if not abs(score) <= LARGEST:
+            if not abs(score) <= MOST:
                 raise VerifierError(by, f"scored turn {number} of sample {sample} as {score}")
-        of_turns = self.components.setdefault(verifier, [[] for _ in self.counts])
+        of_turns = self._components.setdefault(verifier, [[] for _ in self._counts])
         of_turns[sample] = list(scores)
         return math.fsum(scores)
 
     def forget(self, verifier: str, sample: int) -> None:
         """Drop the scores of a sample's turns, because a fallback scored the whole sample instead."""
-        if verifier in self.components:
-            self.components[verifier][sample] = []
+        if verifier in self._components:
+            self._components[verifier][sample] = []
 
-    def combine(self, components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> None:
-        """Combine the scores of turns, if there are any, with those of whole samples.
+    def filled(self, components: Mapping[str, Sequence[float]]) -> dict[str, list[list[float]]]:
+        """Return verifier that scored turns -> [n][K_i], its scores before weighting.
 
-        A turn's reward is the weighted sum of its scores. What is given to a whole sample counts at its last
-        turn, also where a verifier that scores turns was replaced by another one, or was too slow.
+        A score of a whole sample counts at its last turn: a fallback gave it, or `timeout_score`.
 
         Args:
-            components: verifier -> [n] scores of samples; of turns their sums.
-            weights: verifier -> weight.
-
-        Raises:
-            VerifierError: a weighted score is too large; names the verifier.
+            components: verifier -> [n] scores of samples; for turns, their sums.
         """
-        if not self.components:
-            return
-        for name, of_turns in self.components.items():
-            for i, count in enumerate(self.counts):
-                of_turns[i] = of_turns[i] or [0.0] * (count - 1) + [components[name][i]]
-        whole = {name: scores for name, scores in components.items() if name not in self.components}
-        for i, count in enumerate(self.counts):
-            given = [
-                [_weighted(name, weights[name], scores[i][k]) for name, scores in self.components.items()]
-                for k in range(count)
+        return {
+            name: [
+                scores or [0.0] * (count - 1) + [components[name][i]]
+                for i, (scores, count) in enumerate(zip(by_sample, self._counts, strict=True))
             ]
-            given[-1] += [_weighted(name, weights[name], scores[i]) for name, scores in whole.items()]
-            self.rewards.append([math.fsum(scores) for scores in given])
+            for name, by_sample in self._components.items()
+        }
+
+
+def combine_turns(
+    components: Mapping[str, Sequence[float]],
+    turn_components: Mapping[str, Sequence[Sequence[float]]],
+    weights: Mapping[str, float],
+) -> list[list[float]]:
+    """Return the rewards of turns, [n][K_i]; empty if no verifier scored turns.
+
+    A turn's reward is the weighted sum of its scores. A score of a whole sample counts at its last turn.
+
+    Args:
+        components: verifier -> [n] scores of samples; for turns, their sums.
+        turn_components: verifier that scored turns -> [n][K_i].
+        weights: verifier -> weight.
+
+    Raises:
+        VerifierError: a weighted score is too large; names the verifier.
+    """
+    rewards = []
+    whole = {name: scores for name, scores in components.items() if name not in turn_components}
+    for i, turns in enumerate(next(iter(turn_components.values()), ())):
+        given = [
+            [_weighted(name, weights[name], scores[i][k]) for name, scores in turn_components.items()]
+            for k in range(len(turns))
+        ]
+        given[-1] += [_weighted(name, weights[name], scores[i]) for name, scores in whole.items()]
+        rewards.append([math.fsum(scores) for scores in given])
+    return rewards
 
 
 def _weighted(verifier: str, weight: float, score: float) -> float:
     """Return the product. Raises VerifierError if it is too large."""
-    if not abs(weight * score) <= LARGEST:
+    if not abs(weight * score) <= MOST:
         raise VerifierError(verifier, f"scored {score}, which is too large with the weight {weight}")
     return weight * score

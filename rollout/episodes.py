@@ -9,29 +9,28 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
+from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.user_code import located
-from rollout.engines.base import Completion, Engine, Request, Sampling
-from rollout.environments.base import (
-    NOTHING_READ,
-    Environment,
-    EnvironmentConfig,
-    EpisodeOver,
-    PromptTokens,
-    Sample,
-)
+from rollout.config import EnvironmentConfig
+from rollout.engines.base import Engine, Sampling
+from rollout.environments.base import Environment
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
-from rollout.sessions.record import Recording, SampleRecord
+from rollout.sample import NOTHING_READ, EpisodeOver, PromptTokens, Sample
+from rollout.sessions.model_calls import ModelCalls
+from rollout.sessions.record import Recording
 from rollout.strays import Strays
 
 FAILURES = ("call_s", "episode_s", "length", "replay", "error")
-"""Reasons of failed episodes: a time limit of `[environment]`; an environment did not handle that no turn or
-room was left; its harness must not be run again, or nothing of its recorded calls may be trained; any
-exception of the environment."""
-OVER = "the episode has ended; its model cannot be called any more"
+"""Reasons of failed episodes.
+
+- `call_s`, `episode_s`: a time limit of `[environment]`.
+- `length`: the environment did not handle `EpisodeOver`.
+- `replay`: calls are recorded, but the harness must not be run again, or all of them are too old to train.
+- `error`: any exception of the environment.
+"""
 MAX_ERROR = 500
 """Characters of an error that are reported."""
 
@@ -60,113 +59,6 @@ class EpisodeReport:
     """Calls that were answered from the record."""
     diverged: int = 0
     """Recorded calls that the harness did not ask for again."""
-
-
-class ModelCalls:
-    """Continues tokens for one attempt at a sample (`Generate`), and keeps to its limits."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        sampling: Sampling,
-        config: EnvironmentConfig,
-        max_model_len: int,
-        name: str,
-        ended: Callable[[], str] = lambda: "",
-        record: SampleRecord | None = None,
-    ) -> None:
-        """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
-        self.record = record
-        self._engine, self._sampling, self._config = engine, sampling, config
-        self.max_model_len, self.name, self._ended = max_model_len, name, ended
-        self._asked = 0
-        self._over = False
-        self._running: set[asyncio.Timeout] = set()
-        self.turns = self.tokens = 0
-        self.first_prompt = self.later_prompts = NOTHING_READ
-        self.error: EngineError | EpisodeError | None = None
-        """The first error of a call: it counts even if the environment catches it."""
-        self.late = False
-        """Whether the attempt has used up its time."""
-        self.left_behind = False
-        """Whether the environment runs on although it was cancelled."""
-
-    @property
-    def ended(self) -> str:
-        """Why the attempt is ended from outside; empty while it is not, or if nobody says."""
-        if self.late:
-            return f"not done within environment.episode_s {self._config.episode_s:g} s"
-        return self._ended()
-
-    async def __call__(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
-        if self._over:
-            raise RuntimeError(OVER)
-        limit = self._limit(len(tokens), max_tokens)
-        request = Request(
-            self.name.replace("{turn}", str(self._asked)), tokens, replace(self._sampling, max_tokens=limit)
-        )
-        self._asked += 1
-        try:
-            async with asyncio.timeout(self._config.call_s) as timeout:
-                self._running.add(timeout)
-                completion = await self._engine.generate(request)
-        except TimeoutError:
-            if not timeout.expired():
-                raise
-            if self._over:
-                raise RuntimeError(OVER) from None
-            text = f"request {request.id}: no answer within environment.call_s {self._config.call_s:g} s"
-            raise self._failed(EpisodeError("call_s", text)) from None
-        except InvalidRequest:
-            raise  # fails the group, unless a session answers its harness that the request is wrong
-        except EngineError as error:
-            raise self._failed(error) from None
-        finally:
-            self._running.discard(timeout)
-        if completion.finish_reason == "abort":
-            text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
-            raise self._failed(EngineError(text))
-        if self.turns:
-            self.later_prompts = self.later_prompts.plus(len(tokens), completion.cached_tokens)
-        else:
-            self.first_prompt = self.first_prompt.plus(len(tokens), completion.cached_tokens)
-        self.turns += 1
-        self.tokens += len(completion.tokens)
-        return completion
-
-    def count_replayed(self, completion: Completion) -> None:
-        """Count a call that was answered from the record."""
-        self._asked += 1
-        self.turns += 1
-        self.tokens += len(completion.tokens)
-
-    def close(self) -> None:
-        """Refuse further calls, and end those that a task of the environment's own has left running."""
-        self._over = True
-        for timeout in self._running:
-            if not timeout.expired():
-                timeout.reschedule(0)
-
-    def leave_behind(self) -> None:
-        """Note that the environment runs on."""
-        self.left_behind = True
-
-    def _limit(self, context: int, max_tokens: int | None) -> int:
-        """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
-        most = self._sampling.max_tokens
-        if self._asked:
-            if 0 < self._config.max_turns <= self._asked:
-                raise EpisodeOver(f"environment.max_turns {self._config.max_turns} are used up")
-            if self.max_model_len:
-                room = self.max_model_len - context
-                if room < 1:
-                    raise EpisodeOver(f"{context} tokens fill engine.max_model_len {self.max_model_len}")
-                most = min(most, room)
-        return most if max_tokens is None else min(max_tokens, most)
-
-    def _failed(self, error: EngineError | EpisodeError) -> EngineError | EpisodeError:
-        self.error = self.error or error
-        return error
 
 
 @dataclass(frozen=True, slots=True)

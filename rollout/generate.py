@@ -4,21 +4,21 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from protocol.messages import Rollout
-from protocol.paths import set_first
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, Sampling
-from rollout.environments.base import NOTHING_READ, Environment, EnvironmentConfig, PromptTokens, Sample
+from rollout.environments.base import Environment
 from rollout.episodes import EpisodeReport, Episodes
 from rollout.off_loop import TOKEN, off_loop, size_of
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sample import NOTHING_READ, PromptTokens, Sample
 from rollout.sessions.record import Recording
 from rollout.strays import Strays
 from rollout.trajectory import assemble, turn_texts
@@ -26,23 +26,6 @@ from rollout.trajectory import assemble, turn_texts
 DEFAULT = EnvironmentConfig()
 ENGINE = "engine"
 """Reason of a group that its engine failed, whatever its prompt is."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingConfig:
-    """Section `[sampling]`: how samples are drawn for training."""
-
-    samples_per_prompt: Annotated[int, Meta(ge=1, le=10**5)] = set_first(8)
-    """n, the samples of a group."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] = set_first(1.0)
-    """Divides the logits before sampling, in engine and trainer alike. Training refuses less than 0.01."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Refused below 1 in training, where engine and trainer have to use the same distribution; see
-    `eval.top_p`."""
-    top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
-    """Refused above 0 in training, as `top_p` is below 1; see `eval.top_k`."""
-    max_tokens: Annotated[int, Meta(ge=1, le=10**7)] = set_first(128)
-    """Limit of one generation, tokens. An environment with several turns may set less for each."""
 
 
 async def generate_group(

@@ -13,8 +13,8 @@ from protocol.errors import EngineError, SettingsError
 from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.tensors import Array
 from protocol.turns import turns_of
-from rollout.environments.base import Branch, Sample
 from rollout.prompts.base import Prompt
+from rollout.sample import Branch, Sample
 
 FINISH_REASONS = ("stop", "length", "environment")
 MAX_LOGPROB = 1e-3

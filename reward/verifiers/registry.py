@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from protocol.choices import Entry, Registry, checked_options, load
 from protocol.errors import RewardError, SettingsError
+from protocol.user_code import located
 from reward.group import ResponseGroup, Verdict
 from reward.verifiers.awaited import AwaitedVerifier
-from reward.verifiers.location import locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,7 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
     except ImportError as error:
         raise SettingsError(f"verifier {name} cannot be imported: {error}") from None
     except (Exception, SystemExit) as error:  # a module of the user may raise anything, or be a script
-        text = f"{locate(error)}: {type(error).__name__}: {error}"
-        raise SettingsError(f"verifier {name} cannot be imported: {text}") from None
+        raise SettingsError(f"verifier {name} cannot be imported: {located(error)}") from None
     for part in ("Options", entry.factory or "score"):
         if not hasattr(module, part):
             raise SettingsError(f"verifier {name}: {module.__file__} has no {part!r}; see docs/rewards.md")

@@ -1,171 +1,259 @@
 """Starts, queries and ends one worker process, for the pool."""
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import os
-import struct
 import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
 from protocol.host.process_tree import kill_process_tree
-from reward.config import RewardConfig
-from reward.workers.outcome import CallOutcome, GroupFrame
+from reward.config import RewardConfig, VerifierConfig
+from reward.workers.frames import LENGTH, MAX_FRAME, CallOutcome, GroupFrame, VerifierTraits
 
-LENGTH = struct.Struct("<I")
-MAX_FRAME = 1 << 22
-"""Limit on a frame from a worker, bytes: it holds numbers, of each turn at most, or a short text."""
 EXIT_S = 2.0
-"""Time for a process that has closed its pipe to exit by itself."""
-log = logging.getLogger("tether.reward")
+"""Time after the exit of a process in which a program that it left may keep its pipe open, seconds."""
+SILENCE_S = 5.0
+"""How much longer than `timeout_s` the event loop of a concurrent process may stand still, seconds."""
 ROOT = Path(__file__).resolve().parents[2]
+log = logging.getLogger("tether.reward")
 
 
-class WorkerClient:
-    """A worker process, which answers one call at a time.
+class WorkerEnded(Exception):
+    """The process ended before it answered a call; another call may have ended it."""
 
-    If `healthy` is False after `call` has ended, the process must be replaced.
+    def __init__(self, text: str, stuck: bool, alone: bool) -> None:
+        super().__init__(text)
+        self.stuck = stuck
+        """Whether it was killed because it stood still for longer than a call may take."""
+        self.alone = alone
+        """Whether there was no other call in it."""
+
+    def outcome(self, samples: Sequence[int]) -> CallOutcome:
+        """Return the outcome of the call that ended its process: late if the process stood still."""
+        return CallOutcome([None] * len(samples)) if self.stuck else CallOutcome([], error=str(self))
+
+
+class WorkerClient(asyncio.SubprocessProtocol):
+    """A worker process, which answers one call at a time, or, if it is concurrent, any number at once.
+
+    If `healthy` is False the process must be replaced.
     """
 
-    def __init__(self, process: Process, config: RewardConfig) -> None:
-        self._process, self._config = process, config
-        self._group: GroupFrame | None = None
+    def __init__(self, config: RewardConfig, is_concurrent: bool) -> None:
+        self._config, self._is_concurrent = config, is_concurrent
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.SubprocessTransport | None = None
+        self._buffer = bytearray()
+        self._ready: asyncio.Future[list[Any]] = self._loop.create_future()
+        self._exited: asyncio.Future[None] = self._loop.create_future()
+        self._calls: dict[int, asyncio.Future[CallOutcome]] = {}
+        self._numbers = itertools.count()
+        self._groups: set[int] = set()
+        self._heard_s = self._loop.time()
+        self._stuck = False
+        self._is_blamed = False
+        """Whether the process said which call it ends for."""
         self.healthy = True
-        self.at_once: Sequence[bool] = ()
-        """For each verifier, whether one call takes all samples of a group."""
-        self.awaits: Sequence[bool] = ()
-        """For each verifier, whether it waits, and so runs in an `AsyncWorkerClient`."""
-        self.by_turn: Sequence[bool] = ()
-        """For each verifier, whether it scores turns."""
+        self.traits: Sequence[VerifierTraits | None] = ()
+        """For each verifier; None if this process does not run it."""
 
     @classmethod
-    async def start(cls, config: RewardConfig, modules: Sequence[str] = ()) -> "WorkerClient":
-        """Start a worker and wait until it has imported its verifiers; cancelling the call ends the process.
+    async def start(
+        cls,
+        config: RewardConfig,
+        modules: Sequence[str],
+        verifiers: Sequence[VerifierConfig | None],
+        *,
+        is_concurrent: bool,
+    ) -> "WorkerClient":
+        """Start a process and wait until it has imported its verifiers; cancelling the call ends it.
 
         Args:
             config: the section.
             modules: directories with modules of the user, which are searched last.
+            verifiers: those of the section, None for each that this process does not import.
+            is_concurrent: whether many calls wait in it at once; only verifiers that wait can be called then,
+                otherwise only the others.
 
         Raises:
             SettingsError: a verifier's name or options are wrong.
-            RewardError: the worker was not ready within `start_timeout_s`.
+            RewardError: it was not ready within `start_timeout_s`, or ended.
         """
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "reward.workers.worker",
+        program = [sys.executable, "-P", "-m", "reward.workers.worker"]
+        _, worker = await asyncio.get_running_loop().subprocess_exec(
+            lambda: cls(config, is_concurrent),
+            *program,
             stdin=PIPE,
             stdout=PIPE,
+            stderr=None,
             start_new_session=True,
-            env=worker_environment(),
+            env=_environment(),
         )
-        worker = cls(process, config)
+        named = [item and [item.name, item.options] for item in verifiers]
         try:
+            worker._send([is_concurrent, config.memory_mb, config.timeout_s, list(modules), named])
             async with asyncio.timeout(config.start_timeout_s):
-                verifiers = [[verifier.name, verifier.options] for verifier in config.verifiers]
-                frame = [config.memory_mb, config.timeout_s, list(modules), verifiers]
-                await worker._send(msgspec.msgpack.encode(frame))
-                kind, *rest = await worker._receive()
+                kind, given = await worker._ready
+            if kind != "ready":
+                raise SettingsError(given)
+            worker.traits = msgspec.convert(given, list[VerifierTraits | None])
         except TimeoutError:
             await worker.end()
             raise RewardError(
                 f"a reward worker was not ready within reward.start_timeout_s {config.start_timeout_s}"
             ) from None
-        except (EOFError, OSError) as error:
-            code = await worker._exit_code()
-            raise RewardError(f"a reward worker ended while starting, exit code {code}") from error
         except BaseException:
             await worker.end()
             raise
-        if kind == "settings":
-            await worker.end()
-            raise SettingsError(rest[0])
-        worker.at_once, worker.awaits, worker.by_turn = rest
         return worker
 
     async def call(self, group: GroupFrame, verifier: int, samples: Sequence[int]) -> CallOutcome:
         """Return the outcome of one verifier on samples of a group.
 
+        Cancelling it ends the call; if the process is not concurrent, it ends the process.
+
         Args:
-            group: sent once for consecutive calls with it.
+            group: sent once, until it is forgotten; a process that is not concurrent keeps one group.
             verifier: number of the verifier in the settings.
             samples: numbers of the samples.
 
-        Returns:
-            The outcome. The worker stays healthy if the verifier raised, but not if it was late or crashed.
+        Raises:
+            WorkerEnded: the process ended, or stood still for too long and was killed.
         """
-        self.healthy = False  # until the whole answer has been read, even if this call is cancelled
+        number, answer = next(self._numbers), self._loop.create_future()
+        self._calls[number] = answer
+        began_s = self._loop.time()
         try:
-            async with asyncio.timeout(self._config.timeout_s):
-                if group is not self._group:
-                    await self._send(group.data)
-                    self._group = group
-                await self._send(msgspec.msgpack.encode(["call", verifier, samples]))
-                kind, value = await self._receive()
-            if kind == "error":
-                self.healthy = True
-                return CallOutcome([], error=str(value))
-            scores = msgspec.convert(value, list[float | list[float]])
-            if len(scores) != len(samples):
-                raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
-        except TimeoutError:
-            return CallOutcome([None] * len(samples))
-        except (EOFError, OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
-            code = await self._exit_code()
-            log.warning("score.worker_ended code=%s error=%s", code, error)
-            return CallOutcome([], error=f"the worker process ended, exit code {code}")
-        self.healthy = True
-        return CallOutcome(scores)
+            if not self.healthy:
+                raise WorkerEnded("the worker process has ended", stuck=False, alone=False)
+            self._open(group)
+            self._send(["call", number, verifier, group.number, list(samples)])
+            while not answer.done() and (left_s := self._deadline_s(began_s) - self._loop.time()) > 0:
+                await asyncio.wait({answer}, timeout=left_s)
+            if not answer.done():
+                self._stuck = True
+                self.kill()
+                await asyncio.wait({answer})
+            outcome: CallOutcome = answer.result()
+            if not outcome.error and len(outcome.scores) != len(samples):
+                return CallOutcome([], error=f"{len(outcome.scores)} scores for {len(samples)} samples")
+            return outcome
+        finally:
+            del self._calls[number]
+            if not answer.done() and self.healthy:
+                if self._is_concurrent:
+                    self._send(["cancel", number])
+                else:
+                    await self.end()
+
+    def forget(self, group: GroupFrame) -> None:
+        """Let the process forget a group that is scored."""
+        self._close_group(group.number)
 
     def kill(self) -> None:
         """Kill the process and everything that it started."""
         self.healthy = False
-        if self._process.returncode is None:
-            kill_process_tree(self._process.pid)
+        if self._transport is not None and not self._exited.done():
+            kill_process_tree(self._transport.get_pid())
 
-    async def end(self) -> int:
-        """Kill the process and return its exit code; not to be called while `score` runs. Idempotent."""
+    async def end(self) -> None:
+        """Kill the process and wait for its end. Idempotent."""
         self.kill()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        code = await self._process.wait()
-        await self._drain()
-        return code
+        await asyncio.wait({self._exited})
+        if self._transport is not None:
+            self._transport.close()
 
-    async def _exit_code(self) -> int:
-        """Return the exit code of a process that has closed its pipe; kill it if it does not exit."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EXIT_S):
-                await self._process.wait()
-        return await self.end()
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport (called by asyncio)."""
+        self._transport = cast(asyncio.SubprocessTransport, transport)  # uvloop's derives from nothing
 
-    async def _drain(self) -> None:
-        """Read to the end of the stream, so that the transport closes."""
-        assert self._process.stdout is not None
-        while await self._process.stdout.read(MAX_FRAME):
-            pass
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Take what the process wrote (called by asyncio)."""
+        self._buffer += data
+        self._heard_s = self._loop.time()
+        while len(self._buffer) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._buffer)
+            if length > MAX_FRAME:
+                self.kill()
+                return
+            if len(self._buffer) < LENGTH.size + length:
+                return
+            frame = bytes(self._buffer[LENGTH.size : LENGTH.size + length])
+            del self._buffer[: LENGTH.size + length]
+            try:
+                self._take(*msgspec.msgpack.decode(frame, type=list[Any]))
+            except (TypeError, ValueError, msgspec.MsgspecError):  # only a verifier can have written it
+                self.kill()
+                return
 
-    async def _send(self, data: bytes) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(LENGTH.pack(len(data)) + data)
-        await self._process.stdin.drain()
+    def process_exited(self) -> None:
+        """Fail the calls without an answer, once everything written is read (called by asyncio)."""
+        self.healthy = False
+        self._loop.call_later(EXIT_S, self.connection_lost, None)
 
-    async def _receive(self) -> list[Any]:
-        assert self._process.stdout is not None
-        (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
-        if length > MAX_FRAME:
-            raise ValueError(f"frame of {length} bytes from a reward worker")
-        return msgspec.msgpack.decode(await self._process.stdout.readexactly(length), type=list[Any])
+    def connection_lost(self, error: Exception | None) -> None:
+        """Fail the calls without an answer (called by asyncio)."""
+        if not self._exited.done():
+            self._exited.set_result(None)
+        code = None if self._transport is None else self._transport.get_returncode()
+        if not self._ready.done():
+            self._ready.set_exception(RewardError(f"a reward worker ended while starting, exit code {code}"))
+        open_calls = [answer for answer in self._calls.values() if not answer.done()]
+        if open_calls:
+            log.warning("score.worker_ended code=%s calls=%d stuck=%s", code, len(open_calls), self._stuck)
+        alone = len(self._calls) <= 1 and not self._is_blamed
+        for answer in open_calls:
+            answer.set_exception(
+                WorkerEnded(f"the worker process ended, exit code {code}", self._stuck, alone)
+            )
+
+    def _deadline_s(self, began_s: float) -> float:
+        """Return when the process stands still too long: it is silent, or its only call is late."""
+        if self._is_concurrent:
+            return self._heard_s + self._config.timeout_s + SILENCE_S
+        return began_s + self._config.timeout_s
+
+    def _take(self, kind: str, *rest: Any) -> None:
+        if kind == "answer":
+            number, outcome = rest
+            answer = self._calls.get(number)
+            if answer is not None and not answer.done():
+                answer.set_result(msgspec.convert(outcome, CallOutcome))
+        elif kind == "ending":
+            self.healthy, self._is_blamed = False, True
+        elif kind != "alive" and not self._ready.done():
+            self._ready.set_result([kind, *rest])
+
+    def _open(self, group: GroupFrame) -> None:
+        if group.number in self._groups:
+            return
+        if not self._is_concurrent:
+            for number in [*self._groups]:
+                self._close_group(number)
+        self._groups.add(group.number)
+        self._send(["open", group.number, group.data])
+
+    def _close_group(self, number: int) -> None:
+        if number in self._groups and self.healthy:
+            self._send(["close", number])
+        self._groups.discard(number)
+
+    def _send(self, frame: list[Any]) -> None:
+        assert self._transport is not None
+        data = msgspec.msgpack.encode(frame)
+        pipe = cast(asyncio.WriteTransport | None, self._transport.get_pipe_transport(0))
+        if pipe is not None and not pipe.is_closing():
+            pipe.write(LENGTH.pack(len(data)) + data)
 
 
-def worker_environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Return the environment of a worker process, which imports our packages from where they are."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Verifiers need no settings, which may contain passwords.

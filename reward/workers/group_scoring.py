@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.errors import TetherError
 from protocol.messages import Remark
 from reward.combine import VerifierError
 from reward.config import RewardConfig
-from reward.turns import GroupTurns
-from reward.workers.outcome import CallOutcome, GroupFrame
+from reward.turns import GroupTurns, TurnScores
+from reward.workers.frames import CallOutcome, VerifierTraits
 
 TIMED_OUT = "timed_out"
 """Name of the component that counts, for each sample, the verifiers of which it got `timeout_score`. It is
@@ -21,53 +22,62 @@ FELL_BACK = "fell_back"
 log = logging.getLogger("tether.reward")
 
 
-class Verifiers(Protocol):
-    """Calls verifiers in worker processes."""
+class CallVerifier(Protocol):
+    """Calls a verifier on samples of the group, in a worker process."""
 
-    def at_once(self, verifier: int) -> bool:
-        """Return whether one call takes all samples of a group."""
-
-    def by_turn(self, verifier: int) -> bool:
-        """Return whether it scores each turn of a sample."""
-
-    def awaits(self, verifier: int) -> bool:
-        """Return whether calls of it wait for something, so that cancelling one costs no process."""
-
-    async def call(
-        self, verifier: int, group: GroupFrame, samples: Sequence[int], scoring: "GroupScoring"
+    async def __call__(
+        self, verifier: int, samples: Sequence[int], is_over: Callable[[], bool]
     ) -> CallOutcome | None:
-        """Return the outcome of a call; None if `scoring` was over before it began."""
+        """Return the outcome; None if `is_over` said so before the call began."""
 
-    def count(self, verifier: int, what: str, amount: float = 1.0) -> None:
-        """Count what happened."""
+
+@dataclass(frozen=True, slots=True)
+class VerifierScores:
+    """What verifiers gave to a group. Shapes: n samples; K_i turns of sample i."""
+
+    components: dict[str, list[float]]
+    """Verifier -> [n] scores, for turns their sums; also `TIMED_OUT` and `FELL_BACK`."""
+    turns: dict[str, list[list[float]]]
+    """Verifier that scored turns -> [n][K_i]."""
+    remarks: Sequence[Remark]
+    """What judges said."""
 
 
 class GroupScoring:
     """The calls for one group."""
 
     def __init__(
-        self, verifiers: Verifiers, config: RewardConfig, group: GroupFrame, turns: GroupTurns
+        self,
+        config: RewardConfig,
+        traits: Sequence[VerifierTraits],
+        turns: GroupTurns,
+        call: CallVerifier,
+        count: Callable[[int, str, float], None],
     ) -> None:
-        """Begin nothing yet. `turns` are those of the group, which keeps their scores."""
+        """Begin nothing yet.
+
+        Args:
+            config: the section.
+            traits: how each verifier is called.
+            turns: the group's.
+            call: calls a verifier.
+            count: counts how often something happened to a verifier.
+        """
         n = len(turns.counts)
-        self._verifiers, self._config, self._group, self._n = verifiers, config, group, n
-        self._turns = turns
+        self._config, self._traits, self._turns, self._n = config, traits, turns, n
+        self._call, self._count = call, count
         self._names = [verifier.component for verifier in config.verifiers]
         self._scores = {i: [0.0] * n for i in primaries(config)}
+        self._turn_scores = TurnScores(turns.counts)
         self._given_up, self._fell_back = [0.0] * n, [0.0] * n
         self._fallback_errors: dict[int, VerifierError] = {}
         """Verifier -> its first error for which another one was asked."""
         self._waiting: list[asyncio.Task[None]] = []
         self._failures: list[tuple[int, int, TetherError]] = []
-        self.remarks: list[Remark] = []
+        self._remarks: list[Remark] = []
 
-    @property
-    def is_over(self) -> bool:
-        """Whether a score cannot be computed, so that no further call makes sense."""
-        return bool(self._failures)
-
-    async def run(self) -> dict[str, list[float]]:
-        """Return component -> [n] scores.
+    async def run(self) -> VerifierScores:
+        """Return the scores, and what judges said of them.
 
         Calls run in any order and at once. After a failure none is begun; those that wait are cancelled, and
         others end by themselves, since cancelling one would cost its process.
@@ -78,11 +88,11 @@ class GroupScoring:
         """
         async with asyncio.TaskGroup() as tasks:
             for target in self._scores:
-                for samples in self._calls(target, range(self._n)):
+                for samples in self._parts(target, range(self._n)):
                     task = tasks.create_task(
                         self._score_or_fail(target, samples), name=f"{self._names[target]}-{samples[0]}"
                     )
-                    if self._verifiers.awaits(target):
+                    if self._traits[target].awaits:
                         self._waiting.append(task)
         for verifier, error in self._fallback_errors.items():
             to = self._config.verifiers[verifier].fallback
@@ -90,13 +100,14 @@ class GroupScoring:
         if self._failures:
             raise min(self._failures, key=lambda failure: failure[:2])[2]
         extra = {TIMED_OUT: self._given_up, FELL_BACK: self._fell_back}
-        return {self._names[target]: scores for target, scores in self._scores.items()} | {
-            name: counts for name, counts in extra.items() if any(counts)
-        }
+        components = {self._names[target]: scores for target, scores in self._scores.items()}
+        turns = self._turn_scores.filled(components)
+        components |= {name: counts for name, counts in extra.items() if any(counts)}
+        return VerifierScores(components, turns, self._remarks)
 
-    def _calls(self, verifier: int, samples: Sequence[int]) -> list[list[int]]:
+    def _parts(self, verifier: int, samples: Sequence[int]) -> list[list[int]]:
         """Return the samples of each call that a verifier needs."""
-        return [list(samples)] if self._verifiers.at_once(verifier) else [[i] for i in samples]
+        return [list(samples)] if self._traits[verifier].at_once else [[i] for i in samples]
 
     async def _score_or_fail(self, target: int, samples: Sequence[int]) -> None:
         try:
@@ -128,11 +139,11 @@ class GroupScoring:
         fallback = self._config.verifiers[verifier].fallback
         if fallback:
             self._fallback_errors.setdefault(verifier, error)
-            self._verifiers.count(verifier, "fallbacks", len(failed))
+            self._count(verifier, "fallbacks", len(failed))
             for i in failed:
                 self._fell_back[i] += 1.0
             other = self._names.index(fallback)
-            for part in self._calls(other, failed):
+            for part in self._parts(other, failed):
                 await self._score(target, other, part)
         elif late and self._config.timeout_score is not None:
             for i in late:
@@ -150,10 +161,10 @@ class GroupScoring:
             TetherError: the verifier failed.
         """
         late, problem = samples, ""
-        if self._verifiers.by_turn(verifier):
+        if self._traits[verifier].by_turn:
             self._turns.check_texts(self._names[verifier])
         for _ in range(1 if self._config.timeout_score is None else 2):
-            answer = await self._verifiers.call(verifier, self._group, late, self)
+            answer = await self._call(verifier, late, lambda: bool(self._failures))
             if answer is None:
                 return [], ""
             if answer.error:
@@ -175,22 +186,22 @@ class GroupScoring:
             VerifierError: it is not finite, or not one score for each turn where turns are scored.
         """
         name = self._names[verifier]
-        if isinstance(given, list) != self._verifiers.by_turn(verifier):
+        if isinstance(given, list) != self._traits[verifier].by_turn:
             raise VerifierError(name, f"scored sample {sample} as {type(given).__name__}")
         if isinstance(given, list):
-            return self._turns.note(self._names[target], sample, given, by=name)
+            return self._turn_scores.note(self._names[target], sample, given, by=name)
         if not math.isfinite(given):
             raise VerifierError(name, f"scored sample {sample} as {given}")
-        self._turns.forget(self._names[target], sample)
+        self._turn_scores.forget(self._names[target], sample)
         return given
 
     def _note(self, verifier: int, samples: Sequence[int], answer: CallOutcome) -> None:
         if answer.text and None not in answer.scores:
             counts = answer.counts
-            self.remarks.append(
+            self._remarks.append(
                 Remark(
                     verifier=self._names[verifier],
-                    sample=-1 if self._verifiers.at_once(verifier) else samples[0],
+                    sample=-1 if self._traits[verifier].at_once else samples[0],
                     text=answer.text,
                     prompt_tokens=int(counts.get("prompt_tokens", 0)),
                     completion_tokens=int(counts.get("completion_tokens", 0)),

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -16,18 +18,39 @@ from protocol.messages import Remark
 from protocol.ranges import check_ranges
 from reward.combine import combine
 from reward.config import RewardConfig
-from reward.turns import GroupTurns
+from reward.turns import GroupTurns, combine_turns
 from reward.verifiers.registry import find_verifier
-from reward.workers.client import WorkerClient
-from reward.workers.group_scoring import FELL_BACK, TIMED_OUT, GroupScoring, check_fallbacks
-from reward.workers.outcome import CallOutcome, GroupFrame
-from reward.workers.waiting import WaitingProcesses
+from reward.workers.client import WorkerClient, WorkerEnded
+from reward.workers.frames import CallOutcome, GroupFrame, VerifierTraits
+from reward.workers.group_scoring import (
+    FELL_BACK,
+    TIMED_OUT,
+    GroupScoring,
+    VerifierScores,
+    check_fallbacks,
+)
+from reward.workers.slots import SharedSlots, WorkerSlot
 
 ENVIRONMENT = "environment"
 """Name of the component with the environment's reward."""
 OWN = (ENVIRONMENT, TIMED_OUT, FELL_BACK)
 """Names of components that are not of a verifier."""
-CLOSED = "the score pool is closed"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """Scores of a group. Shapes: n samples; K_i turns of sample i."""
+
+    rewards: Sequence[float]
+    """[n] combined rewards."""
+    components: Mapping[str, Sequence[float]]
+    """Component -> [n] scores."""
+    turn_rewards: Sequence[Sequence[float]]
+    """[n][K_i] combined rewards; empty if no verifier scored turns."""
+    turn_components: Mapping[str, Sequence[Sequence[float]]]
+    """Verifier that scored turns -> [n][K_i], its scores before weighting."""
+    remarks: Sequence[Remark]
+    """What judges said."""
 
 
 class ScorePool:
@@ -65,18 +88,19 @@ class ScorePool:
         }
         self.counts: dict[tuple[str, str], float] = defaultdict(float)
         """(verifier, what happened) -> how often, or how much."""
-        self._at_once: Sequence[bool] = ()
-        self._awaits: Sequence[bool] = ()
-        self._by_turn: Sequence[bool] = ()
-        self._waiting = WaitingProcesses(config, self._modules)
+        self._traits: Sequence[VerifierTraits] = ()
         self._numbers = itertools.count()
-        self._slots: asyncio.Queue[WorkerClient | None] = asyncio.Queue()
-        """One entry per free slot: its worker, or None if that has to be started. Every taker puts one
-        back."""
-        for _ in range(config.workers):
-            self._slots.put_nowait(None)
-        self._running: set[WorkerClient] = set()
-        self._closed = False
+        slots = [
+            WorkerSlot(config, self._modules, config.verifiers, is_concurrent=False)
+            for _ in range(config.workers)
+        ]
+        self._free: asyncio.Queue[WorkerSlot] = asyncio.Queue()
+        """Slots without a call. Every taker puts its slot back."""
+        for slot in slots:
+            self._free.put_nowait(slot)
+        self._shared: SharedSlots | None = None
+        """For the verifiers that wait, once they are known."""
+        self._slots: list[WorkerSlot | SharedSlots] = [*slots]
 
     async def __aenter__(self) -> "ScorePool":
         """Start one worker, which checks options and imports; the others start on demand.
@@ -101,10 +125,9 @@ class ScorePool:
         environment: Sequence[float] | None = None,
         token_counts: Sequence[int] | None = None,
         finish_reasons: Sequence[str] | None = None,
-        remarks: list[Remark] | None = None,
         turns: GroupTurns | None = None,
-    ) -> tuple[list[float], dict[str, list[float]]]:
-        """Score a group; its samples wait for free workers, behind those of groups that came before.
+    ) -> GroupScores:
+        """Return the scores of a group; its samples wait for free workers behind samples of earlier groups.
 
         Cancelling it replaces workers that score its samples.
 
@@ -115,136 +138,109 @@ class ScorePool:
             environment: [n] rewards of the environment, which are one more component.
             token_counts: [n] tokens of the samples; by default 0.
             finish_reasons: [n] why they ended; by default "stop".
-            remarks: what judges said is appended to it.
-            turns: those of the samples, by default one each; their scores are kept in it.
-
-        Returns:
-            [n] combined rewards, and component -> [n] scores.
+            turns: the turns of the samples; by default each sample is one.
 
         Raises:
             RewardError: a score could not be computed; a `VerifierError` names the verifier.
         """
-        components: dict[str, list[float]] = {}
         n = len(responses)
         turns = turns or GroupTurns([1] * n, [[text] for text in responses], [[""]] * n)
+        scores = VerifierScores({}, {}, ())
         if self._config.verifiers:
             counts, reasons = token_counts or [0] * n, finish_reasons or ["stop"] * n
             await self._learn()
-            of_turns = (turns.texts or [], turns.contexts or []) if self.scores_turns else ([], [])
-            frame = _group_frame(
-                prompt_text, list(responses), metadata, list(counts), list(reasons), *of_turns
-            )
-            components, said = await self._score(frame, turns)
-            if remarks is not None:
-                remarks.extend(said)
+            texts = (turns.texts or [], turns.contexts or []) if self.scores_turns else ([], [])
+            frame = _group_frame(prompt_text, list(responses), metadata, list(counts), list(reasons), *texts)
+            scores = await self._score(GroupFrame(next(self._numbers), frame), turns)
+        components = scores.components
         if environment is not None:
             components[ENVIRONMENT] = list(environment)
-        rewards = combine(components, self._weights)
-        turns.combine(components, self._weights)
-        return rewards, components
+        return GroupScores(
+            rewards=combine(components, self._weights),
+            components=components,
+            turn_rewards=combine_turns(components, scores.turns, self._weights),
+            turn_components=scores.turns,
+            remarks=scores.remarks,
+        )
 
-    async def _score(
-        self, frame: bytes, turns: GroupTurns
-    ) -> tuple[dict[str, list[float]], Sequence[Remark]]:
-        """Return component -> [n] scores of a group, and what judges said."""
-        group = GroupFrame(next(self._numbers), frame)
-        scoring = GroupScoring(self, self._config, group, turns)
+    async def _score(self, group: GroupFrame, turns: GroupTurns) -> VerifierScores:
+        call = functools.partial(self._call, group)
         try:
-            return await scoring.run(), scoring.remarks
+            return await GroupScoring(self._config, self._traits, turns, call, self._count).run()
         finally:
-            self._waiting.forget(group)
+            for slot in self._slots:
+                slot.forget(group)
 
     @property
     def scores_turns(self) -> bool:
         """Whether a verifier scores turns; known once the pool was entered."""
-        return any(self._by_turn)
+        return any(traits.by_turn for traits in self._traits)
 
-    def by_turn(self, verifier: int) -> bool:
-        """Return whether a verifier scores each turn of a sample."""
-        return self._by_turn[verifier]
-
-    def at_once(self, verifier: int) -> bool:
-        """Return whether one call of a verifier takes all samples of a group."""
-        return self._at_once[verifier]
-
-    def awaits(self, verifier: int) -> bool:
-        """Return whether a verifier waits, many calls at a time."""
-        return self._awaits[verifier]
-
-    def count(self, verifier: int, what: str, amount: float = 1.0) -> None:
-        """Count what happened to a verifier."""
-        self.counts[self._config.verifiers[verifier].component, what] += amount
-
-    async def call(
-        self, verifier: int, group: GroupFrame, samples: Sequence[int], scoring: GroupScoring
+    async def _call(
+        self, group: GroupFrame, verifier: int, samples: Sequence[int], is_over: Callable[[], bool]
     ) -> CallOutcome | None:
-        """Return the outcome of a call; None if `scoring` was over before it began.
+        """Return the outcome of a call; None if `is_over` said so before it began.
 
         Raises:
             RewardError: the pool is closed, or a process does not start.
         """
         began = time.monotonic()
-        if self._awaits[verifier]:
-            if self._closed:
-                raise RewardError(CLOSED)
-            answer = await self._waiting.call(group, verifier, samples)
+        if self._traits[verifier].awaits:
+            assert self._shared is not None
+            answer = await self._shared.call(group, verifier, samples)
         else:
             async with self._worker() as worker:
-                if scoring.is_over:
+                if is_over():
                     return None
                 began = time.monotonic()
-                answer = await worker.call(group, verifier, samples)
-        self.count(verifier, "calls")
-        self.count(verifier, "seconds", time.monotonic() - began)
-        self.count(verifier, "failures", bool(answer.error))
-        self.count(verifier, "late", answer.scores.count(None))
+                try:
+                    answer = await worker.call(group, verifier, samples)
+                except WorkerEnded as ended:
+                    answer = ended.outcome(samples)
+        self._count(verifier, "calls")
+        self._count(verifier, "seconds", time.monotonic() - began)
+        self._count(verifier, "failures", bool(answer.error))
+        self._count(verifier, "late", answer.scores.count(None))
         for what, amount in answer.counts.items():
-            self.count(verifier, what, amount)
+            self._count(verifier, what, amount)
         return answer
+
+    def _count(self, verifier: int, what: str, amount: float = 1.0) -> None:
+        """Count what happened to a verifier."""
+        self.counts[self._config.verifiers[verifier].component, what] += amount
 
     async def _learn(self) -> None:
         """Learn from a worker, which has imported the verifiers, how each is to be called."""
-        if not self._at_once:
+        if not self._traits:
             async with self._worker() as worker:
-                self._at_once, self._awaits = worker.at_once, worker.awaits
-                self._by_turn = worker.by_turn
-                self._waiting.awaited = [i for i, awaits in enumerate(self._awaits) if awaits]
+                if self._traits:
+                    return
+                self._traits = [traits for traits in worker.traits if traits is not None]
+            awaited = [
+                verifier if traits.awaits else None
+                for verifier, traits in zip(self._config.verifiers, self._traits, strict=True)
+            ]
+            self._shared = SharedSlots(self._config, self._modules, awaited)
+            self._slots.append(self._shared)
 
     async def close(self) -> None:
         """End all workers; groups that are being scored fail. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        await self._waiting.close()
-        for worker in self._running:
-            worker.kill()
-        for _ in range(self._config.workers):
-            idle = await self._slots.get()
-            if idle is not None:
-                await self._end(idle)
+        async with asyncio.TaskGroup() as tasks:
+            for slot in self._slots:
+                tasks.create_task(slot.close(), name="close-worker")
 
     @contextlib.asynccontextmanager
     async def _worker(self) -> AsyncIterator[WorkerClient]:
-        """Take a worker for one call; one that is not healthy afterwards is ended, and later replaced."""
-        worker: WorkerClient | None = await self._slots.get()
-        try:
-            if self._closed:
-                raise RewardError(CLOSED)
-            if worker is None:
-                worker = await WorkerClient.start(self._config, self._modules)
-                self._running.add(worker)
-            yield worker
-        finally:
-            try:
-                if worker is not None and (self._closed or not worker.healthy):
-                    ending, worker = worker, None
-                    await self._end(ending)
-            finally:
-                self._slots.put_nowait(worker)
+        """Take a free slot for one call, and yield its process.
 
-    async def _end(self, worker: WorkerClient) -> None:
-        self._running.discard(worker)
-        await worker.end()
+        Raises:
+            SettingsError, RewardError: the process does not start, or the pool is closed.
+        """
+        slot = await self._free.get()
+        try:
+            yield await slot.worker()
+        finally:
+            self._free.put_nowait(slot)
 
 
 def _group_frame(
@@ -256,6 +252,6 @@ def _group_frame(
     """Return the frame that describes a group to a worker. Raises RewardError if a text is none."""
     try:
         packed = msgspec.msgpack.encode(dict(metadata)) if isinstance(metadata, Mapping) else bytes(metadata)
-        return msgspec.msgpack.encode(["group", prompt_text, responses, packed, *rest])
+        return msgspec.msgpack.encode([prompt_text, responses, packed, *rest])
     except UnicodeEncodeError as error:
         raise RewardError(f"prompt, response or metadata is no valid text: {error}") from None

@@ -2,24 +2,31 @@
 
 Frames in both directions: 4 bytes of length, little-endian, and a MessagePack array.
 
-    in   [memory_mb, timeout_s, modules, [[verifier, options], ...]]                  once
-    out  ["ready", [at_once, ...], [awaits, ...], [by_turn, ...]] or ["settings", text]    once, all loaded
-    in   ["group", prompt_text, responses, metadata, token_counts, finish_reasons, turns, contexts]
-                                                                                     no answer
-    in   ["call", verifier, [sample, ...]]                                            of the last group
-    out  ["scores", [number or [number, ...], ...]], or ["error", text]
+    in   [is_concurrent, memory_mb, timeout_s, modules, [[verifier, options] or nil, ...]]    once
+    out  ["ready", [traits or nil, ...]] or ["settings", text]                  once, all imported and loaded
+    in   ["open", group, frame]       a group; the frame is an array: prompt_text, responses, metadata,
+                                      token_counts, finish_reasons, turns, contexts
+    in   ["close", group]             the group is scored
+    in   ["call", call, verifier, group, [sample, ...]]
+    in   ["cancel", call]             no answer is wanted
+    out  ["answer", call, outcome]    a `CallOutcome`
 
-Verifiers that wait (`AwaitedVerifier`) run in `async_worker.py`; here their options are checked, no more.
+A process that is not concurrent runs verifiers that compute: one call after the other, without an event loop,
+for a function of the user may run its own. Its client bounds the time of a call. A concurrent process runs
+verifiers that wait (`AwaitedVerifier`), bounds their time itself, and also writes
+
+    out  ["alive"]                    every `ALIVE_S`: the event loop runs
+    out  ["ending"]                   the process ends after its next answer, which is of the call to blame
 """
 
 import asyncio
 import os
 import resource
 import signal
-import struct
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import msgspec
@@ -28,74 +35,67 @@ from protocol.errors import RewardError, SettingsError
 from protocol.host.parent_death import die_with_parent
 from protocol.host.privacy import keep_private
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
+from protocol.user_code import place_of
 from reward.group import ResponseGroup
+from reward.notes import Notes
 from reward.verifiers.awaited import AwaitedVerifier
-from reward.verifiers.location import locate
 from reward.verifiers.registry import LoadedVerifier, make_verifier
+from reward.workers.frames import LENGTH, CallOutcome, VerifierTraits
 
-LENGTH = struct.Struct("<I")
+ALIVE_S = 0.5
+GRACE_S = 1.0
+"""Time for a call to end after it was cancelled; one that does not ends the process."""
 MAX_ERROR = 500
 """Characters of an error that are sent."""
+MAX_TEXT = 2000
+"""Characters of what a judge said that are sent."""
+MAX_PROBLEM = 300
 MOST_TRACES = 100
 """Different exceptions whose traceback is printed."""
+STUBBORN = 77
+"""Exit code of a process with a call that does not end when it is cancelled."""
+Verifiers = Sequence[LoadedVerifier | AwaitedVerifier | None]
 
 
 def main() -> None:
     """Serve until standard input ends or the parent dies."""
-    source, sink, memory_mb, _, configured = begin()
-    try:
-        verifiers = [make_verifier(name, options) for name, options in configured]
-        loaded = _load([item for item in verifiers if not isinstance(item, AwaitedVerifier)], memory_mb)
-    except SettingsError as error:
-        write_frame(sink, ["settings", str(error)])
-        return
-    if memory_mb:
-        limit = (memory_mb << 20) + loaded
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    awaits = [isinstance(verifier, AwaitedVerifier) for verifier in verifiers]
-    by_turn = [verifier.by_turn for verifier in verifiers]
-    write_frame(sink, ["ready", [verifier.at_once for verifier in verifiers], awaits, by_turn])
-    printed: set[str] = set()
-    group: ResponseGroup | str = "no group"
-    while (frame := read_frame(source)) is not None:
-        kind, *rest = frame
-        if kind == "group":
-            group = decode_group(*rest)
-        else:
-            number, samples = rest
-            verifier = verifiers[number]
-            assert not isinstance(verifier, AwaitedVerifier)
-            write_frame(sink, _call(verifier, group, samples, printed))
-
-
-def begin() -> tuple[BinaryIO, BinaryIO, int, float, list[Any]]:
-    """Tie this process to its parent and read the first frame.
-
-    Returns:
-        Where frames come from and go to, `memory_mb`, `timeout_s`, and the verifiers with their options.
-    """
     die_with_parent(signal.SIGKILL)
     keep_private()  # its variables may have a judge's key
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
-    memory_mb, timeout_s, modules, configured = read_frame(source)
+    is_concurrent, memory_mb, timeout_s, modules, configured = _read_frame(source)
     sys.path.extend(modules)  # last, so that none replaces a module of ours
-    return source, sink, memory_mb, timeout_s, configured
+    try:
+        verifiers = [make_verifier(*item) if item else None for item in configured]
+        loaded = _load(verifiers, memory_mb)
+    except SettingsError as error:
+        _write_frame(sink, ["settings", str(error)])
+        return
+    if memory_mb:
+        limit = (memory_mb << 20) + loaded
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    _write_frame(sink, ["ready", [_traits(verifier) for verifier in verifiers]])
+    server = _Server(verifiers, timeout_s, sink)
+    if is_concurrent:
+        asyncio.run(server.serve_concurrently())
+    else:
+        server.serve(source)
 
 
-def _load(verifiers: Sequence[LoadedVerifier], memory_mb: int) -> int:
+def _load(verifiers: Verifiers, memory_mb: int) -> int:
     """Load what verifiers need; return the bytes of address space that it takes, beside the limit.
 
     Raises:
         SettingsError: something cannot be loaded, or not under a limit.
     """
-    if memory_mb and any(verifier.maps_device_memory for verifier in verifiers):
+    loading = [item for item in verifiers if item is not None and not isinstance(item, AwaitedVerifier)]
+    if memory_mb and any(verifier.maps_device_memory for verifier in loading):
         raise SettingsError(
             f"setting reward.memory_mb: {memory_mb} limits address space, and a verifier on a GPU maps more "
             "than it uses: set it to 0"
         )
     before = _mapped()
-    for verifier in verifiers:
+    for verifier in loading:
         verifier.load()
     return max(0, _mapped() - before)
 
@@ -106,7 +106,160 @@ def _mapped() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def decode_group(
+def _traits(verifier: LoadedVerifier | AwaitedVerifier | None) -> VerifierTraits | None:
+    if verifier is None:
+        return None
+    return VerifierTraits(verifier.at_once, isinstance(verifier, AwaitedVerifier), verifier.by_turn)
+
+
+class _Server:
+    """Answers the calls of one client."""
+
+    def __init__(self, verifiers: Verifiers, timeout_s: float, sink: BinaryIO) -> None:
+        self._verifiers, self._timeout_s, self._sink = verifiers, timeout_s, sink
+        self._groups: dict[int, ResponseGroup | str] = {}
+        """Number -> group, or what is wrong with it."""
+        self._slots = {
+            i: asyncio.Semaphore(item.max_running)
+            for i, item in enumerate(verifiers)
+            if isinstance(item, AwaitedVerifier)
+        }
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._printed: set[str] = set()
+
+    def serve(self, source: BinaryIO) -> None:
+        """Answer one call after the other until the stream ends."""
+        while (frame := _read_frame(source)) is not None:
+            kind, number, *rest = frame
+            if kind == "call":
+                self._answer(number, *self._compute(*rest), Notes())
+            else:
+                self._keep(kind, number, *rest)
+
+    async def serve_concurrently(self) -> None:
+        """Answer calls, each when it is done, until standard input ends; the process ends with it."""
+        stream = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), sys.stdin
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._alive_loop(), name="alive")
+            while True:
+                try:
+                    (length,) = LENGTH.unpack(await stream.readexactly(LENGTH.size))
+                    kind, number, *rest = msgspec.msgpack.decode(await stream.readexactly(length))
+                except asyncio.IncompleteReadError:
+                    os._exit(0)
+                if kind == "call":
+                    self._begin(tasks, number, *rest)
+                else:
+                    self._keep(kind, number, *rest)
+
+    def _keep(self, kind: str, number: int, *rest: Any) -> None:
+        """Keep or forget a group, or cancel a call."""
+        if kind == "open":
+            self._groups[number] = _decode_group(*msgspec.msgpack.decode(rest[0]))
+        elif kind == "close":
+            self._groups.pop(number, None)
+        elif task := self._calls.get(number):
+            task.cancel()
+
+    def _compute(self, number: int, group: int, samples: Sequence[int]) -> tuple[Sequence[Any], str]:
+        """Return the scores of a verifier that computes, or what it raised."""
+        verifier, known = self._verifiers[number], self._groups[group]
+        assert verifier is not None
+        assert not isinstance(verifier, AwaitedVerifier)
+        if isinstance(known, str):
+            return [], known
+        try:
+            return verifier.score(known, samples), ""
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # verifiers may raise anything
+            return [], self._describe(error, verifier.file)
+
+    async def _alive_loop(self) -> None:
+        while True:
+            _write_frame(self._sink, ["alive"])
+            await asyncio.sleep(ALIVE_S)
+
+    def _begin(
+        self, tasks: asyncio.TaskGroup, call: int, number: int, group: int, samples: Sequence[int]
+    ) -> None:
+        task = tasks.create_task(
+            self._bounded(tasks, call, number, self._groups[group], samples), name=f"call-{call}"
+        )
+        self._calls[call] = task
+        task.add_done_callback(lambda _: self._calls.pop(call, None))
+
+    async def _bounded(
+        self,
+        tasks: asyncio.TaskGroup,
+        call: int,
+        number: int,
+        group: ResponseGroup | str,
+        samples: Sequence[int],
+    ) -> None:
+        """Answer one call, at the latest `timeout_s` and `GRACE_S` after it has a slot."""
+        notes = Notes()
+        async with self._slots[number]:
+            running = tasks.create_task(self._wait(number, group, samples, notes), name=f"run-{call}")
+            with suppress(asyncio.CancelledError):  # no answer is wanted; the call has to end all the same
+                await asyncio.wait({running}, timeout=self._timeout_s)
+            is_late = not running.done()
+            running.cancel()
+            if not is_late:
+                self._answer(call, *running.result(), notes)
+                return
+            await asyncio.wait({running}, timeout=GRACE_S)
+            is_stubborn = not running.done()
+            if is_stubborn:
+                _write_frame(self._sink, ["ending"])
+            self._answer(call, [None] * len(samples), "", notes)
+            if is_stubborn:
+                verifier = self._verifiers[number]
+                print(f"a call of {verifier and verifier.file} does not end when cancelled", flush=True)
+                os._exit(STUBBORN)
+
+    async def _wait(
+        self, number: int, group: ResponseGroup | str, samples: Sequence[int], notes: Notes
+    ) -> tuple[Sequence[Any], str]:
+        """Return the scores of a verifier that waits, or what it raised."""
+        verifier = self._verifiers[number]
+        assert isinstance(verifier, AwaitedVerifier)
+        if isinstance(group, str):
+            return [], group
+        try:
+            return await verifier.answer(group, samples, notes), ""
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # verifiers may raise anything
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            return [], self._describe(error, verifier.file)
+
+    def _answer(self, call: int, scores: Sequence[Any], error: str, notes: Notes) -> None:
+        texts = [error, notes.text[:MAX_TEXT], notes.problem[:MAX_PROBLEM]]
+        # half of a surrogate pair fits no frame
+        error, text, problem = (item.encode(errors="replace").decode() for item in texts)
+        outcome = CallOutcome(scores, error, dict(notes.counts), text, problem)
+        _write_frame(self._sink, ["answer", call, outcome])
+
+    def _describe(self, error: BaseException, file: str) -> str:
+        """Return an exception of a verifier as text; print the traceback of a new one from the user's code.
+
+        Args:
+            error: what the verifier raised.
+            file: of the user, that the verifier comes from, or "".
+        """
+        text = f"{type(error).__name__}: {error}"
+        if file and not isinstance(error, RewardError):
+            place = place_of(error, file)
+            text = f"{place}: {text}" if place else text
+            if place not in self._printed and len(self._printed) < MOST_TRACES:
+                self._printed.add(place)
+                traceback.print_exception(error)
+        return text[:MAX_ERROR]
+
+
+def _decode_group(
     prompt_text: str,
     responses: list[str],
     packed: bytes,
@@ -124,36 +277,7 @@ def decode_group(
     return ResponseGroup(prompt_text, responses, metadata, token_counts, finish_reasons, turns, contexts)
 
 
-def _call(
-    verifier: LoadedVerifier, group: ResponseGroup | str, samples: Sequence[int], printed: set[str]
-) -> list[Any]:
-    if isinstance(group, str):
-        return ["error", group]
-    try:
-        return ["scores", verifier.score(group, samples)]
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # verifiers may raise anything
-        return ["error", describe_error(error, verifier.file, printed)]
-
-
-def describe_error(error: BaseException, file: str, printed: set[str]) -> str:
-    """Return an exception of a verifier as text; print the traceback of a new one from the user's code.
-
-    Args:
-        error: what the verifier raised.
-        file: of the user, that the verifier comes from, or "".
-        printed: places whose traceback was printed.
-    """
-    text = f"{type(error).__name__}: {error}"
-    if file and not isinstance(error, RewardError):
-        place = locate(error, file)
-        text = f"{place}: {text}" if place else text
-        if place not in printed and len(printed) < MOST_TRACES:
-            printed.add(place)
-            traceback.print_exception(error)
-    return text[:MAX_ERROR].encode(errors="replace").decode()  # half of a surrogate pair fits no frame
-
-
-def read_frame(source: BinaryIO) -> Any:
+def _read_frame(source: BinaryIO) -> Any:
     """Return the next frame, or None at the end of the stream."""
     head = source.read(LENGTH.size)
     if len(head) < LENGTH.size:
@@ -161,7 +285,7 @@ def read_frame(source: BinaryIO) -> Any:
     return msgspec.msgpack.decode(source.read(*LENGTH.unpack(head)))
 
 
-def write_frame(sink: BinaryIO, frame: list[Any]) -> None:
+def _write_frame(sink: BinaryIO, frame: list[Any]) -> None:
     """Write a frame."""
     data = msgspec.msgpack.encode(frame)
     sink.write(LENGTH.pack(len(data)) + data)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from protocol.user_code import import_attribute, returned_number
-from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
+from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 
 WHAT = "setting environment.options.function"
 

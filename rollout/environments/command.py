@@ -17,12 +17,12 @@ from typing import Annotated
 from msgspec import Meta
 
 from protocol.errors import SettingsError
+from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 from rollout.programs.folder import clear_left_folders
 from rollout.programs.outcome import reward_of
 from rollout.programs.owner import find_owner
 from rollout.programs.program import MAX_LINE, Launch, Program
 from rollout.programs.standing_programs import StandingPrograms
-from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
 
 OUTCOME = "outcome.json"
 """File in a program's directory that the program may write."""

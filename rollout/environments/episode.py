@@ -14,10 +14,11 @@ from typing import Any
 
 from protocol.user_code import returned_number
 from rollout.engines.base import Completion
-from rollout.environments.base import Environment, EpisodeOver, Generate, Sample, SampleBuilder
+from rollout.environments.base import Environment
 from rollout.off_loop import TOKEN, off_loop
 from rollout.prompts.base import Prompt
 from rollout.render import PromptTooLong, Renderer
+from rollout.sample import EpisodeOver, Generate, Sample, SampleBuilder
 from rollout.sessions.record import SampleRecord, key_of
 from rollout.sessions.results import Results
 

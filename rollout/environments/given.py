@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
-from rollout.environments.base import Environment, Generate, Sample
+from rollout.environments.base import Environment
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sample import Generate, Sample
 
 
 @dataclass(frozen=True, slots=True)

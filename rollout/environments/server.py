@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from protocol.errors import SettingsError
-from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
+from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 
 MAX_ANSWER = 2**20
 """Bytes of an answer."""

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from rollout.environments.base import Environment, Generate, Sample, SampleBuilder
+from rollout.environments.base import Environment
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
+from rollout.sample import Generate, Sample, SampleBuilder
 
 
 @dataclass(frozen=True, slots=True)

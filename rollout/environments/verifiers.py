@@ -18,8 +18,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import check_shape
+from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 from rollout.off_loop import off_loop
-from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
 
 MAX_FRAME = 1 << 28
 """Bytes of a frame; a larger one ends the connection."""

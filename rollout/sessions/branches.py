@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout.engines.requests import spans_of
-from rollout.environments.base import Branch
+from rollout.sample import Branch
 from rollout.sessions.calls import CallTree, ModelCall, context_tokens
 
 

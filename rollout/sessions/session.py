@@ -12,9 +12,9 @@ from msgspec import Meta
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
 from rollout.engines.base import Completion
-from rollout.environments.base import EpisodeOver, Generate
 from rollout.off_loop import LARGE, TOKEN, off_loop
 from rollout.render import PromptTooLong, Renderer, checked_length
+from rollout.sample import EpisodeOver, Generate
 from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
 from rollout.sessions.calls import CallTree, ModelCall, TextEnd, context_tokens, text_end
 from rollout.sessions.messages import read_message

@@ -17,14 +17,18 @@ from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.provisional import is_provisional
 from rollout.engines.base import Served
+from rollout.staging.rank_status import RankCommit, RankState, RankStatus
 
 POLL_S = (0.002, 0.1)
 """Shortest and longest interval between two polls of a staging, seconds."""
 POLL_SHARE = 1 / 8
 """Interval between two polls as a share of the time since the staging began, within `POLL_S`."""
+UNFINISHED = (RankState.STAGING, RankState.STAGED)
+"""States after which a cancelled rank may still hold a version."""
 
 Call = Callable[..., Awaitable[list[Any]]]
-"""Calls a method of every rank's `RankStaging` and returns their answers; EngineError if one is missing."""
+"""Calls a method of every rank's `RankStaging` and returns their answers as plain values. EngineError if one
+is missing."""
 
 
 class AllRanksStaging:
@@ -64,15 +68,18 @@ class AllRanksStaging:
             return
         self._busy, self._staged = True, None
         try:
-            ranks = await self._call_anytime("stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s)
-            if not any(rank["error"] for rank in ranks):
-                ranks = await self._final_status(manifest)
+            refusals = await self._call_anytime(
+                "stage", msgspec.msgpack.encode(manifest), self._stage_timeout_s
+            )
+            if any(refusals):
+                raise WeightError(next(filter(None, refusals)))
+            ranks = await self._final_status(manifest)
             expected = manifest
             # the bytes that arrived must be the same on all ranks, whatever they are
-            if is_provisional(manifest) and ranks[0].get("digest"):
-                expected = replace(manifest, digest=ranks[0]["digest"])
+            if is_provisional(manifest) and (staged := ranks[0].staged) is not None:
+                expected = replace(manifest, digest=staged.digest)
             # ranks with an error first: it is the reason of the others' state
-            for number, rank in sorted(enumerate(ranks), key=lambda numbered: not numbered[1]["error"]):
+            for number, rank in sorted(enumerate(ranks), key=lambda numbered: not numbered[1].error):
                 check_rank(number, rank, expected)
             self._staged = Served(expected.epoch, expected.version, expected.digest)
         finally:
@@ -82,7 +89,7 @@ class AllRanksStaging:
             finally:
                 self._busy = False
 
-    async def commit(self, manifest: WeightManifest) -> list[Any]:
+    async def commit(self, manifest: WeightManifest) -> list[RankCommit]:
         """Copy the staged version over the live weights of all ranks; return their answers.
 
         Raises:
@@ -90,14 +97,15 @@ class AllRanksStaging:
             PoisonedError: some ranks have applied it, or one may have applied a part.
         """
         self._staged = None
-        ranks = await self._call("commit", msgspec.msgpack.encode(manifest))
-        applied = [rank["applied"] for rank in ranks]
-        poisoned = any(rank["poisoned"] for rank in ranks)
+        answers = await self._call("commit", msgspec.msgpack.encode(manifest))
+        ranks = msgspec.convert(answers, list[RankCommit])
+        applied = [rank.applied for rank in ranks]
+        poisoned = any(rank.poisoned for rank in ranks)
         if not any(applied) and not poisoned:
-            raise WeightError(next(rank["error"] for rank in ranks))
+            raise WeightError(next(rank.error for rank in ranks))
         if not all(applied) or poisoned:
             raise PoisonedError(
-                f"version {manifest.version}: {next(rank['error'] for rank in ranks if rank['error'])}"
+                f"version {manifest.version}: {next(rank.error for rank in ranks if rank.error)}"
             )
         return ranks
 
@@ -127,12 +135,15 @@ class AllRanksStaging:
         return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([digest for _, digest in ranks]))
 
     @staticmethod
-    def _check_all(ranks: list[Any]) -> None:
-        for number, rank in enumerate(ranks):
-            if rank["error"]:
-                raise EngineError(f"rank {number}: {rank['error']}")
+    def _check_all(refusals: list[str]) -> None:
+        for number, refusal in enumerate(refusals):
+            if refusal:
+                raise EngineError(f"rank {number}: {refusal}")
 
-    async def _final_status(self, manifest: WeightManifest) -> list[Any]:
+    async def _statuses(self, method: str) -> list[RankStatus]:
+        return msgspec.convert(await self._call_anytime(method), list[RankStatus])
+
+    async def _final_status(self, manifest: WeightManifest) -> list[RankStatus]:
         """Poll until no rank is staging any more or one has failed; return the status of all."""
         shortest_s, longest_s = POLL_S
         began = time.monotonic()
@@ -140,9 +151,9 @@ class AllRanksStaging:
         try:
             async with asyncio.timeout(limit_s):
                 while True:
-                    ranks = await self._call_anytime("status")
-                    states = {rank["state"] for rank in ranks}
-                    if "staging" not in states or "failed" in states:
+                    ranks = await self._statuses("status")
+                    states = {rank.state for rank in ranks}
+                    if RankState.STAGING not in states or RankState.FAILED in states:
                         return ranks
                     await asyncio.sleep(
                         min(max(shortest_s, POLL_SHARE * (time.monotonic() - began)), longest_s)
@@ -156,36 +167,35 @@ class AllRanksStaging:
         """Discard what is staged on all ranks, after ending fetches that still run."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._call_timeout_s):
-                ranks = await self._call_anytime("cancel")
-                while any(rank["state"] in ("staging", "staged") for rank in ranks):
+                ranks = await self._statuses("cancel")
+                while any(rank.state in UNFINISHED for rank in ranks):
                     await asyncio.sleep(POLL_S[0])
-                    ranks = await self._call_anytime("cancel")
+                    ranks = await self._statuses("cancel")
 
 
-def check_rank(rank: int, found: dict[str, Any], manifest: WeightManifest) -> None:
+def check_rank(rank: int, status: RankStatus, manifest: WeightManifest) -> None:
     """Compare a rank's status with the manifest that it was to stage.
 
     Args:
         rank: number of the rank.
-        found: its answer to `stage`, if that is an error, or its status.
+        status: its status, once it does not stage any more.
         manifest: the version.
 
     Raises:
         WeightError: with the rank's reason, or with what differs.
         PoisonedError: with the rank's reason, if it cannot stage any more.
     """
-    if found["error"] or found["state"] != "staged":
-        kind = PoisonedError if found.get("poisoned") else WeightError
-        raise kind(found["error"] or f"rank {rank} is {found['state']}")
-    covered = sum(entry.nbytes for entry in manifest.tensors)
-    expected = {
-        "epoch": manifest.epoch,
-        "version": manifest.version,
-        "digest": manifest.digest,
-        "covered": covered,
-    }
-    for key, value in expected.items():
-        if found.get(key) != value:
+    staged = status.staged
+    if status.error or staged is None:
+        kind = PoisonedError if status.poisoned else WeightError
+        raise kind(status.error or f"rank {rank} is {status.state}")
+    for key, found, expected in (
+        ("epoch", staged.epoch, manifest.epoch),
+        ("version", staged.version, manifest.version),
+        ("digest", staged.digest, manifest.digest),
+        ("covered", status.covered, sum(entry.nbytes for entry in manifest.tensors)),
+    ):
+        if found != expected:
             raise WeightError(
-                f"rank {rank} has staged {key} {found.get(key)}, version {manifest.version} has {value}"
+                f"rank {rank} has staged {key} {found}, version {manifest.version} has {expected}"
             )

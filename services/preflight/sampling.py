@@ -6,7 +6,7 @@ sample from the same distribution: an importance ratio between two different one
 
 from collections.abc import Iterator
 
-from rollout.generate import SamplingConfig
+from rollout.config import SamplingConfig
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS

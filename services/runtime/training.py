@@ -8,13 +8,13 @@ from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
-from trainer.backends.rank_commands import TrainCommand
 from trainer.registry import make_backend, make_critic
 from trainer.roles.config import FROZEN_ROLES
 from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
+from trainer.step.train_command import TrainCommand
 
 
 def build_models(settings: Settings) -> RankModels:
@@ -28,9 +28,9 @@ def build_models(settings: Settings) -> RankModels:
     return RankModels(
         policy,
         entropy=control,
-        frozen=FrozenModels(algorithm, **roles),
+        frozen=FrozenModels(**roles),
         critic=_critic(settings, policy),
-        algorithm=settings.algorithm,
+        algorithm=algorithm,
     )
 
 

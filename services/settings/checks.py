@@ -303,7 +303,7 @@ def _check_routing_replay(settings: Settings) -> None:
 
 def _check_sessions(settings: Settings) -> None:
     if settings.environment.name in ENVIRONMENTS.having("has_sessions"):
-        from rollout.sessions.environment import check_limits, check_rendering  # aiohttp, not for others
+        from rollout.environments.session import check_limits, check_rendering  # aiohttp, not for others
 
         check_rendering(settings.render)
         check_limits(settings.environment, settings.rollout.groups_in_flight, settings.sampling)

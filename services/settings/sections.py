@@ -18,9 +18,8 @@ from protocol.paths import FilePath, HubPath, set_first
 from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
 from reward.config import RewardConfig
+from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
-from rollout.environments.base import EnvironmentConfig
-from rollout.generate import SamplingConfig
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.named_source import HeldOutConfig
 from rollout.render import RenderConfig

@@ -31,7 +31,6 @@ from protocol.errors import SettingsError, TetherError
 from protocol.host.parent_death import die_with_parent
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
-from trainer.backends.launch import torchrun
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
 from trainer.megatron.families.experts import check_ranks
@@ -42,6 +41,7 @@ from trainer.megatron.layout import Layout
 from trainer.megatron.loading import SafetensorsReader, check_names
 from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import batch_of, hf_logprobs, random_samples
+from trainer.ranks.launch import torchrun
 from trainer.storage.checksums import check_model_files
 
 BYTES_PER_PARAMETER = 8

@@ -153,8 +153,8 @@ async def best_constant(pool: ScorePool | None, prompts: Sequence[Prompt]) -> fl
         return 0.0
     totals = [0.0] * len(constants)
     for prompt in prompts:
-        combined, _ = await pool.score(prompt.text, constants, prompt.metadata)
-        totals = [total + value for total, value in zip(totals, combined, strict=True)]
+        rewards = (await pool.score(prompt.text, constants, prompt.metadata)).rewards
+        totals = [total + value for total, value in zip(totals, rewards, strict=True)]
     return max(totals) / len(prompts)
 
 

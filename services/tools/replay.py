@@ -27,16 +27,15 @@ from services.runtime.training import build_models, train_command
 from services.settings.load import run_settings
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
-from trainer.backends.follow import follow_commands
-from trainer.backends.launch import torchrun
-from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand
-from trainer.backends.step import plan_command
+from trainer.execution.commands import CopyWeightsCommand, ExitCommand, KeepReferenceCommand, RestoreCommand
+from trainer.execution.executor import Executor
+from trainer.ranks.launch import torchrun
+from trainer.step.train_command import TrainCommand, plan_command
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
-from trainer.weights.bucket_writer import fill_buckets, in_dtype
+from trainer.weights.bucket_writer import fill_buckets
 
 LOSS_TOLERANCE = 1e-4
 """Allowed difference of a repeated loss, relative to the larger of the recorded one and 1.
@@ -178,18 +177,18 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
     """
     settings = recorded.settings
     first = start.version if start else 0
-    rank = LeaderRank(build_models(settings), make_algorithm(settings.algorithm))
+    executor = Executor(build_models(settings))
     try:
         if settings.algorithm.kl_coef > 0:
-            rank.keep_reference()
+            executor.lead(KeepReferenceCommand())
         if start is not None:
             start.verify()
-            rank.restore(start.directory)
-        loss = [rank.train(recorded.command(number))[1].loss for number in range(first, step + 1)][-1]
-        weights = _weights_digest(rank, settings)
-        rank.exit()
+            executor.lead(RestoreCommand(str(start.directory)))
+        loss = [executor.train(recorded.command(number))[1].loss for number in range(first, step + 1)][-1]
+        weights = _weights_digest(executor, settings)
+        executor.lead(ExitCommand())
     finally:
-        rank.close()
+        executor.close()
     report, recorded_weights = recorded.report(step), recorded.step(step).record.digest
     return {
         "from_version": first,
@@ -210,10 +209,10 @@ def _is_same_loss(loss: float | None, recorded: float | None) -> bool:
     return abs(loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded))
 
 
-def _weights_digest(rank: LeaderRank, settings: Settings) -> int:
+def _weights_digest(executor: Executor, settings: Settings) -> int:
     """Return the digest that a manifest of the present weights would have."""
     entries, _ = fill_buckets(
-        in_dtype(rank.export(), settings.engine.dtype),
+        executor.lead(CopyWeightsCommand(settings.engine.dtype)).items(),
         settings.weights.bucket_mb << 20,
         lambda _, size: torch.empty(size, dtype=torch.uint8),
     )
@@ -300,9 +299,9 @@ def main() -> None:
     settings, step = run_settings(Path(sys.argv[1])), int(sys.argv[2])
     configure_logging(f"replay.{os.environ['RANK']}")
     if os.environ["RANK"] != "0":
-        models = build_models(settings)
-        follow_commands(models)
-        models.close()
+        executor = Executor(build_models(settings))
+        executor.follow()
+        executor.close()
         return
     start = nearest_checkpoint(settings, step)
     recorded = RecordedRun(settings, range(start.version if start else 0, step + 1))

@@ -23,7 +23,7 @@ from services.runtime.writing import RETRY_S, waiting_for_room
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.uploads import Uploader
-from trainer.backends.leader import ModelCopy
+from trainer.execution.commands import CopyModelCommand, ModelCopy, SaveCommand
 from trainer.lora import save_adapter
 from trainer.storage.call_store import CallStore
 from trainer.storage.hf_export import write_hf
@@ -98,7 +98,7 @@ class Checkpointer:
 
         async def begin() -> None:
             complete = await self._begin(status.version, digest, status.sequence)
-            model = await self._runner.run(self._runner.rank.copy_model)
+            model = await self._runner.carry_out(CopyModelCommand())
             self._write_beside(self._write_all, status.version, complete, model)
 
         await self.finish()
@@ -188,7 +188,7 @@ class Checkpointer:
         checkpoints = self._run.checkpoints
         directory = await self._in_thread(checkpoints.begin, version)
         position = await self._in_thread(lambda: self._run.spool.position)
-        await self._runner.run(self._runner.rank.begin_save, directory)
+        await self._runner.carry_out(SaveCommand(str(directory)))
         return partial(
             checkpoints.finish,
             version,

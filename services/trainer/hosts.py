@@ -25,9 +25,9 @@ from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from services.trainer.ranks import launch
-from trainer.backends.launch import torchrun_on_hosts
 from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
 from trainer.hosts.place import HostPlace
+from trainer.ranks.launch import torchrun_on_hosts
 from trainer.roles.config import FROZEN_ROLES
 
 log = logging.getLogger("tether.hosts")

@@ -6,24 +6,33 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from protocol.device.shared_layout import BUFFERS, PARAMETERS
 from protocol.device.shared_tensors import map_tensors
+from protocol.errors import TetherError
 from protocol.messages import WeightDraft, WeightManifest
 from services.runtime.process import Process
 from services.runtime.training import build_models
 from services.trainer.gpu_turn import TrainerGpuTurn
 from services.trainer.shared_engine import SharedEngine
-from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend, StepStats
-from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand, is_distributed
-from trainer.data.step_plan import StepPlan
-from trainer.storage.host_state import HostCopies
+from trainer.backends.early_export import Tensors
+from trainer.execution.commands import (
+    DraftCommand,
+    FinishSaveCommand,
+    IdleCommand,
+    OffloadCommand,
+    OnloadCommand,
+    PublishCommand,
+    RankCommand,
+    RestoreCommand,
+)
+from trainer.execution.executor import Executor
+from trainer.ranks.collectives import is_distributed
+from trainer.roles.models import RankModels
+from trainer.step.plan import StepPlan
+from trainer.step.train_command import TrainCommand
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import in_dtype
-from trainer.weights.early_export import Tensors
 from trainer.weights.registry import make_sender
 from trainer.weights.shared import SharedSender
 
@@ -34,11 +43,11 @@ IDLE_S = 60.0
 
 
 class ModelRunner:
-    """The model as the event loop uses it."""
+    """Rank 0 as the event loop uses it: the thread of its work, publication, and turns on the GPU."""
 
     def __init__(
         self,
-        rank: LeaderRank,
+        models: RankModels,
         sender: WeightSender,
         thread: ThreadPoolExecutor,
         *,
@@ -49,20 +58,19 @@ class ModelRunner:
         """Take over a loaded model.
 
         Args:
-            rank: the model; used in `thread` only.
-            sender: publishes its weights.
+            models: rank 0's parts; used in `thread` only.
+            sender: publishes the weights.
             thread: of one worker, so torch work never blocks the loop, and never runs twice at once.
             engine_dtype: dtype in which weights are published.
             turn: of a colocated run: takes and leaves the GPU.
             shared_engine: with transport `shared`: the engine whose weights the model computes with.
         """
-        self.rank = rank
+        self.executor = Executor(models, sender)
         self.sender = sender
         self.shared_engine = shared_engine
         self._thread = thread
         self._engine_dtype = engine_dtype
         self._turn = turn
-        self._copies = HostCopies()
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._ahead: Future[WeightManifest] | None = None
         """The version that the last step began to publish."""
@@ -70,7 +78,7 @@ class ModelRunner:
     @property
     def device_name(self) -> str:
         """Name of rank 0's GPU; empty where the model is on a CPU."""
-        return self.rank.backend.device_name
+        return self.executor.models.policy.device_name
 
     def flops(self, plan: StepPlan, epochs: int) -> float | None:
         """Return the FLOPs that the model needs for a step, if the backend counts them.
@@ -79,18 +87,22 @@ class ModelRunner:
             plan: that of the step.
             epochs: times that it trains each sample.
         """
-        once = self.rank.backend.flops(plan.lengths, plan.totals.trained_tokens)
+        once = self.executor.models.policy.flops(plan.lengths, plan.totals.trained_tokens)
         return None if once is None else once * epochs
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run blocking work in the model's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
+    async def carry_out(self, command: RankCommand[T]) -> T:
+        """Carry out a command on all ranks, in the model's thread."""
+        return await self.run(self.executor.lead, command)
+
     async def idle_loop(self) -> None:
         """Let the other ranks know that rank 0 lives, whatever it waits for, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_S)
-            await self.run(self.rank.idle)
+            await self.carry_out(IdleCommand())
 
     async def take_device(self) -> None:
         """In a colocated run, have the engines sleep and move the trainer's state back to the GPU.
@@ -102,12 +114,12 @@ class ModelRunner:
         """
         if self._turn is not None and not self._turn.mine:
             await self._turn.acquire()
-            await self.run(self.rank.onload)
+            await self.carry_out(OnloadCommand())
 
     async def leave_device(self) -> None:
         """In a colocated run, move the trainer's state to the host, and only then let the engines wake."""
         if self._turn is not None and self._turn.mine:
-            await self.run(self.rank.offload)
+            await self.carry_out(OffloadCommand())
             await self._turn.release()
 
     async def engine_ready(self, manifest: WeightManifest) -> bool:
@@ -161,22 +173,20 @@ class ModelRunner:
         """
         if self._ahead is not None:
             return None
-        return await self.run(self.rank.provisional, self.sender, epoch, version)
+        return await self.carry_out(DraftCommand(epoch, version))
 
     async def publish(self, epoch: str, version: int) -> WeightManifest:
         """Export the weights and make the version available; complete when it returns."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             return await asyncio.wrap_future(ahead)
-        return await self.run(self.rank.publish, self.sender, epoch, version, self._engine_dtype)
-
-    async def copy_weights(self) -> dict[str, torch.Tensor]:
-        """Copy the weights to host memory, as `publish` exports them; valid until the next call."""
-        return await self.run(self._copy_weights)
+        return await self.carry_out(PublishCommand(epoch, version, self._engine_dtype))
 
     async def restore(self, directory: Path) -> None:
         """Load a checkpoint."""
-        await self.run(self._restore, directory)
+        if self.shared_engine is not None:
+            await self.run(self.shared_engine.invalidate)
+        await self.carry_out(RestoreCommand(str(directory)))
 
     async def finish_save(self) -> None:
         """Wait until every rank's part of a checkpoint is on disk, beside the steps as far as one can.
@@ -184,24 +194,27 @@ class ModelRunner:
         Raises:
             TetherError: a rank could not write its part.
         """
-        await asyncio.to_thread(self.rank.await_part)
+        await asyncio.to_thread(self.executor.await_part)
         if is_distributed():  # a command to the other ranks comes between two others
-            await self.run(self.rank.finish_save)
+            failure = await self.carry_out(FinishSaveCommand())
         else:
-            await asyncio.to_thread(self.rank.finish_save)
+            failure = await asyncio.to_thread(self.executor.lead, FinishSaveCommand())
+        if failure:
+            raise TetherError(failure)
 
     async def close(self) -> None:
         """Close sender, model and threads."""
         await asyncio.to_thread(self._publisher.shutdown)  # an export that was begun ends with its step
         self.sender.close()
-        await self.run(self.rank.close)
+        await self.run(self.executor.close)
         self._thread.shutdown()
 
     def _train(
         self, command: TrainCommand, begin: Callable[[Tensors], None] | None = None
     ) -> tuple[StepPlan, StepStats]:
-        self._invalidate()
-        result = self.rank.train(command, begin)
+        if self.shared_engine is not None:
+            self.shared_engine.invalidate()
+        result = self.executor.train(command, begin)
         if self.shared_engine is not None:
             self.shared_engine.check()
         return result
@@ -212,22 +225,11 @@ class ModelRunner:
         if draft := self.sender.provisional(epoch, version):
             announce(draft)
         named = in_dtype(tensors, self._engine_dtype)
-        return self.sender.publish(epoch, version, named, base_model=self.rank.backend.architecture)
-
-    def _copy_weights(self) -> dict[str, torch.Tensor]:
-        return self._copies.copy_all(in_dtype(self.rank.export(), self._engine_dtype))
-
-    def _restore(self, directory: Path) -> None:
-        self._invalidate()
-        self.rank.restore(directory)
+        return self.sender.publish(epoch, version, named, base_model=self.executor.models.policy.architecture)
 
     def _attach(self, path: Path) -> None:
         found = map_tensors(path)
-        self.rank.backend.attach(found.get(PARAMETERS, {}), found.get(BUFFERS, {}))
-
-    def _invalidate(self) -> None:
-        if self.shared_engine is not None:
-            self.shared_engine.invalidate()
+        self.executor.models.policy.attach(found.get(PARAMETERS, {}), found.get(BUFFERS, {}))
 
 
 def _open_sender(process: Process, backend: Backend) -> WeightSender:
@@ -261,7 +263,7 @@ async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunn
     if isinstance(sender, SharedSender):
         shared_engine = SharedEngine(process, sender, settings.weights.timeout_s)
     return ModelRunner(
-        LeaderRank(models, make_algorithm(settings.algorithm)),
+        models,
         sender,
         thread,
         engine_dtype=settings.engine.dtype,

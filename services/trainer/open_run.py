@@ -16,8 +16,8 @@ from services.ledger.interface import Taken
 from services.run_record.steps import StepLog
 from services.runtime.process import Process
 from services.runtime.training import train_command
-from trainer.backends.rank_commands import TrainCommand
 from trainer.data.samples import check_scored
+from trainer.step.train_command import TrainCommand
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.spool import Spool, is_made

@@ -9,8 +9,8 @@ from services.runtime.training import build_models
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.gpu_turn import await_device
-from trainer.backends.follow import follow_commands
-from trainer.backends.launch import torchrun
+from trainer.execution.executor import Executor
+from trainer.ranks.launch import torchrun
 from trainer.weights.registry import make_sender
 
 
@@ -32,7 +32,7 @@ def launch(command: Sequence[str]) -> tuple[int, bool]:
     """Run torchrun in this process.
 
     Args:
-        command: its command line, of `trainer.backends.launch`.
+        command: its command line, of `trainer.ranks.launch`.
 
     Returns:
         The exit code, which torchrun alone would not pass on, and whether a signal asked it to stop; then
@@ -72,7 +72,8 @@ def follow_rank_0(rank: int) -> None:
         rank=rank,
         curve_dir=settings.bus.curve_dir,
     )
-    follow_commands(models, sender)
+    executor = Executor(models, sender)
+    executor.follow()
     if sender is not None:
         sender.close()
-    models.close()
+    executor.close()

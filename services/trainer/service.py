@@ -34,6 +34,7 @@ from services.trainer.ranks import follow_rank_0, run_ranks
 from services.trainer.snapshots import Snapshots
 from services.trainer.takeover import take_over
 from services.trainer.train_loop import TrainLoop
+from trainer.execution.commands import ExitCommand
 from trainer.hosts.place import find_place
 from trainer.registry import import_backend
 from trainer.storage.archive import Archive
@@ -83,7 +84,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
                 await _train(run, runner)
                 for task in beside:
                     task.cancel()
-            await runner.run(runner.rank.exit)
+            await runner.carry_out(ExitCommand())
         finally:
             run.spool.close()
             await runner.close()

@@ -16,6 +16,7 @@ from services.run_record.evaluations import SNAPSHOTS, read_evaluations
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from trainer.config import WeightConfig
+from trainer.execution.commands import CopyWeightsCommand
 from trainer.weights.files import disk_sender
 from trainer.weights.version_directories import VERSION_NAME, remove
 
@@ -85,7 +86,8 @@ class Snapshots:
                 return
             await self._writing
         self._taken = version
-        tensors = await self._runner.copy_weights()
+        dtype = self._process.settings.engine.dtype
+        tensors = await self._runner.carry_out(CopyWeightsCommand(dtype))
         self._writing = asyncio.get_running_loop().run_in_executor(
             self._thread, self._write, manifest, tensors
         )

@@ -16,8 +16,8 @@ from services.runtime.process import Process
 from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
 from trainer.data.batch_stats import BatchStats
-from trainer.data.step_plan import StepPlan
 from trainer.peak_flops import model_flops_utilization
+from trainer.step.plan import StepPlan
 
 log = logging.getLogger("tether.trainer")
 

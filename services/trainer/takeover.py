@@ -16,6 +16,7 @@ from services.ledger.interface import LedgerStatus, Taken
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
+from trainer.execution.commands import KeepReferenceCommand
 from trainer.storage.checkpoints import Checkpoint
 from trainer.storage.stored import MissingRecords
 
@@ -46,7 +47,7 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
             "the right one, or start in a new run directory"
         )
     if run.process.settings.algorithm.kl_coef > 0:
-        await runner.run(runner.rank.keep_reference)
+        await runner.carry_out(KeepReferenceCommand())
     if found:
         await runner.restore(found.directory)
     manifest = await _replay(run, runner, status, start)

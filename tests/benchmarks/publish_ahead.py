@@ -24,14 +24,14 @@ from tests.benchmarks.trainer.run import FULL, make_model
 from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand
+from trainer.backends.early_export import Tensors
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, WeightConfig
+from trainer.execution.executor import Executor
 from trainer.registry import make_backend
 from trainer.roles.models import RankModels
+from trainer.step.train_command import TrainCommand
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import in_dtype
-from trainer.weights.early_export import Tensors
 from trainer.weights.registry import make_sender
 
 TOKENS = 64
@@ -61,7 +61,7 @@ def _measure(options: argparse.Namespace, model_dir: Path, directory: Path) -> N
         trainer=TrainerConfig(dtype="bfloat16" if on_gpu else "float32", threads=options.threads),
         algorithm=algorithm,
     )
-    leader = LeaderRank(RankModels(backend), algorithm)
+    leader = Executor(RankModels(backend, algorithm=algorithm))
     config = WeightConfig(transport=options.transport)
     sender = make_sender(config, backend, "bfloat16", run="bench", run_dir=directory)
     assert sender is not None
@@ -76,7 +76,7 @@ def _measure(options: argparse.Namespace, model_dir: Path, directory: Path) -> N
             leader.train(_command(version), ahead.begin if way == "during" else None)
             trained = time.perf_counter()
             if ahead.publication is None:
-                publish(leader.export())
+                publish(leader.models.policy.export())
             else:
                 ahead.publication.result()
             if version > 1:  # the first of each makes state and buffers

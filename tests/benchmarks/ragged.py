@@ -25,9 +25,8 @@ from protocol.messages import Rollout, ScoredRollout
 from protocol.tensors import Array
 from tests.trainer.commands import train_command
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.rank_commands import TrainCommand
-from trainer.backends.step import plan_command
 from trainer.data.packing import balance
+from trainer.step.train_command import TrainCommand, plan_command
 
 LONGEST, PROMPT, GROUP = 32_768, 256, 16
 SIGMA = 1.0

@@ -18,15 +18,15 @@ from protocol.messages import ScoredRollout
 from protocol.tensors import Array
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.hf.engine import HFEngine
-from rollout.environments.base import SampleBuilder
 from rollout.prompts.base import Prompt
+from rollout.sample import SampleBuilder
 from rollout.trajectory import assemble
 from trainer.algorithms import Algorithm, AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.data.step_plan import plan_step
 from trainer.megatron.backend import MegatronBackend
+from trainer.step.plan import plan_step
 
 SAMPLES, PROMPT, RESPONSE = 32, 8, 128
 SIZES = {

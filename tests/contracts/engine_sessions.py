@@ -7,11 +7,11 @@ import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Sampling
 from rollout.engines.sampling import sampled_distribution
-from rollout.environments.base import EnvironmentConfig
-from rollout.episodes import ModelCalls
 from rollout.sessions.branches import branches_of
+from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.session import Session
 from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
 from tests.contracts.engine_models import logits_of

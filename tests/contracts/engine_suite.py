@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from protocol.errors import EngineError, Unsupported, WeightError
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, KvPolicy, Occupancy, Request, Sampling, Served
 from rollout.engines.sampling import sampled_distribution
-from rollout.environments.base import EnvironmentConfig, PromptTokens
-from rollout.episodes import ModelCalls
+from rollout.sample import PromptTokens
+from rollout.sessions.model_calls import ModelCalls
 from tests.contracts.engine_bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
 from tests.contracts.engine_models import VOCAB, logits_of
 

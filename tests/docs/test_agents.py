@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from protocol.rollout_view import decode_rollout
-from rollout.environments.base import EnvironmentConfig
+from rollout.config import EnvironmentConfig
 from tests.rollout.environments.groups import generated
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/agents.md"

@@ -9,8 +9,8 @@ import pytest
 
 from protocol.choices import checked_options
 from protocol.ranges import check_ranges
+from rollout.config import EnvironmentConfig
 from rollout.environments import gsm8k, textarena, tools
-from rollout.environments.base import EnvironmentConfig
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
 from tests.docs.pages import blocks, follow

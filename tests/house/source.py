@@ -116,7 +116,7 @@ class House:
         return {**self.product, **self.tests}
 
     def imports(self, module: Module) -> list[Import]:
-        """Imports of the repository's own modules, those inside functions included."""
+        """Imports of the repository's own modules, also inside functions and by `import_module("name")`."""
         guarded = {
             id(child)
             for node in module.nodes
@@ -134,6 +134,8 @@ class House:
                     else (node.module, alias.name)
                     for alias in node.names
                 ]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+                names = [(arg.value, None) for arg in node.args[:1] if isinstance(arg, ast.Constant)]
             else:
                 continue
             found += [

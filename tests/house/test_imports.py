@@ -39,6 +39,19 @@ def test_import_cycle_through_a_function_is_found(build: Build) -> None:
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        "import importlib\nimportlib.import_module('reward.b').make()\n",
+        "from importlib import import_module\nimport_module('reward.b')\n",
+    ],
+)
+def test_import_cycle_through_import_module_is_found(build: Build, call: str) -> None:
+    house = build({"reward/a.py": call, "reward/b.py": "from reward import a\n"})
+    (violation,) = imports.import_cycle(house)
+    assert str(violation) == "reward/a.py:1 import-cycle: import each other: reward.a, reward.b"
+
+
+@pytest.mark.parametrize(
     ("path", "line", "message"),
     [
         ("services/trainer/a.py", "from services.rollout import serve", "do not import each other's process"),

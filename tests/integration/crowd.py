@@ -4,7 +4,7 @@ import asyncio
 
 import aiohttp
 
-from rollout.sessions.environment import Task
+from rollout.environments.session import Task
 
 CROWD = 2000
 """Sessions that wait for each other."""

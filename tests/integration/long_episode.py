@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aiohttp import ClientSession
 
-from rollout.sessions.environment import Task
+from rollout.environments.session import Task
 
 TURNS = 20
 

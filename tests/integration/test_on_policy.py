@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from protocol.messages import ScoredRollout
 from protocol.tensors import Array
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, EngineConfig, Sampling
 from rollout.engines.registry import make_engine
-from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
@@ -35,10 +35,10 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
-from trainer.data.step_plan import plan_step
 from trainer.lora import as_published
 from trainer.megatron.backend import MegatronBackend
 from trainer.random_model import build_scratch
+from trainer.step.plan import plan_step
 from trainer.weights.files import disk_sender
 
 VERSIONS = 6

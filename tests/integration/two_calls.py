@@ -2,7 +2,7 @@
 
 import aiohttp
 
-from rollout.sessions.environment import Task
+from rollout.environments.session import Task
 
 
 async def solve(task: Task) -> float:

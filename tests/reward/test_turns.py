@@ -13,7 +13,7 @@ from protocol.tensors import Array
 from reward.combine import VerifierError
 from reward.config import RewardConfig, VerifierConfig
 from reward.score import score_rollout
-from reward.turns import GroupTurns
+from reward.turns import TurnScores, combine_turns
 from reward.workers.pool import ScorePool
 from tests.protocol.samples import ROLLOUT
 
@@ -133,7 +133,7 @@ async def test_texts_that_nobody_sent_are_named(modules: list[str]) -> None:
 
 
 def test_scores_of_a_worker_process_are_checked_again() -> None:
-    turns = GroupTurns([2, 1])
+    turns = TurnScores([2, 1])
     with pytest.raises(VerifierError, match="v: 3 scores for 2 turns of sample 0"):
         turns.note("v", 0, [1.0, 2.0, 3.0])
     with pytest.raises(VerifierError, match="v: scored turn 1 of sample 0 as inf"):
@@ -141,8 +141,10 @@ def test_scores_of_a_worker_process_are_checked_again() -> None:
     with pytest.raises(VerifierError, match=r"v: scored turn 0 of sample 0 as 1e\+31"):
         turns.note("v", 0, [1e31, 0.0])
     turns.note("v", 0, [1e30, -1e30])
+    components = {"v": [0.0, 3.0]}
+    filled = turns.filled(components)
+    assert filled == {"v": [[1e30, -1e30], [3.0]]}
     with pytest.raises(VerifierError, match=r"v: scored 1e\+30, which is too large with the weight 10"):
-        turns.combine({"v": [0.0, 0.0]}, {"v": 10.0})
-    turns = GroupTurns([2, 1])
-    turns.combine({"v": [1.0, 2.0]}, {"v": 1.0})
-    assert (turns.rewards, turns.components) == ([], {})
+        combine_turns(components, filled, {"v": 10.0})
+    assert TurnScores([2, 1]).filled(components) == {}
+    assert combine_turns(components, {}, {"v": 1.0}) == []

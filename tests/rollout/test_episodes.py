@@ -11,20 +11,16 @@ import pytest
 from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.messages import Call, Recalled, Rollout
 from protocol.rollout_view import decode_rollout
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import EngineConfig, Sampling
-from rollout.environments.base import (
-    Environment,
-    EnvironmentConfig,
-    EpisodeOver,
-    Generate,
-    Sample,
-    SampleBuilder,
-)
+from rollout.environments.base import Environment
 from rollout.environments.episode import Episode, EpisodeEnvironment
-from rollout.episodes import EpisodeReport, ModelCalls
+from rollout.episodes import EpisodeReport
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
+from rollout.sample import EpisodeOver, Generate, Sample, SampleBuilder
+from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.record import Recording
 from rollout.strays import Strays
 from tests.rollout.test_generate import Watched

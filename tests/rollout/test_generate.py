@@ -21,17 +21,19 @@ from protocol.turns import turns_of
 from reward.config import RewardConfig, VerifierConfig
 from reward.score import score_rollout
 from reward.workers.pool import ScorePool
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.scripted import ScriptedEngine
-from rollout.environments.base import Environment, EnvironmentConfig, Generate, Sample
+from rollout.environments.base import Environment
 from rollout.environments.episode import Episode, EpisodeEnvironment
 from rollout.environments.registry import make_environment
 from rollout.generate import failure_reason, generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import PromptTooLong, RenderConfig, Renderer
+from rollout.sample import Generate, Sample
 from tests.rollout.tokenizers import write_tokenizer
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.step_plan import plan_step
+from trainer.step.plan import plan_step
 
 PROMPT = Prompt("3+4=", metadata={"answer": "7"}, index=12)
 SAMPLING = Sampling(max_tokens=6, stop_token_ids=(1,))

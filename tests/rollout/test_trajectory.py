@@ -14,8 +14,8 @@ from protocol.errors import EngineError, SettingsError
 from protocol.messages import UNKNOWN_EXPERT, Rollout
 from protocol.rollout_view import decode_rollout, sample_lengths
 from protocol.tensors import Array
-from rollout.environments.base import Branch, Sample
 from rollout.prompts.base import Prompt
+from rollout.sample import Branch, Sample
 from rollout.trajectory import assemble, turn_texts
 
 GOOD = Sample((5, 6, 7), (-0.5, 0.0, -1.25), (1, 0, 1), ((2, 3), (3, 4)), "stop")

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from openai import AsyncOpenAI
 
-from rollout.sessions.environment import Task
+from rollout.environments.session import Task
 from tests.security.hostile_requests import HOSTILE
 
 PATHS = ("v1/chat/completions", "v1/completions", "v1/responses", "v1/messages", "inference/v1/generate")

@@ -120,13 +120,13 @@ def quoting(request: dict[str, Any]) -> str:
 
 async def test_the_right_response_of_each_verifier_scores_one(pool: ScorePool) -> None:
     assert RIGHT.keys() == {*VERIFIERS} - {"constant", "reward_model"}
-    _, components = await pool.score("q", list(RIGHT.values()), METADATA)
+    components = (await pool.score("q", list(RIGHT.values()), METADATA)).components
     assert {name: components[name][i] for i, name in enumerate(RIGHT)} == dict.fromkeys(RIGHT, 1.0)
 
 
 async def test_no_hostile_text_stops_a_verifier_or_gets_the_score_of_a_right_one(pool: ScorePool) -> None:
     """Each within the time limit: a verifier that exceeds it raises."""
-    _, components = await pool.score("q", list(TEXTS.values()), METADATA)
+    components = (await pool.score("q", list(TEXTS.values()), METADATA)).components
     assert set(components) == set(VERIFIERS)
     for name, scores in components.items():
         right = {text for text, score in zip(TEXTS, scores, strict=True) if not 0 <= score < 1}
@@ -136,7 +136,7 @@ async def test_no_hostile_text_stops_a_verifier_or_gets_the_score_of_a_right_one
 
 async def test_no_hostile_code_stops_a_verifier_or_gets_the_score_of_a_right_one(pool: ScorePool) -> None:
     codes = [f"```python\n{code}\n```" for code in CODES.values()]
-    _, components = await pool.score("q", codes, METADATA)
+    components = (await pool.score("q", codes, METADATA)).components
     for name, scores in components.items():
         assert {code for code, score in zip(CODES, scores, strict=True) if score >= 1} == set(), name
 
@@ -144,4 +144,6 @@ async def test_no_hostile_code_stops_a_verifier_or_gets_the_score_of_a_right_one
 async def test_a_lone_surrogate_is_refused_by_name_and_the_pool_goes_on(pool: ScorePool) -> None:
     with pytest.raises(RewardError, match="no valid text"):
         await pool.score("q", ["42\ud800"], METADATA)
-    assert (await pool.score("q", ["42"], msgspec.msgpack.encode(METADATA)))[1]["exact_match"] == [1.0]
+    assert (await pool.score("q", ["42"], msgspec.msgpack.encode(METADATA))).components["exact_match"] == [
+        1.0
+    ]

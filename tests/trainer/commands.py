@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.backends.rank_commands import TrainCommand
+from trainer.step.train_command import TrainCommand
 
 
 def train_command(step: int, records: Sequence[bytes], *, bound: int = 1, **changes: Any) -> TrainCommand:

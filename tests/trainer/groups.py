@@ -10,7 +10,7 @@ from protocol.messages import UNKNOWN_EXPERT, Rollout, ScoredRollout
 from protocol.tensors import Array
 from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch
-from trainer.data.step_plan import StepPlan, plan_step
+from trainer.step.plan import StepPlan, plan_step
 
 
 @dataclass(frozen=True)

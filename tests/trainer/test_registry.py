@@ -60,7 +60,7 @@ def test_a_backend_without_a_critic_is_refused(model_dir: Path) -> None:
 
 
 def test_megatron_is_not_imported_for_others() -> None:
-    modules = "trainer.registry, trainer.data.step_plan, trainer.weights.registry"
+    modules = "trainer.registry, trainer.step.plan, trainer.weights.registry"
     code = f"import sys, {modules}; sys.exit('megatron' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 

@@ -1,1 +1,1 @@
-"""Defines the interface of training backends, and holds what they share."""
+"""Defines the interface of training backends, and holds the helpers that they share."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol.errors import SettingsError
-from protocol.messages import Mismatch, WeightPiece
-from protocol.weights.boxes import whole
+from protocol.messages import Mismatch
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
+from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.config import AlgorithmConfig
-from trainer.weights.early_export import EarlyExport, Tensors
+from trainer.ranks.publication import Publication
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch
@@ -99,28 +99,6 @@ class StepStats:
     return_mean: float | None = None
     explained_variance: float | None = None
     value_clip_fraction: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """What each rank publishes."""
-
-    names: tuple[str, ...]
-    """Hugging Face names, in the order of `Backend.export`."""
-    shapes: tuple[tuple[int, ...], ...]
-    """Shapes of the whole tensors."""
-    parts: tuple[tuple[WeightPiece, ...], ...]
-    """By rank; together they have each element of each tensor once."""
-
-    @classmethod
-    def of_rank_0(cls, shapes: Mapping[str, tuple[int, ...]]) -> Publication:
-        """Return a publication of whole tensors, by name, all by rank 0."""
-        pieces = tuple(WeightPiece(i, whole(shape)) for i, shape in enumerate(shapes.values()))
-        return cls(tuple(shapes), tuple(shapes.values()), (pieces,))
-
-    def gathered(self) -> Publication:
-        """Return the publication of the same tensors by rank 0."""
-        return Publication.of_rank_0(dict(zip(self.names, self.shapes, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +231,7 @@ class Backend(ABC):
     @property
     def publication(self) -> Publication:
         """What each rank publishes without a gather; by default rank 0 has all that is exported."""
-        return Publication.of_rank_0({name: tuple(tensor.shape) for name, tensor in self.export()})
+        return Publication.by_rank_0({name: tuple(tensor.shape) for name, tensor in self.export()})
 
     def pieces(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's part of `publication`: each piece with its tensor's name, as a view or a copy."""

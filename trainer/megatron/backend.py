@@ -14,10 +14,10 @@ import torch.distributed as dist
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Publication, StepStats, keeps_copy
+from trainer.backends.base import Backend, FrozenModel, FrozenSpec, StepStats, keeps_copy
+from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
-from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, without_adapters
@@ -46,11 +46,12 @@ from trainer.megatron.model import (
     whole_part,
 )
 from trainer.megatron.optimizer import is_distributed, wrap_model
+from trainer.megatron.optimizer_step import ModelStepper
 from trainer.megatron.roles.frozen import FrozenPart, shapes_of
 from trainer.megatron.sharing import buffers_of, parts_of, trained_architecture
-from trainer.megatron.stepping import ModelStepper
+from trainer.ranks.publication import Publication
+from trainer.step.measures import StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
-from trainer.weights.early_export import EarlyExport, Tensors
 
 
 class MegatronBackend(Backend):

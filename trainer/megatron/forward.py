@@ -23,8 +23,6 @@ from megatron.core.tensor_parallel import (
 )
 
 from trainer.algorithms.base import Algorithm
-from trainer.backends.step_measures import StepMeasures
-from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
@@ -35,6 +33,8 @@ from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
+from trainer.step.measures import StepMeasures
+from trainer.step.token_loss import micro_batch_loss
 
 
 class Measures(Protocol):

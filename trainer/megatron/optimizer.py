@@ -20,12 +20,12 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trainer.backends.early_export import EarlyExport
 from trainer.config import OptimizerConfig
 from trainer.functional.learning_rate import learning_rate
 from trainer.megatron.cpu import cuda_type_names
 from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.parallel import Position
-from trainer.weights.early_export import EarlyExport
 
 
 def wrap_model(

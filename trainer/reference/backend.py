@@ -19,8 +19,6 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
 from trainer.backends.engine_attach import check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
-from trainer.backends.step_measures import StepMeasures
-from trainer.backends.token_loss import micro_batch_loss
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.functional.logprobs import token_logprobs
@@ -28,9 +26,11 @@ from trainer.lora import merged, without_adapters
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.frozen import FrozenTransformer, in_dtype, load_model
 from trainer.reference.lora import attach
+from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.padding import padded, passes
 from trainer.reference.state import copy_state, load_state
-from trainer.reference.stepping import MasterStepper
+from trainer.step.measures import StepMeasures
+from trainer.step.token_loss import micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -16,9 +16,9 @@ from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.reference.backend import DTYPES, ReferenceBackend
+from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.padding import padded, passes
 from trainer.reference.state import copy_state, load_state
-from trainer.reference.stepping import MasterStepper
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticStats
 from trainer.roles.value_measures import ValueMeasures

@@ -1,1 +1,1 @@
-"""Holds the models of a run beside the one that is trained as a policy, and a step with all of them."""
+"""Holds the models of a run: the policy and the models beside it."""

@@ -7,12 +7,11 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from trainer.backends.rank_commands import control_device, is_distributed
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
 from trainer.functional.gae import generalized_advantages, terminal_rewards
+from trainer.ranks.collectives import sum_replicas
 
 
 def with_advantages(
@@ -103,21 +102,10 @@ def whitened(
     std divides by the number of entries. A collective.
     """
     chosen = values[mask].double()
-    tokens, total = _over_replicas([float(len(chosen)), float(chosen.sum())], replicas)
+    tokens, total = sum_replicas(chosen.new_tensor([len(chosen), chosen.sum()]), replicas).tolist()
     mean = total / max(tokens, 1.0)
-    (squares,) = _over_replicas([float((chosen - mean).square().sum())], replicas)
-    deviation = (squares / max(tokens, 1.0)) ** 0.5
+    squares = sum_replicas((chosen - mean).square().sum(), replicas)
+    deviation = (float(squares) / max(tokens, 1.0)) ** 0.5
     result = torch.zeros_like(values, dtype=torch.float64)
     result[mask] = (chosen - mean) / (deviation + eps)
     return result
-
-
-def _over_replicas(found: Sequence[float], replicas: Sequence[Sequence[int]]) -> list[float]:
-    """Add up numbers that all ranks of a replica have alike, over the replicas."""
-    if not is_distributed():
-        return list(found)
-    speaks = any(ranks[0] == dist.get_rank() for ranks in replicas)
-    sums = torch.tensor(found if speaks else [0.0] * len(found), dtype=torch.float64, device=control_device())
-    dist.all_reduce(sums)
-    added: list[float] = sums.tolist()
-    return added

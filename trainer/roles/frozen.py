@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, FrozenModel
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
@@ -41,10 +40,8 @@ class FrozenRole:
 
 @dataclass(frozen=True, slots=True)
 class FrozenModels:
-    """The frozen models of a run, and the algorithm that says what becomes of their log-probabilities."""
+    """Frozen models of a run."""
 
-    algorithm: Algorithm | None = None
-    """None: log-probabilities change no advantage."""
     reference: FrozenRole | None = None
     """None: the reference model is the one that the policy's backend keeps."""
     teacher: FrozenRole | None = None

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
-
 from protocol.errors import SettingsError
+from trainer.algorithms.base import Algorithm
+from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend
-from trainer.backends.rank_commands import is_distributed
 from trainer.config import AlgorithmConfig
+from trainer.ranks.collectives import is_rank_0
 from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.frozen import NO_FROZEN, FrozenModels
@@ -38,13 +38,13 @@ class RankModels:
     """Those that are never trained."""
     critic: Critic | None = None
     """Estimates advantages; None: the algorithm needs none."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """How its values become advantages."""
+    algorithm: Algorithm = field(default_factory=lambda: make_algorithm(AlgorithmConfig()))
+    """Advantages, loss and weights of a step."""
 
     def copy_state(self) -> HostState:
         """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""
         state = self.policy.copy_state()
-        if self.entropy is not None and not (is_distributed() and dist.get_rank()):
+        if self.entropy is not None and is_rank_0():
             state = self.entropy.added_to(state)
         if self.critic is not None:
             state = dataclasses.replace(state, parts={CRITIC: self.critic.copy_state()})

@@ -11,18 +11,17 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import Backend
-from trainer.backends.rank_commands import control_device, is_distributed
 from trainer.batch import Batch
+from trainer.ranks.collectives import sum_replicas
 from trainer.roles.frozen import FrozenModels
 
 
 def with_frozen(
-    part: Batch, policy: Backend, frozen: FrozenModels, *, reference: bool
+    part: Batch, policy: Backend, frozen: FrozenModels, algorithm: Algorithm, *, reference: bool
 ) -> tuple[Batch, dict[str, Any]]:
     """Return the part with what the frozen models give, and what was measured of it, by `StepStats`' names.
 
@@ -30,15 +29,15 @@ def with_frozen(
         part: that of this rank's replica.
         policy: keeps the initial weights, where they are the reference model.
         frozen: the other models.
+        algorithm: decides how they change advantages.
         reference: whether there is a reference model.
     """
     found: dict[str, Any] = {}
-    algorithm = frozen.algorithm
     if reference:
         part = dataclasses.replace(part, reference_logprobs=frozen.reference_logprobs(policy, part))
-    if algorithm is not None and algorithm.config.use_kl_in_reward:
+    if algorithm.config.use_kl_in_reward:
         part, found["reward_kl_k1"] = _penalised(part, policy, algorithm)
-    if algorithm is not None and frozen.teacher is not None:
+    if frozen.teacher is not None:
         part, kl = _distilled(part, policy, frozen.teacher.logprobs(part), algorithm.config.opd_kl_coef)
         found |= {} if kl is None else {"teacher_kl_k1": kl}
     return part, found
@@ -109,9 +108,4 @@ def _of_all_replicas(values: torch.Tensor, part: Batch, policy: Backend) -> torc
     if part.rows is None:
         raise RuntimeError("the part does not say which samples of the step it has")
     whole = torch.zeros(part.totals.samples, values.shape[1], dtype=torch.float64)
-    if not is_distributed() or dist.get_rank() in {ranks[0] for ranks in policy.replicas}:
-        whole.index_add_(0, part.rows, values)
-    if is_distributed():
-        whole = whole.to(control_device())
-        dist.all_reduce(whole)
-    return whole.cpu()
+    return sum_replicas(whole.index_add_(0, part.rows, values), policy.replicas)

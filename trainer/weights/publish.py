@@ -1,5 +1,9 @@
 """Publishes a version of the model; on every rank, because ranks gather it, or publish a part each."""
 
+from collections.abc import Iterator
+
+import torch
+
 from protocol.messages import WeightManifest
 from trainer.backends.base import Backend
 from trainer.lora import as_published
@@ -7,16 +11,30 @@ from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import in_dtype
 
 
-def publish(backend: Backend, sender: WeightSender, epoch: str, version: int, dtype: str) -> WeightManifest:
-    """Publish the weights of a rank that has a sender; a collective. See `WeightSender.publish`.
+def publish(
+    backend: Backend, sender: WeightSender | None, epoch: str, version: int, dtype: str
+) -> WeightManifest | None:
+    """Publish the weights from this rank; a collective. See `WeightSender.publish`.
 
     Args:
         backend: this rank's part of the model, which may change when this function returns.
-        sender: that of this rank.
+        sender: publishes from this rank; None: rank 0 alone publishes, and this rank only helps to gather.
         epoch: epoch of the trainer.
         version: number of the version.
         dtype: in which the weights are published.
+
+    Returns:
+        The manifest; None without a sender.
     """
-    tensors = backend.pieces() if sender.in_parts else backend.export()
-    named = in_dtype(as_published(tensors, backend.targets, backend.lora), dtype)
-    return sender.publish(epoch, version, named, base_model=backend.architecture)
+    tensors = published(backend, dtype, in_parts=sender is not None and sender.in_parts)
+    if sender is not None:
+        return sender.publish(epoch, version, tensors, base_model=backend.architecture)
+    for name, _ in tensors:
+        raise RuntimeError(f"only rank 0 gets tensors from an export, but this rank got {name}")
+    return None
+
+
+def published(backend: Backend, dtype: str, *, in_parts: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what engines get, adapters scaled: this rank's pieces, or all tensors on rank 0."""
+    tensors = backend.pieces() if in_parts else backend.export()
+    return in_dtype(as_published(tensors, backend.targets, backend.lora), dtype)

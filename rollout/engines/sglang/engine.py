@@ -123,7 +123,7 @@ class SglangEngine(MultiProcessEngine):
         async with self._committing(manifest):
             with self._weights.commit(manifest):
                 ranks = await self._staging.commit(manifest)
-        return float(max(rank["copy_ms"] for rank in ranks))
+        return max(rank.copy_ms for rank in ranks)
 
     async def sleep(self) -> None:
         await self._release_memory(self._staging.sleep)

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
@@ -33,6 +34,7 @@ from rollout.engines.weight_state import WeightState
 from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import StagingPlan, trace
 from rollout.staging.rank import RankStaging
+from rollout.staging.rank_status import RankCommit
 
 DIRECTORY = "TETHER_ENGINE_DIR"
 """Environment variable: directory of the ranks' sockets, which belongs to this engine alone."""
@@ -131,37 +133,32 @@ class SchedulerRank:
         self._recompute = given.recompute
         return {"bytes": self._staging.bytes}
 
-    def stage(self, manifest: bytes, deadline_s: float) -> dict[str, Any]:
-        """Begin to stage in the background; return {"error"}."""
+    def stage(self, manifest: bytes, deadline_s: float) -> str:
+        """Begin to stage in the background; return why not, or ""."""
         return self.staging.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
 
-    def commit(self, manifest: bytes) -> dict[str, Any]:
-        """Copy the staged version over the live weights; drop the KV cache if it is to be recomputed.
-
-        Returns: as `RankStaging.commit`.
-        """
+    def commit(self, manifest: bytes) -> RankCommit:
+        """Copy the staged version over the live weights; drop the KV cache if it is to be recomputed."""
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
         start = time.perf_counter()
         _wait_for_kernels()
         slept = self.weights.released
-        found = self.staging.commit(decoded)
-        if found["applied"]:
+        result = self.staging.commit(decoded)
+        if result.applied:
             self.weights.serve(Served(decoded.epoch, decoded.version, decoded.digest))
             if self._recompute and not slept and not self._drop_kv():
-                found |= {
-                    "poisoned": True,
-                    "error": "the new weights are live, but the old KV cache could not be dropped",
-                }
+                error = "the new weights are live, but the old KV cache could not be dropped"
+                result = replace(result, poisoned=True, error=error)
             self._resume_scheduler()
-            found["copy_ms"] = (time.perf_counter() - start) * 1e3
-        return found
+            result = replace(result, copy_ms=(time.perf_counter() - start) * 1e3)
+        return result
 
     def rename(self, version: int) -> None:
         """Count tokens from the next step on as sampled under `version`."""
         self.weights.serve(self.weights.renamed(self.weights.served.epoch, version))
 
-    def sleep(self) -> dict[str, Any]:
-        """Put running requests back with their tokens, and release all memory; return {"error"}.
+    def sleep(self) -> str:
+        """Put running requests back with their tokens, and release all memory; return why not, or "".
 
         No step follows before the next commit.
         """
@@ -169,14 +166,14 @@ class SchedulerRank:
         _wait_for_kernels()
         self.weights.release()
         if not self._drop_kv():
-            return {"error": "the KV cache could not be dropped"}
-        found = self.staging.sleep()
-        if not found["error"]:
+            return "the KV cache could not be dropped"
+        refusal = self.staging.sleep()
+        if not refusal:
             self._memory.release()
-        return found
+        return refusal
 
-    def wake(self) -> dict[str, Any]:
-        """Take the memory again; the live weights come with the next commit. Return {"error"}."""
+    def wake(self) -> str:
+        """Take the memory again; the live weights come with the next commit. Return why not, or ""."""
         assert self._memory is not None, "the engine was not started to sleep"
         self._memory.restore()
         self.weights.wake()

@@ -172,7 +172,7 @@ class VllmEngine(MultiProcessEngine):
             if (recompute or slept) and not self._paused:
                 await self._vllm.resume_scheduler()
             paused_ms = (time.perf_counter() - start) * 1e3
-        return paused_ms if recompute else float(max(rank["copy_ms"] for rank in ranks))
+        return paused_ms if recompute else max(rank.copy_ms for rank in ranks)
 
     async def sleep(self) -> None:
         await self._release_memory(self._release_on_ranks)

@@ -24,11 +24,10 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
-from rollout.engines.multi_process.token_versions import TokenVersions
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.plain_layers import keep_weights_plain
 from rollout.engines.vllm.rank_answers import Answer
-from rollout.engines.vllm.scheduled_requests import ScheduledRequests
+from rollout.engines.vllm.step_records import ScheduledRequests, TokenVersions
 from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import record, trace
 from rollout.staging.rank import RankStaging
@@ -96,7 +95,7 @@ class WorkerExtension:
         }
         self._tether_server.carry_out(call, methods[call.method])
 
-    def _tether_stage(self, manifest: bytes, deadline_s: float) -> dict[str, Any]:
+    def _tether_stage(self, manifest: bytes, deadline_s: float) -> str:
         return self._tether.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
 
     def tether_call(self, number: int, method: str, arguments: Sequence[Any]) -> Answer:
@@ -113,13 +112,13 @@ class WorkerExtension:
     def tether_commit(self, manifest: bytes) -> dict[str, Any]:
         """Copy the staged version over the live weights; tokens from the next step on are of that version.
 
-        Returns: as `RankStaging.commit`.
+        Returns: a `RankCommit` as plain values, since vLLM carries it.
         """
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
-        found = self._tether.commit(decoded)
-        if found["applied"]:
+        result = self._tether.commit(decoded)
+        if result.applied:
             self._tether_marks.switch(decoded.version)
-        return found
+        return msgspec.to_builtins(result)
 
     def tether_rename(self, version: int) -> None:
         """Count tokens from the next step on as sampled under `version`."""
@@ -134,18 +133,18 @@ class WorkerExtension:
         blocks = self.model_runner.kv_cache_config.num_blocks  # type: ignore[attr-defined]
         return self._tether_scheduled.running, self._tether_scheduled.kv_use(blocks)
 
-    def tether_sleep(self, level: int) -> dict[str, Any]:
-        """Release the memory of the staging copy and vLLM's own; return {"error"}.
+    def tether_sleep(self, level: int) -> str:
+        """Release the memory of the staging copy and vLLM's own; return why not, or "".
 
         vLLM's level 2 discards the weights, level 1 keeps them in host memory.
         """
-        found = self._tether.sleep()
-        if not found["error"]:
+        refusal = self._tether.sleep()
+        if not refusal:
             self.sleep(level)  # type: ignore[attr-defined]
-        return found
+        return refusal
 
-    def tether_wake(self) -> dict[str, Any]:
-        """Take the memory again; the live weights come with the next commit. Return {"error"}."""
+    def tether_wake(self) -> str:
+        """Take the memory again; the live weights come with the next commit. Return why not, or ""."""
         self.wake_up(None)  # type: ignore[attr-defined]
         return self._tether.wake()
 

@@ -1,7 +1,7 @@
 """A rank other than 0 that can say how much memory a publication takes, and that can wait for commands in two
 ways.
 
-`follow_commands` waits for a command of rank 0 at torchrun's store. With `host` the rank waits for a line on
+`Executor.follow` waits for a command of rank 0 at torchrun's store. With `host` the rank waits for a line on
 its socket first.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from trainer.backends import follow
-from trainer.backends.rank_commands import Command, next_command
+from trainer.execution import executor
+from trainer.execution.commands import AnyCommand, next_command
 from trainer.roles.models import RankModels
 from trainer.weights.base import WeightSender
 
@@ -62,10 +62,10 @@ class Follower:
     def follow(self, models: RankModels, sender: WeightSender | None) -> None:
         """Carry out what rank 0 commands, until it says exit."""
         threading.Thread(target=self._answer, name="answers", daemon=True).start()
-        follow.next_command = self._next  # type: ignore[assignment]
-        follow.follow_commands(models, sender)
+        executor.next_command = self._next  # type: ignore[assignment]
+        executor.Executor(models, sender).follow()
 
-    def _next(self) -> Command:
+    def _next(self) -> AnyCommand:
         self._waiting.set()
         if self._host and not self._permits.acquire(timeout=WAIT_S):
             raise TimeoutError(f"rank 0 has commanded nothing for {WAIT_S:g} s")

@@ -20,12 +20,17 @@ from rollout.staging.staging import dtype_name
 from tests.benchmarks.gpu.shapes import settle
 from tests.benchmarks.gpu_reshard.follower import Memory
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
-from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand
+from trainer.execution.commands import (
+    CopyWeightsCommand,
+    DraftCommand,
+    ExitCommand,
+    IdleCommand,
+    PublishCommand,
+)
+from trainer.execution.executor import Executor
 from trainer.roles.models import RankModels
+from trainer.step.train_command import TrainCommand
 from trainer.weights.base import WeightSender
-from trainer.weights.bucket_writer import in_dtype
 
 EPOCH = "bench"
 CONNECT_S = 60.0
@@ -61,7 +66,7 @@ class Orders:
             perturb: multiplies this rank's weights, where that is to stand for a step.
         """
         self._perturb = perturb
-        self._leader = LeaderRank(models, make_algorithm(AlgorithmConfig()))
+        self._leader = Executor(models, sender)
         self._dtype = dtype
         self._memory = memory
         self._sender = sender
@@ -130,14 +135,13 @@ class Orders:
 
     def draft(self, version: int) -> dict[str, Any]:
         """Let engines receive a version while it is published, if the transport can do that."""
-        if self._sender.in_parts:
-            self._go()
-        return {"drafted": self._leader.provisional(self._sender, EPOCH, version) is not None}
+        self._go()
+        return {"drafted": self._leader.lead(DraftCommand(EPOCH, version)) is not None}
 
     def publish(self, version: int) -> dict[str, Any]:
         """Publish a version; return its manifest, in hex, when the step had ended and when this has."""
         self._go()
-        manifest = self._leader.publish(self._sender, EPOCH, version, self._dtype)
+        manifest = self._leader.lead(PublishCommand(EPOCH, version, self._dtype))
         ended, self._version = time.monotonic(), version
         data = msgspec.msgpack.encode(manifest).hex()
         return {"began": self._began, "ended": ended, "manifest": data}
@@ -152,7 +156,7 @@ class Orders:
         if where != self._where:
             self._where = where
             self._tell("wait", where=where)
-            self._leader.idle()
+            self._leader.lead(IdleCommand())
         return {}
 
     def memory(self) -> dict[str, Any]:
@@ -169,13 +173,13 @@ class Orders:
         """End the other ranks, and then this one."""
         self._exits = True
         self._go()
-        self._leader.exit()
+        self._leader.lead(ExitCommand())
         return {}
 
     def _digests(self, ranks: int) -> tuple[int, int]:
         parts: list[list[TensorEntry]] = [[] for _ in range(ranks)]
         whole = []
-        for name, tensor in in_dtype(self._leader.export(), self._dtype):
+        for name, tensor in self._leader.lead(CopyWeightsCommand(self._dtype)).items():
             whole.append(_entry(name, tensor))
             for rank in range(ranks):
                 parts[rank].append(_entry(name, held_by(name, tensor, rank, ranks)))

@@ -31,7 +31,7 @@ from tests.benchmarks.gpu.partner import ROOT
 from tests.benchmarks.gpu.run import DEFAULTS, Lines, Report, facts_of
 from tests.benchmarks.gpu.shapes import SIZES, write_model
 from tests.benchmarks.gpu_reshard.table import line, render
-from trainer.backends.launch import torchrun
+from trainer.ranks.launch import torchrun
 
 ON_ONE_HOST = {"GLOO_SOCKET_IFNAME": "lo"}
 """Environment of everything that is started here: the ranks meet also where the host's name is not known."""

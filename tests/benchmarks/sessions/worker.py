@@ -15,13 +15,13 @@ from urllib.parse import urlsplit
 import psutil  # type: ignore[import-untyped]
 
 from protocol.weights.lora import NO_ADAPTERS
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, EngineConfig, Request, Sampling
 from rollout.engines.registry import make_engine
-from rollout.environments.base import EnvironmentConfig
-from rollout.episodes import ModelCalls
 from rollout.render import RenderConfig, Renderer
 from rollout.sessions.calls import context_tokens
 from rollout.sessions.endpoint import SessionEndpoint
+from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.session import Session, SessionLimits
 from tests.benchmarks.sessions.model import write_model
 from tests.benchmarks.versions import ROOT

@@ -29,8 +29,8 @@ async def test_logits_of_vllm_are_those_of_transformers(kind: str, pad: int | No
             verifiers=(VerifierConfig("reward_model", options=options),), workers=1, start_timeout_s=400
         )
         async with ScorePool(config) as pool:
-            found[engine], _ = await pool.score(PROMPT, RESPONSES, {})
-            again, _ = await pool.score(PROMPT, RESPONSES[:2], {})
+            found[engine] = (await pool.score(PROMPT, RESPONSES, {})).rewards
+            again = (await pool.score(PROMPT, RESPONSES[:2], {})).rewards
             assert again == pytest.approx(found[engine][:2], abs=TOLERANCE)
     assert found["vllm"] == pytest.approx(found["transformers"], abs=TOLERANCE)
     assert len({round(score, 3) for score in found["vllm"]}) == len(RESPONSES)

@@ -42,7 +42,7 @@ async def test_a_judge_served_by_vllm_always_gives_a_score(tmp_path: Path) -> No
         }  # fmt: skip
         config = RewardConfig(verifiers=(VerifierConfig("judge", options=options),), timeout_s=60.0)
         async with ScorePool(config) as pool:
-            rewards, _ = await pool.score("q", ["a", "b", "c"], {})
+            rewards = (await pool.score("q", ["a", "b", "c"], {})).rewards
         assert len(rewards) == 3
         assert all(0 <= reward <= 1 for reward in rewards)
     finally:

@@ -93,7 +93,7 @@ async def test_a_worker_loads_the_model_at_its_start_and_names_what_fails(tmp_pa
         return RewardConfig(verifiers=(verifier,), workers=1)
 
     async with ScorePool(config()) as pool:
-        found, _ = await pool.score(PROMPT, RESPONSES, {})
+        found = (await pool.score(PROMPT, RESPONSES, {})).rewards
     assert found == pytest.approx(scored(path), abs=1e-5)
     with pytest.raises(SettingsError, match=r"reward\.memory_mb: 4096 .* set it to 0"):
         async with ScorePool(config(device="cuda")):

@@ -48,7 +48,10 @@ def modules(tmp_path: Path) -> list[str]:
 async def test_samples_of_one_group_are_scored_by_several_workers(modules: list[str], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # each end waits for the other
     async with ScorePool(RewardConfig(verifiers=(own("meets"),), workers=2), modules) as pool:
-        assert (await pool.score("q", ["read", "write"], {"pipe": str(tmp_path / "pipe")}))[0] == [4.0, 1.0]
+        assert (await pool.score("q", ["read", "write"], {"pipe": str(tmp_path / "pipe")})).rewards == [
+            4.0,
+            1.0,
+        ]
 
 
 async def test_a_fallback_scores_the_samples_on_which_a_verifier_fails(modules: list[str]) -> None:
@@ -58,11 +61,11 @@ async def test_a_fallback_scores_the_samples_on_which_a_verifier_fails(modules: 
         VerifierConfig("positions", weight=10.0),
     )
     async with ScorePool(RewardConfig(verifiers=verifiers, workers=1), modules) as pool:
-        rewards, components = await pool.score("q", ["a", "b", "nan"], {"answer": "b"})
-        assert components == {
+        scores = await pool.score("q", ["a", "b", "nan"], {"answer": "b"})
+        assert scores.components == {
             "picky": [0.5, 1.0, 0.0], "positions": [0.0, 1.0, 0.0], "fell_back": [0.0, 1.0, 1.0],
         }  # fmt: skip
-        assert rewards == [1.0, 12.0, 0.0]
+        assert scores.rewards == [1.0, 12.0, 0.0]
         assert pool.counts["picky", "fallbacks"] == 2
         with pytest.raises(VerifierError, match="has no field 'answer'") as caught:
             await pool.score("q", ["b"], {"other": 1})
@@ -128,7 +131,7 @@ async def test_a_judge_is_asked_as_many_questions_at_once_as_allowed() -> None:
         options = judging(server.url, max_requests=3)
         config = RewardConfig(verifiers=(VerifierConfig("judge", options=options),), workers=1)
         async with ScorePool(config) as pool:
-            rewards, _ = await pool.score("q", [str(i) for i in range(20)], {})
+            rewards = (await pool.score("q", [str(i) for i in range(20)], {})).rewards
     assert rewards == [1.0] * 20
     assert server.most_running <= 3
 

@@ -18,7 +18,7 @@ from protocol.tensors import Array
 from reward.combine import VerifierError
 from reward.config import RewardConfig, VerifierConfig
 from reward.score import score_rollout
-from reward.workers.pool import ScorePool
+from reward.workers.pool import GroupScores, ScorePool
 
 pytestmark = pytest.mark.xdist_group(
     "sandbox"
@@ -96,12 +96,15 @@ def workers() -> list[int]:
 
 
 async def test_a_group_is_scored_by_all_verifiers(pool: ScorePool) -> None:
-    rewards, components = await pool.score("q", ["7", "8"], METADATA)
-    assert components == {"exact_match": [1.0, 0.0], "unruly.verifier": [7.0, 7.0]}
-    assert rewards == [15.0, 14.0]
-    assert await pool.score("q", ["7", "8"], {"answer": "7"}, [0.5, 0.25]) == (
-        [15.5, 14.25],
-        {"exact_match": [1.0, 0.0], "unruly.verifier": [7.0, 7.0], "environment": [0.5, 0.25]},
+    scores = await pool.score("q", ["7", "8"], METADATA)
+    assert scores.components == {"exact_match": [1.0, 0.0], "unruly.verifier": [7.0, 7.0]}
+    assert scores.rewards == [15.0, 14.0]
+    assert await pool.score("q", ["7", "8"], {"answer": "7"}, [0.5, 0.25]) == GroupScores(
+        rewards=[15.5, 14.25],
+        components={"exact_match": [1.0, 0.0], "unruly.verifier": [7.0, 7.0], "environment": [0.5, 0.25]},
+        turn_rewards=[],
+        turn_components={},
+        remarks=[],
     )
 
 
@@ -124,7 +127,7 @@ async def test_a_failing_verifier_is_named_and_the_next_group_is_scored(
     with pytest.raises(VerifierError, match=error) as caught:
         await pool.score("q", ["7", response], METADATA)
     assert caught.value.verifier == "unruly.verifier"
-    assert (await pool.score("q", ["7"], METADATA))[0] == [15.0]
+    assert (await pool.score("q", ["7"], METADATA)).rewards == [15.0]
     assert (workers() == before) is survives
     assert len(workers()) == 1
 
@@ -142,7 +145,7 @@ async def test_a_hanging_verifier_is_ended_with_what_it_started(config: RewardCo
         async with asyncio.timeout(60):
             while not is_gone(started.result()):  # noqa: ASYNC110 (the kernel tells nobody)
                 await asyncio.sleep(0.01)
-        assert (await pool.score("q", ["7"], METADATA))[0] == [15.0]
+        assert (await pool.score("q", ["7"], METADATA)).rewards == [15.0]
 
 
 async def test_a_response_that_is_late_on_two_workers_gets_the_score_for_that(
@@ -157,14 +160,14 @@ async def test_a_response_that_is_late_on_two_workers_gets_the_score_for_that(
             scoring = tasks.create_task(pool.score("q", ["7", "hang", "8"], METADATA))
             await started[0]
             started.append(tasks.create_task(hanging(tmp_path)))
-        rewards, components = scoring.result()
+        rewards, components = scoring.result().rewards, scoring.result().components
         assert started[0].result() != started[1].result()
         assert components["unruly.verifier"] == [7.0, score, 7.0]
         assert components["exact_match"] == [1.0, 0.0, 0.0]
         assert components["timed_out"] == [0.0, 1.0, 0.0]
         assert rewards == [15.0, 2.0 * score, 14.0]
         assert not psutil.pid_exists(before[0])
-        assert "timed_out" not in (await pool.score("q", ["7"], METADATA))[1]
+        assert "timed_out" not in (await pool.score("q", ["7"], METADATA)).components
 
 
 OWN = """
@@ -181,42 +184,51 @@ def whole(responses):
 async def slow(response):
     await asyncio.sleep(3600 * (response == "slow"))
     return 1
+
+def loops(response):  # as a function around an asynchronous library does
+    return asyncio.run(slow(response))
 """
+
+
+def own_function(name: str) -> VerifierConfig:
+    return VerifierConfig("function", options={"path": f"own_reward:{name}"}, label=name)
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> RewardConfig:
     """Three functions of one module of the user."""
     (tmp_path / "own_reward.py").write_text(OWN)
-    verifiers = tuple(
-        VerifierConfig("function", options={"path": f"own_reward:{name}"}, label=name)
-        for name in ("each", "whole", "slow")
-    )
+    verifiers = tuple(own_function(name) for name in ("each", "whole", "slow"))
     return RewardConfig(verifiers=verifiers, timeout_s=60.0, workers=1)
 
 
 async def test_functions_of_the_user_score_samples_and_groups(own: RewardConfig, tmp_path: Path) -> None:
     async with ScorePool(own, [str(tmp_path)]) as pool:
-        _, components = await pool.score(
-            "q", ["a", "b"], {}, token_counts=[3, 4], finish_reasons=["stop", "length"]
-        )
-        assert components == {"each": [3.0, 0.0], "whole": [0.5, 0.5], "slow": [1.0, 1.0]}
+        scores = await pool.score("q", ["a", "b"], {}, token_counts=[3, 4], finish_reasons=["stop", "length"])
+        assert scores.components == {"each": [3.0, 0.0], "whole": [0.5, 0.5], "slow": [1.0, 1.0]}
         with pytest.raises(VerifierError, match=r"each: /\S+/own_reward\.py:6: KeyError: 'no such thing'"):
             await pool.score("q", ["a", "bad"], {})
         assert len(workers()) == 2  # one of them for what waits
+
+
+async def test_function_that_is_not_asynchronous_may_run_an_event_loop(
+    own: RewardConfig, tmp_path: Path
+) -> None:
+    async with ScorePool(replace(own, verifiers=(own_function("loops"),)), [str(tmp_path)]) as pool:
+        assert (await pool.score("q", ["a", "b"], {})).rewards == [1.0, 1.0]
 
 
 async def test_only_the_late_samples_of_an_asynchronous_function_are_scored_for_that(
     own: RewardConfig, tmp_path: Path
 ) -> None:
     async with ScorePool(replace(own, timeout_s=2.0, timeout_score=0.25), [str(tmp_path)]) as pool:
-        _, components = await pool.score("q", ["a", "slow"], {})
+        components = (await pool.score("q", ["a", "slow"], {})).components
     assert components["slow"] == [1.0, 0.25]
     assert components["timed_out"] == [0.0, 1.0]
 
 
 async def test_output_of_a_verifier_does_not_get_between_the_frames(pool: ScorePool) -> None:
-    assert (await pool.score("q", ["print", "noise"], METADATA))[1]["unruly.verifier"] == [1.0, 1.0]
+    assert (await pool.score("q", ["print", "noise"], METADATA)).components["unruly.verifier"] == [1.0, 1.0]
 
 
 async def test_cancelling_a_score_ends_its_worker(pool: ScorePool, tmp_path: Path) -> None:
@@ -227,7 +239,7 @@ async def test_cancelling_a_score_ends_its_worker(pool: ScorePool, tmp_path: Pat
         task.cancel()
     assert task.cancelled()
     assert not psutil.pid_exists(before[0])
-    assert (await pool.score("q", ["7"], METADATA))[0] == [15.0]
+    assert (await pool.score("q", ["7"], METADATA)).rewards == [15.0]
 
 
 async def test_closing_fails_what_is_being_scored_and_what_waits(
@@ -259,7 +271,7 @@ async def test_groups_are_scored_at_once_by_as_many_workers_as_allowed(config: R
         assert len(workers()) == 1
         async with asyncio.TaskGroup() as tasks:
             scores = [tasks.create_task(pool.score("q", [str(i)] * 3, METADATA)) for i in range(10)]
-        assert [task.result()[0][0] for task in scores] == [14.0 + (i == 7) for i in range(10)]
+        assert [task.result().rewards[0] for task in scores] == [14.0 + (i == 7) for i in range(10)]
         assert len(workers()) == 2
 
 
@@ -291,7 +303,7 @@ async def test_metadata_that_is_no_map_is_an_error_of_the_group(pool: ScorePool)
     for packed in (b"", b"\x93\x01\x02\x03", b"\xc1", b"\xff" * 50, b"\xdf\xff\xff\xff\xff", deep):
         with pytest.raises(VerifierError):
             await pool.score("q", ["7"], packed)
-    assert (await pool.score("q", ["7"], METADATA))[0] == [15.0]
+    assert (await pool.score("q", ["7"], METADATA)).rewards == [15.0]
 
 
 def rollout(*responses: str, environment: Any = None) -> Rollout:

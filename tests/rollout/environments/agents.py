@@ -4,7 +4,7 @@ import asyncio
 
 from openai import APIStatusError, AsyncOpenAI, BadRequestError
 
-from rollout.sessions.environment import Task
+from rollout.environments.session import Task
 
 ASKS = """
 import json, os, pathlib, sys, urllib.error, urllib.request

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.messages import Rollout
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.scripted import ScriptedEngine
-from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt

@@ -11,9 +11,9 @@ import zmq.asyncio
 from aiohttp import web
 from openai import OpenAIError
 
-from rollout.environments.base import EnvironmentConfig
+from rollout.config import EnvironmentConfig
+from rollout.environments.session import Task
 from rollout.prompts.base import Prompt
-from rollout.sessions.environment import Task
 from tests.rollout.environments.agents import talks
 
 ENDED = {"success": True, "head": {"ok": True, "errors": [], "id": "e"}, "traces": [{"id": "a", "nodes": 1}]}

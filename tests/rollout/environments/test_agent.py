@@ -8,7 +8,7 @@ import pytest
 
 from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
-from rollout.environments.base import EnvironmentConfig
+from rollout.config import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from rollout.strays import Strays
 from tests.rollout.environments import agents

@@ -12,7 +12,7 @@ from protocol.codec import decode_payload
 from protocol.errors import EpisodeError, SettingsError
 from protocol.messages import Call
 from protocol.rollout_view import decode_rollout
-from rollout.environments.base import EnvironmentConfig
+from rollout.config import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from services.run_record.call_audit import check_group
 from tests.rollout.environments.agents import ASKS, SERVES

@@ -11,9 +11,9 @@ import pytest
 from protocol.errors import EngineError
 from protocol.messages import Rollout
 from protocol.rollout_view import decode_rollout
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
 from rollout.engines.scripted import ScriptedEngine
-from rollout.environments.base import EnvironmentConfig
 from rollout.environments.registry import ENVIRONMENTS, ON_DATA, make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt, PromptConfig

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion
-from rollout.environments.base import Environment, EnvironmentConfig, Sample
+from rollout.environments.base import Environment
 from rollout.environments.registry import ENVIRONMENTS, evaluated, make_environment
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
+from rollout.sample import Sample
 from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 
 NEEDED: dict[str, dict[str, object]] = {

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rollout.engines.base import Completion
-from rollout.environments.base import EpisodeOver, Sample
 from rollout.environments.episode import Episode, EpisodeEnvironment, Play
 from rollout.render import RenderConfig, Renderer
+from rollout.sample import EpisodeOver, Sample
 from tests.rollout.environments.test_environments import PROMPT, Player
 from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 

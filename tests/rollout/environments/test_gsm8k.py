@@ -5,7 +5,8 @@ from fractions import Fraction
 import pytest
 
 from protocol.errors import SettingsError
-from rollout.environments.base import Environment, EnvironmentConfig
+from rollout.config import EnvironmentConfig
+from rollout.environments.base import Environment
 from rollout.environments.gsm8k import number_in
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt

@@ -8,12 +8,14 @@ import pytest
 
 from protocol.codec import decode_payload
 from protocol.messages import Call
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion
-from rollout.environments.base import Environment, EnvironmentConfig, Sample
+from rollout.environments.base import Environment
 from rollout.environments.episode import Episode, EpisodeEnvironment
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
+from rollout.sample import Sample
 from rollout.trajectory import assemble
 from services.run_record.call_audit import check_group
 from tests.rollout.environments.test_environments import PROMPT, Player

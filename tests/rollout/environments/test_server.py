@@ -7,11 +7,11 @@ import pytest
 from aiohttp import web
 
 from protocol.errors import EpisodeError, SettingsError
-from rollout.environments.base import EnvironmentConfig
+from rollout.config import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from rollout.environments.server import MAX_ANSWER, Options, Server
+from rollout.environments.session import Task
 from rollout.prompts.base import Prompt
-from rollout.sessions.environment import Task
 from tests.rollout.environments.groups import generated
 
 

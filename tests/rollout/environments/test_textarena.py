@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from protocol.errors import EpisodeError, SettingsError
-from rollout.environments.base import EnvironmentConfig
+from rollout.config import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt, PromptConfig
 from rollout.prompts.registry import make_source

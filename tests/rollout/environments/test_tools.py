@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from rollout.environments.base import Environment, EnvironmentConfig
+from rollout.config import EnvironmentConfig
+from rollout.environments.base import Environment
 from rollout.environments.registry import make_environment
 from rollout.render import RenderConfig, Renderer
 from rollout.tools.search import build_index

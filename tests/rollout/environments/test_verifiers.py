@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 
 from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
-from rollout.environments.base import EnvironmentConfig
+from rollout.config import EnvironmentConfig
 from rollout.environments.registry import make_environment
 from rollout.environments.verifiers import EpisodeReading, Reply, TraceDelta
 from rollout.prompts.base import Prompt

@@ -8,9 +8,9 @@ from protocol.codec import decode_payload, encode_payload
 from protocol.errors import EpisodeError
 from protocol.messages import Call, Recalled, Rollout
 from rollout.engines.base import Completion
+from rollout.environments.session import sample_of
 from rollout.prompts.base import Prompt
 from rollout.sessions.answers.reader import AnswerReader
-from rollout.sessions.environment import sample_of
 from rollout.sessions.record import Recording, SampleRecord
 from rollout.sessions.requests import read_chat
 from rollout.sessions.session import CallAnswer, Session, SessionLimits

@@ -7,7 +7,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from rollout.engines.base import Completion
-from rollout.environments.base import Generate
+from rollout.sample import Generate
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.session import Session, SessionLimits

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, EngineConfig, Sampling
 from rollout.engines.registry import make_engine
-from rollout.environments.base import EnvironmentConfig
-from rollout.episodes import ModelCalls
+from rollout.sessions.model_calls import ModelCalls
 from tests.rollout.sessions.serving import USER, served
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}

@@ -12,10 +12,10 @@ from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from protocol.rollout_view import decode_rollout
 from protocol.turns import turns_of
 from rollout.engines.base import Completion
-from rollout.environments.base import Branch, EpisodeOver, Sample
+from rollout.environments.session import sample_of
 from rollout.prompts.base import Prompt
+from rollout.sample import Branch, EpisodeOver, Sample
 from rollout.sessions.branches import branches_of
-from rollout.sessions.environment import sample_of
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat, read_text
 from rollout.sessions.session import CallAnswer, Session, SessionLimits

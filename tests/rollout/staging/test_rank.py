@@ -8,6 +8,7 @@ import torch
 
 from rollout.staging.loader_trace import trace
 from rollout.staging.rank import RankStaging
+from rollout.staging.rank_status import RankCommit, RankState
 from rollout.staging.releasable_memory import ReleasableMemory
 from tests.contracts.engine_models import write_shm
 from tests.rollout.staging.models import SHAPES, Fused, traced
@@ -19,18 +20,18 @@ def test_sleep_releases_the_buffer_and_wake_restores_its_padding(tmp_path: Path)
         model.embed[5:] = 7.0
     plan = traced(model)
     share = RankStaging(plan, architecture="", tied=False)
-    assert share.sleep() == share.sleep() == {"error": ""}
+    assert share.sleep() == share.sleep() == ""
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in plan.buffer.values())
     new = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     manifest = write_shm(tmp_path / "v1", new, 1)
-    assert "sleeps" in share.stage(manifest, 10)["error"]
-    assert share.commit(manifest) == {"applied": False, "error": "the rank is asleep", "poisoned": False}
-    assert share.wake() == share.wake() == {"error": ""}
-    assert share.stage(manifest, 10) == {"error": ""}
+    assert "sleeps" in share.stage(manifest, 10)
+    assert share.commit(manifest) == RankCommit(False, "the rank is asleep")
+    assert share.wake() == share.wake() == ""
+    assert share.stage(manifest, 10) == ""
     end = time.monotonic() + 10
-    while share.status()["state"] == "staging" and time.monotonic() < end:
+    while share.status().state == RankState.STAGING and time.monotonic() < end:
         time.sleep(0.001)
-    assert share.commit(manifest)["applied"]
+    assert share.commit(manifest).applied
     assert torch.equal(model.qk, torch.cat([new["q"], new["k"]]))
     assert torch.equal(model.embed[5:], torch.full((3, 4), 7.0))
 

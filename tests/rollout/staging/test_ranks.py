@@ -8,12 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from protocol.device.bounded_init import MAX_STUCK
 from protocol.errors import PoisonedError, WeightError
 from protocol.messages import WeightManifest
+from rollout.engines.base import Served
 from rollout.staging.loader_trace import trace
 from rollout.staging.rank import RankStaging
+from rollout.staging.rank_status import RankState, RankStatus
 from rollout.staging.ranks import AllRanksStaging
 from tests.contracts.engine_models import write_shm
 from tests.protocol.device.stuck import Library, stuck
@@ -22,17 +25,47 @@ from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig
 
 
+def plain(answers: list[Any]) -> list[Any]:
+    """Return answers as they arrive from the ranks' processes."""
+    arrived: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(answers))
+    return arrived
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"covered": 15}, "rank 1 has staged covered 15, version 1 has 16"),
+        ({"staged": Served("e1", 2, 7)}, "rank 1 has staged version 2, version 1 has 1"),
+        ({"state": RankState.IDLE, "staged": None}, "rank 1 is idle"),
+        ({"state": RankState.FAILED, "staged": None, "error": "no room"}, r"^no room$"),
+    ],
+)
+async def test_rank_with_another_status_fails_the_version(
+    tmp_path: Path, changed: dict[str, Any], says: str
+) -> None:
+    good = write_shm(tmp_path / "v1", OLD, 1)
+    staged = RankStatus(RankState.STAGED, covered=16, staged=Served(good.epoch, 1, good.digest))
+    answers: dict[str, list[Any]] = {
+        "stage": ["", ""],
+        "status": [staged, replace(staged, **changed)],
+        "cancel": [RankStatus(RankState.IDLE)] * 2,
+    }
+
+    async def ask(method: str, *arguments: Any) -> list[Any]:
+        return plain(answers[method])
+
+    updates = AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20)
+    with pytest.raises(WeightError, match=says):
+        await updates.stage(good)
+    answers["stage"] = ["", "another version is being staged"]
+    with pytest.raises(WeightError, match=r"^another version is being staged$"):
+        await updates.stage(good)
+
+
 async def test_staging_cancelled_twice_leaves_ranks_that_can_stage_again(tmp_path: Path) -> None:
     good = write_shm(tmp_path / "v1", OLD, 1)
     copy = staging()
-    staged = {
-        "state": "staged",
-        "error": "",
-        "epoch": good.epoch,
-        "version": 1,
-        "digest": good.digest,
-        "covered": 16,
-    }
+    staged = RankStatus(RankState.STAGED, covered=16, staged=Served(good.epoch, 1, good.digest))
     silent, asked = asyncio.Event(), asyncio.Event()
 
     async def ask(method: str, *arguments: Any) -> list[Any]:
@@ -41,7 +74,8 @@ async def test_staging_cancelled_twice_leaves_ranks_that_can_stage_again(tmp_pat
             await silent.wait()
         if method == "stage":
             copy.fetch(good, 10)
-        return [staged]
+            return [""]
+        return plain([staged])
 
     updates = AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
@@ -74,7 +108,7 @@ async def test_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(
     async def ask(method: str, *arguments: Any) -> list[Any]:
         if method == "stage":
             return [share.stage(msgspec.msgpack.decode(arguments[0], type=WeightManifest), arguments[1])]
-        return [getattr(share, method)()]
+        return plain([getattr(share, method)()])
 
     with closing(part_sender(CONFIG, OLD.items())) as sender:
         manifest = sender.publish("e1", 1, OLD.items())

@@ -13,6 +13,7 @@ from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.staging.loader_trace import record
 from rollout.staging.rank import RankStaging
+from rollout.staging.rank_status import RankState, RankStatus
 from rollout.staging.shared_weights import SharedPlan, SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from tests.contracts.engine_models import write_shared, write_shm
@@ -30,11 +31,11 @@ def new_weights() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
-def staged(share: RankStaging, manifest: WeightManifest) -> dict[str, object]:
+def staged(share: RankStaging, manifest: WeightManifest) -> RankStatus:
     """Stage, and what the share then says of itself."""
-    assert share.stage(manifest, 10) == {"error": ""}
+    assert share.stage(manifest, 10) == ""
     end = time.monotonic() + 10
-    while share.status()["state"] == "staging" and time.monotonic() < end:
+    while share.status().state == RankState.STAGING and time.monotonic() < end:
         time.sleep(0.001)
     return share.status()
 
@@ -67,13 +68,13 @@ def test_commit_converts_masters_into_the_live_parameters(tmp_path: Path, dtype:
     new = new_weights()
     manifest, _, room = write_shared(tmp_path / "v1.msgpack", new, 1, dtype=dtype)
     live = digest_of(dict(model.named_parameters()))
-    assert staged(share, manifest)["covered"] == sum(entry.nbytes for entry in manifest.tensors)
+    assert staged(share, manifest).covered == sum(entry.nbytes for entry in manifest.tensors)
     assert digest_of(dict(model.named_parameters())) == live
-    assert share.commit(manifest)["applied"]
+    assert share.commit(manifest).applied
     assert torch.equal(model.qk, torch.cat([new["q"], new["k"]]).to(dtype))
     assert torch.equal(model.embed, torch.cat([new["embed"], torch.full((3, 4), 7.0)]).to(dtype))
     assert share.live_digest() == (True, manifest.digest)
-    assert not share.commit(manifest)["applied"]
+    assert not share.commit(manifest).applied
     room.close()
 
 
@@ -82,22 +83,22 @@ def test_invalidated_version_is_refused_before_the_copy_and_poisons_after_it(tmp
     share = RankStaging(planned(model), architecture="", tied=False)
     manifest, _, room = write_shared(tmp_path / "v1.msgpack", new_weights(), 1)
     held = room.tensors[0]
-    assert staged(share, manifest)["state"] == "staged"
+    assert staged(share, manifest).state == RankState.STAGED
     before = digest_of(dict(model.named_parameters()))
     held.fill_(-1)
     refused = share.commit(manifest)
-    assert (refused["applied"], refused["poisoned"]) == (False, False)
-    assert "not held by the trainer any more" in refused["error"]
+    assert (refused.applied, refused.poisoned) == (False, False)
+    assert "not held by the trainer any more" in refused.error
     assert digest_of(dict(model.named_parameters())) == before
 
     held.fill_(1)
-    assert staged(share, manifest)["state"] == "staged"
+    assert staged(share, manifest).state == RankState.STAGED
     staging = share._staging
     assert isinstance(staging, SharedStaging)
     staging._live["embed"] = WithdrawnMeanwhile(staging._live["embed"], held)  # type: ignore[assignment]
     broken = share.commit(manifest)
-    assert (broken["applied"], broken["poisoned"]) == (False, True)
-    assert share.commit(manifest)["poisoned"]
+    assert (broken.applied, broken.poisoned) == (False, True)
+    assert share.commit(manifest).poisoned
     room.close()
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from protocol.errors import SettingsError
+from rollout.config import SamplingConfig
 from rollout.engines.base import Sampling
 from rollout.engines.sampling import sampled_distribution
-from rollout.generate import SamplingConfig
 from services.preflight.problem import Problem, refuse
 from services.preflight.sampling import distribution_problems, group_problems
 from services.settings.load import load_settings

@@ -16,9 +16,9 @@ from protocol.messages import Call, Recall, Recalled, Rollout, ScoredRollout
 from protocol.topics import CALLS, ROLLOUTS, Role, Topic
 from rollout.engines.base import Completion, EngineConfig, Request
 from rollout.engines.scripted import ScriptedEngine
+from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
-from rollout.sessions.environment import SessionEnvironment, SessionOptions, Task
 from services.bus.receiver import Receiver
 from services.bus.sender import Sender
 from services.ledger.interface import Lease, Taken

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout.environments.base import PromptTokens
 from rollout.episodes import EpisodeReport
+from rollout.sample import PromptTokens
 from services.observability.metrics import Metrics
 from services.rollout.group_runner import PrefixUse, observe_episode
 from tests.contracts.ledger_rig import MemoryRig

@@ -17,7 +17,7 @@ from tests.services.ledger.conftest import valkey_url as valkey_url
 from tests.services.rollout.sessions import SAMPLES, SessionWorld, Versioned
 from tests.trainer.groups import by_sample, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.step_plan import StepPlan, plan_step
+from trainer.step.plan import StepPlan, plan_step
 
 Make = Callable[..., SessionWorld]
 

@@ -54,5 +54,5 @@ def test_a_missing_directory_is_refused_and_changes_nothing(tmp_path: Path) -> N
 async def test_reward_workers_find_them_and_they_replace_nothing(modules: str) -> None:
     config = RewardConfig(verifiers=(VerifierConfig("mine.length"),), workers=1)
     async with ScorePool(config, [modules]) as pool:
-        combined, _ = await pool.score("", ["four"], {})
+        combined = (await pool.score("", ["four"], {})).rewards
     assert combined == [6.0]

@@ -26,10 +26,8 @@ from services.settings.load import load_settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
-from trainer.algorithms.registry import make_algorithm
-from trainer.backends.leader import LeaderRank
 from trainer.backends.scripted import PART, TENSOR, ScriptedBackend
-from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
+from trainer.config import TrainerConfig, WeightConfig
 from trainer.roles.models import RankModels
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
@@ -100,8 +98,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
             nobody,  # type: ignore[arg-type]
         )  # fmt: skip
         sender = disk_sender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
-        rank = LeaderRank(RankModels(backend), make_algorithm(AlgorithmConfig()))
-        runner = ModelRunner(rank, sender, thread, engine_dtype="float32")
+        runner = ModelRunner(RankModels(backend), sender, thread, engine_dtype="float32")
         yield Rig(run, runner, backend, ledger)
         backend.may_write.set()
         await runner.close()

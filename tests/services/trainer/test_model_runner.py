@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,13 +23,14 @@ from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from tests.trainer.megatron.models import OPTIMIZER, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.backends.base import Backend
-from trainer.backends.leader import LeaderRank
-from trainer.backends.rank_commands import TrainCommand
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import ParallelConfig, TrainerConfig, WeightConfig
+from trainer.execution.commands import IdleCommand, RankCommand
+from trainer.execution.executor import Executor
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.memory import host_optimizer
 from trainer.roles.models import RankModels
+from trainer.step.train_command import TrainCommand
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named
 from trainer.weights.files import disk_sender
@@ -95,8 +96,9 @@ async def opened(
         )
 
     backend = await asyncio.get_running_loop().run_in_executor(thread, load)
-    leader = LeaderRank(RankModels(backend), ALGORITHM)
-    runner = ModelRunner(leader, make(backend), thread, engine_dtype="bfloat16")
+    runner = ModelRunner(
+        RankModels(backend, algorithm=ALGORITHM), make(backend), thread, engine_dtype="bfloat16"
+    )
     try:
         yield runner
     finally:
@@ -111,7 +113,7 @@ def command(step: int) -> TrainCommand:
 def before_chunk(runner: ModelRunner, number: int, action: object) -> None:
     """Do something in the step, before the optimizer steps a chunk of the model."""
     chunks = iter(range(10**6))
-    adam = runner.rank.backend._optimizer._adam  # type: ignore[attr-defined]
+    adam = runner.executor.models.policy._optimizer._adam  # type: ignore[attr-defined]
     adam.register_step_pre_hook(lambda *_: action() if next(chunks) == number else None)  # type: ignore[operator]
 
 
@@ -133,16 +135,16 @@ async def test_a_version_is_published_while_the_optimizer_makes_it(model_dir: Pa
         assert (made.digest, made.tensors) == (again.digest, again.tensors)
 
 
-class HeardLeader(LeaderRank):
+class HeardExecutor(Executor):
     """Rank 0 that says when the others have heard from it twice."""
 
     def __init__(self, models: RankModels) -> None:
-        super().__init__(models, ALGORITHM)
+        super().__init__(models)
         self.heard, self._times = threading.Event(), 0
 
-    def idle(self) -> None:
-        super().idle()
-        self._times += 1
+    def lead(self, command: RankCommand[Any]) -> Any:
+        super().lead(command)
+        self._times += isinstance(command, IdleCommand)
         if self._times == 2:
             self.heard.set()
 
@@ -151,8 +153,9 @@ async def test_other_ranks_hear_from_rank_0_while_it_waits_for_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_runner, "IDLE_S", 0.0)
-    leader = HeardLeader(RankModels(ScriptedBackend(trainer=TrainerConfig())))
-    runner = ModelRunner(leader, SeenSender(leader.backend), ThreadPoolExecutor(1), engine_dtype="float32")
+    models = RankModels(ScriptedBackend(trainer=TrainerConfig()))
+    runner = ModelRunner(models, SeenSender(models.policy), ThreadPoolExecutor(1), engine_dtype="float32")
+    runner.executor = leader = HeardExecutor(models)
     async with asyncio.TaskGroup() as tasks:
         idle = tasks.create_task(runner.idle_loop())
         assert await asyncio.to_thread(leader.heard.wait, 60)  # a checkpoint that is written, say
@@ -163,7 +166,7 @@ async def test_other_ranks_hear_from_rank_0_while_it_waits_for_something_else(
 async def test_flops_are_those_of_all_epochs_of_a_batch(model_dir: Path) -> None:
     async with opened(model_dir, SeenSender) as runner:
         plan, _ = await runner.train(command(0))
-        once = runner.rank.backend.flops(plan.lengths, plan.totals.trained_tokens)
+        once = runner.executor.models.policy.flops(plan.lengths, plan.totals.trained_tokens)
         assert once is not None
         assert [runner.flops(plan, epochs) for epochs in (1, 3)] == [once, 3 * once]
 
@@ -188,7 +191,7 @@ async def test_a_skipped_step_begins_nothing_and_its_version_has_the_weights_bef
     sender = disk_sender(WeightConfig(directory=str(tmp_path / "weights")), tmp_path)
     async with opened(model_dir, lambda _: sender) as runner:
         with torch.no_grad():
-            weight = next(iter(runner.rank.backend._parameters.values()))  # type: ignore[attr-defined]
+            weight = next(iter(runner.executor.models.policy._parameters.values()))  # type: ignore[attr-defined]
             weight[5] = torch.inf  # so that no gradient is finite
         before = await runner.publish("e", 0)
         drafts = list[WeightDraft]()

@@ -17,10 +17,8 @@ from services.settings.load import load_settings
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.snapshots import Snapshots
-from trainer.algorithms.registry import make_algorithm
-from trainer.backends.leader import LeaderRank
 from trainer.backends.scripted import ScriptedBackend
-from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
+from trainer.config import TrainerConfig, WeightConfig
 from trainer.roles.models import RankModels
 from trainer.weights.files import disk_sender
 
@@ -37,12 +35,9 @@ class Rig:
         self.run = OpenRun(
             Process(Role.TRAINER, settings, nothing, "trainer"), "e1", *[nothing] * 5
         )  # no ledger, files and bus: snapshots use none
-        algorithm = make_algorithm(AlgorithmConfig())
         self.backend = ScriptedBackend(trainer=TrainerConfig())
         sender = disk_sender(WeightConfig(directory=str(run_dir / "weights")), run_dir)
-        self.runner = ModelRunner(
-            LeaderRank(RankModels(self.backend), algorithm), sender, thread, engine_dtype="float32"
-        )
+        self.runner = ModelRunner(RankModels(self.backend), sender, thread, engine_dtype="float32")
 
     async def publish(self, version: int, epoch: str = "e1") -> WeightManifest:
         """Make and publish a version, whose weights are its number."""

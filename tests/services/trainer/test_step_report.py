@@ -26,7 +26,7 @@ from tests.trainer.groups import GroupSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
-from trainer.data.step_plan import plan_step
+from trainer.step.plan import plan_step
 
 NAN = "the gradient's norm is nan"
 PLAN = plan_step(

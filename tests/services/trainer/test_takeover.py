@@ -19,10 +19,8 @@ from services.trainer.open_run import OpenRun
 from services.trainer.takeover import reclaim
 from tests.contracts.ledger_rig import Driver, MemoryRig
 from tests.integration.loop import settings_for
-from trainer.algorithms.registry import make_algorithm
-from trainer.backends.leader import LeaderRank
 from trainer.backends.scripted import ScriptedBackend
-from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
+from trainer.config import TrainerConfig, WeightConfig
 from trainer.roles.models import RankModels
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
@@ -38,9 +36,9 @@ async def held(tmp_path: Path) -> AsyncIterator[Held]:
     driver = await Driver(MemoryRig()).begin(B=3)
     ledger: Any = driver.ledger
     process = Process(Role.TRAINER, settings, ledger, "trainer")
-    rank = LeaderRank(RankModels(ScriptedBackend(trainer=TrainerConfig())), make_algorithm(AlgorithmConfig()))
+    models = RankModels(ScriptedBackend(trainer=TrainerConfig()))
     with ThreadPoolExecutor(1) as thread, closing(Spool(tmp_path / "spool.sqlite")) as spool:
-        runner = ModelRunner(rank, disk_sender(WeightConfig(), tmp_path), thread, engine_dtype="float32")
+        runner = ModelRunner(models, disk_sender(WeightConfig(), tmp_path), thread, engine_dtype="float32")
         async with Broadcaster(WEIGHTS, run="r", incarnation="trainer", config=settings.bus) as broadcaster:
             run = OpenRun(process, "e1", spool, None, None, None, broadcaster)  # type: ignore[arg-type]
             await driver.scored(3)
@@ -77,7 +75,7 @@ async def test_a_fenced_trainer_gives_nothing_back(held: Held) -> None:
 async def test_weights_that_are_not_the_committed_ones_end_the_trainer(held: Held) -> None:
     run, runner, driver, manifest = held
     batch = (await driver.ledger.take("e1")).groups
-    runner.rank.backend._weight.fill_(3)  # type: ignore[attr-defined]
+    runner.executor.models.policy._weight.fill_(3)  # type: ignore[attr-defined]
     with pytest.raises(TetherError, match="not what was committed"):
         await reclaim(
             run, runner, manifest, MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})

@@ -7,7 +7,7 @@ import pytest
 
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.step_plan import StepPlan, plan_step
+from trainer.step.plan import StepPlan, plan_step
 
 GROUP = GroupSpec(
     group=7,

@@ -3,7 +3,7 @@
 from protocol.tensors import Array
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.step_plan import plan_step
+from trainer.step.plan import plan_step
 
 
 def test_groups_without_signal_are_counted_by_hand() -> None:

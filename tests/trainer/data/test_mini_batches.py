@@ -5,7 +5,7 @@ import torch
 
 from tests.trainer.groups import GroupSpec, SampleSpec, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.step_plan import StepPlan, plan_step
+from trainer.step.plan import StepPlan, plan_step
 
 STEP = 3
 

@@ -16,8 +16,8 @@ from protocol.tensors import Array
 from tests.trainer.groups import GroupSpec, SampleSpec, by_sample, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.data.samples import check_scored, has_signal
-from trainer.data.step_plan import StepPlan, plan_step
 from trainer.roles.advantages import token_rewards
+from trainer.step.plan import StepPlan, plan_step
 
 EPS = 0.5
 TWO_TURNS = [[0, 0, 0, 2], [0, 0, 3, 4], [1, 1, 0, 1], [1, 1, 2, 4], [2, 2, 0, 1]]

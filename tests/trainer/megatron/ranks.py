@@ -36,13 +36,13 @@ from tests.trainer.weights.parts.trainer_ranks import EngineRank, tensor_ranks
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.gspo import Gspo
 from trainer.backends.base import Backend
-from trainer.backends.step_measures import StepMeasures
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
 from trainer.data.packing import balance
 from trainer.megatron import cpu, parallel
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
+from trainer.step.measures import StepMeasures
 from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
 from trainer.weights.parts.layout import blank_manifest

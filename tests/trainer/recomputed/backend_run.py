@@ -18,15 +18,15 @@ from tests.trainer.recomputed.cases import (
     records,
 )
 from trainer.backends.base import FrozenSpec
-from trainer.backends.follow import follow_commands
-from trainer.backends.leader import LeaderRank
 from trainer.config import ParallelConfig, TrainerConfig
-from trainer.data.step_plan import StepPlan
+from trainer.execution.commands import ExitCommand
+from trainer.execution.executor import Executor
 from trainer.megatron.roles.critic import MegatronCritic
 from trainer.reference.critic import ReferenceCritic
 from trainer.registry import make_backend, make_critic
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
+from trainer.step.plan import StepPlan
 
 NOT_OF_THE_RECIPE = ("micro_batches", "padding_share", "imbalance", "updates", "updates_skipped")
 """Statistics of how a batch is divided."""
@@ -51,9 +51,7 @@ def make_models(kind: str, case: Case, directory: Path, parallel: ParallelConfig
     critic = None
     if case.has_critic:
         critic = make_critic(policy, directory, optimizer=OPTIMIZER, trainer=trainer, config=CRITIC)
-    models = RankModels(
-        policy, frozen=FrozenModels(case.made(), **frozen), critic=critic, algorithm=case.config
-    )
+    models = RankModels(policy, frozen=FrozenModels(**frozen), critic=critic, algorithm=case.made())
     if case.config.kl_coef:
         models.keep_reference()
     return models
@@ -62,15 +60,15 @@ def make_models(kind: str, case: Case, directory: Path, parallel: ParallelConfig
 def run_case(models: RankModels, case: Case, directory: Path, rank: int = 0) -> list[dict[str, Any]]:
     """Make all steps; returns what each reported of the recipe, on rank 0."""
     if rank:
-        follow_commands(models)
+        Executor(models).follow()
         return []
-    leader, reports = LeaderRank(models, case.made()), []
+    leader, reports = Executor(models), []
     for step, groups in enumerate(records(directory, case.branched)):
         plan, stats = leader.train(case.command(FIRST + step, groups))
         assert (stats.updates, stats.updates_skipped)[bool(stats.skipped)] == case.epochs
         report = flat(stats) | of_records(plan)
         reports.append({key: value for key, value in report.items() if key not in NOT_OF_THE_RECIPE})
-    leader.exit()
+    leader.lead(ExitCommand())
     return reports
 
 

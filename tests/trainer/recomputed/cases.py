@@ -16,9 +16,9 @@ from tests.trainer.recomputed.loop import NaiveTrainer
 from tests.trainer.recomputed.records import Groups
 from trainer.algorithms import Algorithm, make_algorithm
 from trainer.algorithms.registry import ALGORITHMS, DISTILLATION
-from trainer.backends.rank_commands import TrainCommand
 from trainer.config import AlgorithmConfig, OptimizerConfig
 from trainer.roles.config import CriticConfig
+from trainer.step.train_command import TrainCommand
 
 MODEL, OTHER = "qwen2", "qwen3-tied"
 """The policy, and a frozen model beside it: of one vocabulary, of two families."""

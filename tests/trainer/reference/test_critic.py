@@ -15,10 +15,17 @@ from tests.trainer.megatron.models import save_model
 from tests.trainer.roles.ppo_steps import ALGORITHM, CRITIC, command, make_models
 from trainer.algorithms import make_algorithm
 from trainer.backends.base import NOTHING_TRAINED
-from trainer.backends.leader import LeaderRank
-from trainer.backends.step import plan_command
+from trainer.execution.commands import (
+    FinishSaveCommand,
+    OffloadCommand,
+    OnloadCommand,
+    RestoreCommand,
+    SaveCommand,
+)
+from trainer.execution.executor import Executor
 from trainer.reference.critic import ReferenceCritic
 from trainer.roles.models import RankModels
+from trainer.step.train_command import plan_command
 
 RECIPE = make_algorithm(ALGORITHM)
 
@@ -42,15 +49,15 @@ def weights_of(models: RankModels) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_resumes_both_models_bit_for_bit(tiny: Path, tmp_path: Path, dtype: str) -> None:
     models = make_models("reference", tiny, dtype=dtype)
-    leader = LeaderRank(models, RECIPE)
+    leader = Executor(models)
     leader.train(command(2))
-    leader.begin_save(tmp_path)
-    leader.finish_save()
+    leader.lead(SaveCommand(str(tmp_path)))
+    assert leader.lead(FinishSaveCommand()) == ""
     expected = [leader.train(command(step))[1] for step in (3, 4)], weights_of(models)
     leader.close()
     fresh = make_models("reference", tiny, dtype=dtype)
-    leader = LeaderRank(fresh, RECIPE)
-    leader.restore(tmp_path)
+    leader = Executor(fresh)
+    leader.lead(RestoreCommand(str(tmp_path)))
     found = [leader.train(command(step))[1] for step in (3, 4)], weights_of(fresh)
     leader.close()
     assert found[0] == expected[0]
@@ -69,7 +76,7 @@ def test_a_checkpoint_without_a_critic_is_refused_and_changes_nothing(tiny: Path
 
 def test_while_the_critic_warms_up_the_policy_stays(tiny: Path) -> None:
     models = make_models("reference", tiny, critic=replace(CRITIC, critic_warmup_steps=3))
-    leader, before = LeaderRank(models, RECIPE), weights_of(models)
+    leader, before = Executor(models), weights_of(models)
     stats, after = leader.train(command(2))[1], weights_of(models)
     assert (stats.skipped, stats.loss, stats.grad_norm) == ("", None, None)
     assert stats.trained_tokens > 0
@@ -83,7 +90,7 @@ def test_while_the_critic_warms_up_the_policy_stays(tiny: Path) -> None:
 
 def test_a_step_of_the_warm_up_without_a_trained_token_is_skipped(tiny: Path) -> None:
     models = make_models("reference", tiny, critic=replace(CRITIC, critic_warmup_steps=10))
-    leader, before = LeaderRank(models, RECIPE), weights_of(models)
+    leader, before = Executor(models), weights_of(models)
     stats = leader.train(msgspec.structs.replace(command(2), step=9))[1]  # all tokens are over the bound
     assert (stats.skipped, stats.updates, stats.updates_skipped) == (NOTHING_TRAINED, 0, 1)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(models).items())
@@ -118,11 +125,11 @@ def test_a_head_of_several_labels_is_refused(tiny: Path, tmp_path: Path) -> None
 
 def test_offloaded_memory_comes_back_bit_for_bit(tiny: Path) -> None:
     models = make_models("reference", tiny)
-    leader = LeaderRank(models, RECIPE)
+    leader = Executor(models)
     leader.train(command(2))
     before = weights_of(models)
-    leader.offload()
+    leader.lead(OffloadCommand())
     assert critic_of(models).weights["score.weight"].untyped_storage().nbytes() == 0
-    leader.onload()
+    leader.lead(OnloadCommand())
     after = weights_of(models)
     assert all(torch.equal(after[name], before[name]) for name in before)

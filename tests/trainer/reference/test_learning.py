@@ -9,9 +9,9 @@ from protocol.messages import ScoredRollout
 from tests.trainer.groups import GroupSpec, SampleSpec, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.data.step_plan import plan_step
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import ReferenceBackend
+from trainer.step.plan import plan_step
 
 DIGIT, EQUALS = 2, 12
 """Tokens of "0" and "="."""

@@ -8,11 +8,11 @@ from protocol.codec import encode_payload
 from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.rank_commands import TrainCommand
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend, make_critic
 from trainer.roles.config import CriticConfig
 from trainer.roles.models import RankModels
+from trainer.step.train_command import TrainCommand
 
 STEPS, BOUND, VOCABULARY = (2, 3, 4), 1, 96
 ALGORITHM = AlgorithmConfig(name="ppo", gamma=0.97, gae_lambda=0.9, entropy_coef=0.01)
@@ -64,4 +64,4 @@ def make_models(
         algorithm=make_algorithm(algorithm),
     )
     made = make_critic(policy, critic_dir or model_dir, optimizer=OPTIMIZER, trainer=trainer, config=critic)
-    return RankModels(policy, critic=made, algorithm=algorithm)
+    return RankModels(policy, critic=made, algorithm=make_algorithm(algorithm))

@@ -8,10 +8,10 @@ import torch
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, by_sample, scored, whole
 from tests.trainer.roles.ppo_steps import ALGORITHM, command
 from trainer.algorithms import make_algorithm
-from trainer.backends.step import plan_command
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
 from trainer.roles.advantages import token_rewards, whitened, with_advantages, with_whitened
+from trainer.step.train_command import plan_command
 
 ALONE = ((0,),)
 

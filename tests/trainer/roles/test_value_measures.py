@@ -9,10 +9,10 @@ from tests.trainer.groups import whole
 from tests.trainer.roles.ppo_steps import ALGORITHM, command
 from trainer.algorithms import make_algorithm
 from trainer.backends.base import StepStats
-from trainer.backends.step import plan_command
 from trainer.batch import Batch, trained_tokens
 from trainer.roles.critic import CriticStats
 from trainer.roles.value_measures import ValueMeasures
+from trainer.step.train_command import plan_command
 
 
 def batch_with() -> Batch:

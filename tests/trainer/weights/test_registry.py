@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import WeightPiece
-from trainer.backends.base import Publication
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import TrainerConfig, WeightConfig
+from trainer.ranks.publication import Publication
 from trainer.weights.base import WeightSender
 from trainer.weights.publish import publish
 from trainer.weights.registry import make_sender

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 from protocol.messages import WeightPiece
-from trainer.backends.base import Publication
+from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.megatron.convert.pieces import PublishedPiece, published_pieces
 from trainer.megatron.convert.reshard import Piece, TensorPlan, stretch
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
-from trainer.weights.early_export import EarlyExport, Tensors
+from trainer.ranks.publication import Publication
 
 
 class Exporter:

@@ -35,7 +35,7 @@ from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.micro_batches import MicroBatch
 from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
 from trainer.megatron.optimizer import is_distributed, wrap_model
-from trainer.megatron.stepping import ModelStepper
+from trainer.megatron.optimizer_step import ModelStepper
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticStats
 from trainer.roles.value_measures import ValueMeasures

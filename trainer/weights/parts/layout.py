@@ -13,7 +13,7 @@ from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
 from protocol.weights.digests import digest_of_sums, rows_of
 from protocol.weights.provisional import UNKNOWN
 from protocol.weights.slices import sum_span
-from trainer.backends.base import Publication
+from trainer.ranks.publication import Publication
 from trainer.weights.bucket_writer import published_dtype
 
 

@@ -18,8 +18,8 @@ from protocol.errors import WeightError
 from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.boxes import shape_of
-from trainer.backends.rank_commands import agreed, gather_bytes
 from trainer.config import WeightConfig
+from trainer.ranks.collectives import agreed, gather_bytes
 from trainer.weights.bucket_writer import Named, drain
 from trainer.weights.parts.layout import complete_manifest, piece_spans
 from trainer.weights.parts.memory import MEMORIES

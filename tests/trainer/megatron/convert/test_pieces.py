@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import Box, covers, relative, shape_of, size_of, whole
 from protocol.weights.slices import BucketSizes, check_parts, senders_of, transfer_of
-from trainer.backends.base import Publication
 from trainer.megatron.convert.pieces import PublishedPiece, published_pieces
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.convert.rules import (
@@ -26,6 +25,7 @@ from trainer.megatron.convert.rules import (
     Vocabulary,
 )
 from trainer.megatron.layout import Grid, Layout
+from trainer.ranks.publication import Publication
 from trainer.weights.parts.layout import blank_manifest
 
 EXPERTS = 4

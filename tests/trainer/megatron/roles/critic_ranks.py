@@ -14,11 +14,17 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.trainer.megatron.layouts import LAYOUTS
-from tests.trainer.roles.ppo_steps import ALGORITHM, STEPS, command, make_models
-from trainer.algorithms import make_algorithm
+from tests.trainer.roles.ppo_steps import STEPS, command, make_models
 from trainer.backends.base import StepStats
-from trainer.backends.follow import follow_commands
-from trainer.backends.leader import LeaderRank
+from trainer.execution.commands import (
+    ExitCommand,
+    FinishSaveCommand,
+    OffloadCommand,
+    OnloadCommand,
+    RestoreCommand,
+    SaveCommand,
+)
+from trainer.execution.executor import Executor
 from trainer.megatron.roles.critic import MegatronCritic
 from trainer.roles.models import RankModels
 
@@ -40,19 +46,19 @@ def run(layout: str, model_dir: Path, out: Path, checkpoint: Path | None = None)
     first = LAYOUTS[layout].world_size == 1 or dist.get_rank() == 0
     for name, steps in (("after", _train), ("resumed", _resume)):
         if first:
-            steps(LeaderRank(models, make_algorithm(ALGORITHM)), out)
+            steps(Executor(models), out)
         else:
-            follow_commands(models)
+            Executor(models).follow()
         weights = dict(exported(models))
         if first:
             save_file(weights, out / f"{name}.safetensors")
     if checkpoint is not None and first:
-        leader = LeaderRank(models, make_algorithm(ALGORITHM))
-        leader.restore(checkpoint)
+        leader = Executor(models)
+        leader.lead(RestoreCommand(str(checkpoint)))
         _save(leader, out / "moved")
-        leader.exit()
+        leader.lead(ExitCommand())
     elif checkpoint is not None:
-        follow_commands(models)
+        Executor(models).follow()
     models.close()
 
 
@@ -63,30 +69,30 @@ def exported(models: RankModels) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((f"critic.{name}", tensor.clone()) for name, tensor in models.critic.export())
 
 
-def _train(leader: LeaderRank, out: Path) -> None:
+def _train(leader: Executor, out: Path) -> None:
     found = []
     for step in STEPS:
         found.append(measured(leader.train(command(step))[1]))
         if step == STEPS[0]:
             _save(leader, out / "after-one")
     (out / "stats.json").write_text(json.dumps(found))
-    leader.exit()
+    leader.lead(ExitCommand())
 
 
-def _resume(leader: LeaderRank, out: Path) -> None:
+def _resume(leader: Executor, out: Path) -> None:
     """Restore into the models that continued; between steps the device is free."""
-    leader.restore(out / "after-one")
+    leader.lead(RestoreCommand(str(out / "after-one")))
     for step in STEPS[1:]:
         leader.train(command(step))
-        leader.offload()
-        leader.onload()
-    leader.exit()
+        leader.lead(OffloadCommand())
+        leader.lead(OnloadCommand())
+    leader.lead(ExitCommand())
 
 
-def _save(leader: LeaderRank, directory: Path) -> None:
+def _save(leader: Executor, directory: Path) -> None:
     directory.mkdir()
-    leader.begin_save(directory)
-    leader.finish_save()
+    leader.lead(SaveCommand(str(directory)))
+    assert leader.lead(FinishSaveCommand()) == ""
 
 
 if __name__ == "__main__":

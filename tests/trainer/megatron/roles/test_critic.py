@@ -11,9 +11,9 @@ from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.megatron.models import save_model
 from tests.trainer.megatron.roles.critic_ranks import exported, measured, run
-from tests.trainer.roles.ppo_steps import ALGORITHM, STEPS, command, make_models
-from trainer.algorithms import make_algorithm
-from trainer.backends.leader import LeaderRank
+from tests.trainer.roles.ppo_steps import STEPS, command, make_models
+from trainer.execution.commands import RestoreCommand
+from trainer.execution.executor import Executor
 from trainer.reference.critic import ReferenceCritic
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process
@@ -59,7 +59,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="module")
 def oracle(runs: Runs) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     models = make_models("reference", runs.model_dir)
-    leader = LeaderRank(models, make_algorithm(ALGORITHM))
+    leader = Executor(models)
     stats = [measured(leader.train(command(step))[1]) for step in STEPS]
     assert isinstance(models.critic, ReferenceCritic)
     weights = {f"policy.{name}": tensor for name, tensor in models.policy.export()}
@@ -96,8 +96,8 @@ def test_a_checkpoint_goes_to_another_layout_and_back_bit_for_bit(
         single / "after-one" / "critic" / "layout.json"
     ).read_text()
     models = make_models("megatron", runs.model_dir)
-    leader = LeaderRank(models, make_algorithm(ALGORITHM))
-    leader.restore(moved)
+    leader = Executor(models)
+    leader.lead(RestoreCommand(str(moved)))
     for step in STEPS[1:]:
         leader.train(command(step))
     after = load_file(single / "after.safetensors")
@@ -130,7 +130,7 @@ def test_sixteen_bits_train_on_float32_masters(
     runs: Runs, oracle: tuple[list[dict[str, float]], dict[str, torch.Tensor]], dtype: str
 ) -> None:
     models = make_models("megatron", runs.model_dir, dtype=dtype)
-    leader = LeaderRank(models, make_algorithm(ALGORITHM))
+    leader = Executor(models)
     found = [leader.train(command(step))[1].value_loss for step in STEPS]
     head = dict(exported(models))["critic.score.weight"]
     leader.close()

@@ -10,8 +10,8 @@ from protocol.messages import WeightDraft, WeightManifest, WeightPiece
 from protocol.weights.boxes import Box, whole
 from rollout.staging.placement import ExpectedTensor, Slice
 from rollout.staging.staging import Staging, contiguous_stride
-from trainer.backends.base import Publication
 from trainer.config import WeightConfig
+from trainer.ranks.publication import Publication
 from trainer.weights.parts.layout import blank_manifest
 from trainer.weights.parts.sender import PartReport, PartSender
 

@@ -1,0 +1,103 @@
+"""Keeps worker processes: starts one when it is needed, and replaces one that is not healthy."""
+
+import asyncio
+from collections.abc import Sequence
+
+from protocol.errors import RewardError
+from reward.config import RewardConfig, VerifierConfig
+from reward.workers.client import WorkerClient, WorkerEnded
+from reward.workers.frames import CallOutcome, GroupFrame
+
+
+class WorkerSlot:
+    """Place of one worker process."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        modules: Sequence[str],
+        verifiers: Sequence[VerifierConfig | None],
+        *,
+        is_concurrent: bool,
+    ) -> None:
+        """Start nothing yet. The arguments are those of `WorkerClient.start`."""
+        self._config, self._modules, self._verifiers = config, modules, verifiers
+        self._is_concurrent = is_concurrent
+        self._worker: WorkerClient | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    async def worker(self) -> WorkerClient:
+        """Return the process, which is healthy: the last one or a new one.
+
+        Raises:
+            SettingsError, RewardError: it does not start, or the slot is closed.
+        """
+        async with self._starting:
+            if self._closed:
+                raise RewardError("the score pool is closed")
+            if self._worker is None or not self._worker.healthy:
+                if self._worker is not None:
+                    await self._worker.end()
+                self._worker = await WorkerClient.start(
+                    self._config, self._modules, self._verifiers, is_concurrent=self._is_concurrent
+                )
+            return self._worker
+
+    def forget(self, group: GroupFrame) -> None:
+        """Let the process forget a group that is scored."""
+        if self._worker is not None:
+            self._worker.forget(group)
+
+    async def close(self) -> None:
+        """End the process, after its start if it is being started; calls in it have errors. Idempotent."""
+        self._closed = True
+        async with self._starting:
+            if self._worker is not None:
+                await self._worker.end()
+
+
+class SharedSlots:
+    """One process for the calls of all groups, and one for calls that are repeated alone.
+
+    When a process ends, or its event loop stands still, any of the calls in it may be to blame. Each is
+    repeated, one after the other, in the second process: there only the guilty one fails.
+    """
+
+    def __init__(
+        self, config: RewardConfig, modules: Sequence[str], verifiers: Sequence[VerifierConfig | None]
+    ) -> None:
+        """Start nothing yet. `verifiers` are the ones that wait, None for each other one."""
+        self._shared, self._single = (
+            WorkerSlot(config, modules, verifiers, is_concurrent=True) for _ in range(2)
+        )
+        self._alone = asyncio.Lock()
+
+    async def call(self, group: GroupFrame, verifier: int, samples: Sequence[int]) -> CallOutcome:
+        """Return the outcome of a call.
+
+        Raises:
+            SettingsError, RewardError: a process does not start, or the slots are closed.
+        """
+        shared = await self._shared.worker()
+        try:
+            return await shared.call(group, verifier, samples)
+        except WorkerEnded as ended:
+            if ended.alone:
+                return ended.outcome(samples)
+        async with self._alone:
+            single = await self._single.worker()
+            try:
+                return await single.call(group, verifier, samples)
+            except WorkerEnded as ended:
+                return ended.outcome(samples)
+
+    def forget(self, group: GroupFrame) -> None:
+        """Let the processes forget a group that is scored."""
+        self._shared.forget(group)
+        self._single.forget(group)
+
+    async def close(self) -> None:
+        """End the processes; calls in them have errors. Idempotent."""
+        await self._shared.close()
+        await self._single.close()

@@ -1,0 +1,120 @@
+"""Continues tokens for one attempt at a sample, within the limits of `[environment]`."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from protocol.errors import EngineError, EpisodeError, InvalidRequest
+from rollout.config import EnvironmentConfig
+from rollout.engines.base import Completion, Engine, Request, Sampling
+from rollout.sample import NOTHING_READ, EpisodeOver
+from rollout.sessions.record import SampleRecord
+
+OVER = "the episode has ended; its model cannot be called any more"
+
+
+class ModelCalls:
+    """Continues tokens for one attempt at a sample (`Generate`), and keeps to its limits."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        config: EnvironmentConfig,
+        max_model_len: int,
+        name: str,
+        ended: Callable[[], str] = lambda: "",
+        record: SampleRecord | None = None,
+    ) -> None:
+        """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
+        self.record = record
+        self._engine, self._sampling, self._config = engine, sampling, config
+        self.max_model_len, self.name, self._ended = max_model_len, name, ended
+        self._asked = 0
+        self._over = False
+        self._running: set[asyncio.Timeout] = set()
+        self.turns = self.tokens = 0
+        self.first_prompt = self.later_prompts = NOTHING_READ
+        self.error: EngineError | EpisodeError | None = None
+        """The first error of a call: it counts even if the environment catches it."""
+        self.late = False
+        """Whether the attempt has used up its time."""
+        self.left_behind = False
+        """Whether the environment runs on although it was cancelled."""
+
+    @property
+    def ended(self) -> str:
+        """Why the attempt is ended from outside; empty while it is not, or if nobody says."""
+        if self.late:
+            return f"not done within environment.episode_s {self._config.episode_s:g} s"
+        return self._ended()
+
+    async def __call__(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+        if self._over:
+            raise RuntimeError(OVER)
+        limit = self._limit(len(tokens), max_tokens)
+        request = Request(
+            self.name.replace("{turn}", str(self._asked)), tokens, replace(self._sampling, max_tokens=limit)
+        )
+        self._asked += 1
+        try:
+            async with asyncio.timeout(self._config.call_s) as timeout:
+                self._running.add(timeout)
+                completion = await self._engine.generate(request)
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            if self._over:
+                raise RuntimeError(OVER) from None
+            text = f"request {request.id}: no answer within environment.call_s {self._config.call_s:g} s"
+            raise self._failed(EpisodeError("call_s", text)) from None
+        except InvalidRequest:
+            raise  # fails the group, unless a session answers its harness that the request is wrong
+        except EngineError as error:
+            raise self._failed(error) from None
+        finally:
+            self._running.discard(timeout)
+        if completion.finish_reason == "abort":
+            text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
+            raise self._failed(EngineError(text))
+        if self.turns:
+            self.later_prompts = self.later_prompts.plus(len(tokens), completion.cached_tokens)
+        else:
+            self.first_prompt = self.first_prompt.plus(len(tokens), completion.cached_tokens)
+        self.turns += 1
+        self.tokens += len(completion.tokens)
+        return completion
+
+    def count_replayed(self, completion: Completion) -> None:
+        """Count a call that was answered from the record."""
+        self._asked += 1
+        self.turns += 1
+        self.tokens += len(completion.tokens)
+
+    def close(self) -> None:
+        """Refuse further calls, and end those that a task of the environment's own has left running."""
+        self._over = True
+        for timeout in self._running:
+            if not timeout.expired():
+                timeout.reschedule(0)
+
+    def leave_behind(self) -> None:
+        """Note that the environment runs on."""
+        self.left_behind = True
+
+    def _limit(self, context: int, max_tokens: int | None) -> int:
+        """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
+        most = self._sampling.max_tokens
+        if self._asked:
+            if 0 < self._config.max_turns <= self._asked:
+                raise EpisodeOver(f"environment.max_turns {self._config.max_turns} are used up")
+            if self.max_model_len:
+                room = self.max_model_len - context
+                if room < 1:
+                    raise EpisodeOver(f"{context} tokens fill engine.max_model_len {self.max_model_len}")
+                most = min(most, room)
+        return most if max_tokens is None else min(max_tokens, most)
+
+    def _failed(self, error: EngineError | EpisodeError) -> EngineError | EpisodeError:
+        self.error = self.error or error
+        return error

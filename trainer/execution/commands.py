@@ -1,0 +1,140 @@
+"""Defines the commands that every rank carries out, and sends them from rank 0 to the others.
+
+A command is one small message, sent as bytes: no pickle between ranks either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+import torch
+
+from protocol.messages import WeightDraft, WeightManifest
+from trainer.backends.base import StepStats
+from trainer.ranks.messages import broadcast_message, next_message
+from trainer.step.train_command import UpdateSchedule
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCopy:
+    """The model of one version in host memory; empty on ranks other than 0."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Hugging Face name -> tensor of the whole model, adapters merged."""
+    adapter: Mapping[str, torch.Tensor]
+    """A and B by PEFT's names, not scaled; empty without adapters."""
+
+
+class RankCommand(msgspec.Struct, Generic[T], frozen=True):
+    """A collective of all ranks, with the type of its result on rank 0."""
+
+
+class StepCommand(RankCommand[StepStats], frozen=True, tag="step"):
+    """Make the updates of a step. Each rank is sent the part of its replica."""
+
+    schedule: UpdateSchedule
+
+
+class CopyWeightsCommand(RankCommand[dict[str, torch.Tensor]], frozen=True, tag="copy_weights"):
+    """Copy the weights to rank 0's host memory, as they are published; valid until the next copy."""
+
+    dtype: str
+    """Dtype in which they are published."""
+
+
+class CopyModelCommand(RankCommand[ModelCopy], frozen=True, tag="copy_model"):
+    """Copy the whole model and its adapters to rank 0's host memory; valid until the next copy."""
+
+
+class DraftCommand(RankCommand[WeightDraft | None], frozen=True, tag="draft"):
+    """Accept requests for the parts of a version that the next `PublishCommand` will make.
+
+    None: the transport cannot do that.
+    """
+
+    epoch: str
+    version: int
+
+
+class PublishCommand(RankCommand[WeightManifest], frozen=True, tag="publish"):
+    """Publish a version: each rank its part, or rank 0 all that the ranks gather."""
+
+    epoch: str
+    version: int
+    dtype: str
+    """Dtype in which it is published."""
+
+
+class SaveCommand(RankCommand[None], frozen=True, tag="save"):
+    """Copy every rank's part of a checkpoint to the host, and begin to write it to an existing directory.
+
+    The model may change then. `FinishSaveCommand` follows, before the next checkpoint is begun.
+    """
+
+    directory: str
+
+
+class FinishSaveCommand(RankCommand[str], frozen=True, tag="finish_save"):
+    """Wait until every rank has written its part of the checkpoint.
+
+    The result says why one could not; empty if all are on disk.
+    """
+
+
+class RestoreCommand(RankCommand[None], frozen=True, tag="restore"):
+    """Load a checkpoint."""
+
+    directory: str
+
+
+class KeepReferenceCommand(RankCommand[None], frozen=True, tag="keep_reference"):
+    """Keep the current weights as the reference model."""
+
+
+class OffloadCommand(RankCommand[None], frozen=True, tag="offload"):
+    """Move everything on the devices to the host, and wait until every rank has."""
+
+
+class OnloadCommand(RankCommand[None], frozen=True, tag="onload"):
+    """Move back to the devices what was offloaded."""
+
+
+class IdleCommand(RankCommand[None], frozen=True, tag="idle"):
+    """Do nothing: keeps the other ranks' wait bounded."""
+
+
+class ExitCommand(RankCommand[None], frozen=True, tag="exit"):
+    """End the ranks other than 0."""
+
+
+AnyCommand = (
+    StepCommand
+    | CopyWeightsCommand
+    | CopyModelCommand
+    | DraftCommand
+    | PublishCommand
+    | SaveCommand
+    | FinishSaveCommand
+    | RestoreCommand
+    | KeepReferenceCommand
+    | OffloadCommand
+    | OnloadCommand
+    | IdleCommand
+    | ExitCommand
+)
+_decoder = msgspec.msgpack.Decoder(AnyCommand)
+
+
+def broadcast_command(command: RankCommand[T]) -> None:
+    """Send a command from rank 0 to every other rank. Without other ranks this does nothing."""
+    broadcast_message(msgspec.msgpack.encode(command))
+
+
+def next_command() -> AnyCommand:
+    """Wait for the next command, on a rank other than 0; at most the process group's timeout."""
+    return _decoder.decode(next_message())

@@ -1,0 +1,156 @@
+"""Carries out commands on one rank. Every rank does the same; rank 0 sends each command to the others."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from trainer.backends.base import StepStats
+from trainer.backends.early_export import Tensors
+from trainer.batch import Batch
+from trainer.execution.commands import (
+    AnyCommand,
+    CopyModelCommand,
+    CopyWeightsCommand,
+    DraftCommand,
+    ExitCommand,
+    FinishSaveCommand,
+    IdleCommand,
+    KeepReferenceCommand,
+    ModelCopy,
+    OffloadCommand,
+    OnloadCommand,
+    PublishCommand,
+    RankCommand,
+    RestoreCommand,
+    SaveCommand,
+    StepCommand,
+    broadcast_command,
+    next_command,
+)
+from trainer.execution.state_writer import StateWriter
+from trainer.ranks.collectives import is_distributed
+from trainer.ranks.scatter_batch import receive_part, send_part
+from trainer.roles.models import RankModels
+from trainer.step.plan import StepPlan
+from trainer.step.train_command import TrainCommand, plan_command, schedule_updates
+from trainer.step.update import make_updates
+from trainer.storage.host_state import HostCopies
+from trainer.weights.base import WeightSender
+from trainer.weights.publish import publish, published
+
+T = TypeVar("T")
+
+
+class Executor:
+    """One rank's models and sender. Every method blocks; call all of them in one thread."""
+
+    def __init__(self, models: RankModels, sender: WeightSender | None = None) -> None:
+        """Take over loaded models.
+
+        Args:
+            models: this rank's parts.
+            sender: publishes from this rank; None: rank 0 publishes everything, or nothing is published.
+        """
+        self.models = models
+        self._sender = sender
+        self._writer = StateWriter()
+        self._weights, self._model, self._adapter = HostCopies(), HostCopies(), HostCopies()
+
+    def lead(self, command: RankCommand[T]) -> T:
+        """Carry out a command on all ranks, from rank 0; returns rank 0's result."""
+        broadcast_command(command)
+        result: T = self.carry_out(command)
+        return result
+
+    def follow(self) -> None:
+        """Carry out the commands of rank 0, on another rank, until it says exit."""
+        while not isinstance(command := next_command(), ExitCommand):
+            self.carry_out(command)
+
+    def train(
+        self, command: TrainCommand, begin: Callable[[Tensors], None] | None = None
+    ) -> tuple[StepPlan, StepStats]:
+        """Make a step from rank 0: plan it, send every replica its part, then make its updates on all ranks.
+
+        Args:
+            command: the groups of the step.
+            begin: may be called with the tensors of the new version, as `Backend.export_ahead` says; None:
+                the version is exported after the step.
+
+        Returns:
+            The plan, and what was measured.
+
+        Raises:
+            ProtocolError, BoundViolation: as `plan_command`; no rank has done anything then.
+        """
+        algorithm, policy = self.models.algorithm, self.models.policy
+        plan = plan_command(command, algorithm)
+        pieces, imbalance = plan.mini_batches.divide(policy.costs(plan.lengths), len(policy.replicas))
+        step = StepCommand(schedule_updates(command, plan, algorithm))
+        broadcast_command(step)
+        for ranks, piece in zip(policy.replicas[1:], pieces[1:], strict=True):
+            send_part(plan.part(piece), ranks)
+        own = plan.part(pieces[0])
+        send_part(own, [rank for rank in policy.replicas[0] if rank != 0])
+        with policy.export_ahead(begin, len(step.schedule.updates)).step():
+            stats = self.carry_out(step, own)
+        return plan, dataclasses.replace(stats, imbalance=imbalance)
+
+    def carry_out(self, command: RankCommand[T] | AnyCommand, part: Batch | None = None) -> Any:
+        """Do this rank's share of a command. A collective.
+
+        Args:
+            command: the same on every rank.
+            part: rank 0's part of a step; None: rank 0 sends it.
+        """
+        models, sender = self.models, self._sender
+        match command:
+            case StepCommand():
+                return make_updates(models, receive_part() if part is None else part, command.schedule)
+            case CopyWeightsCommand():
+                return self._weights.copy_all(published(models.policy, command.dtype))
+            case CopyModelCommand():
+                adapter = self._adapter.copy_all(models.policy.export()) if models.policy.targets else {}
+                return ModelCopy(self._model.copy_all(models.policy.export_model()), adapter)
+            case DraftCommand():
+                return sender.provisional(command.epoch, command.version) if sender is not None else None
+            case PublishCommand():
+                return publish(models.policy, sender, command.epoch, command.version, command.dtype)
+            case SaveCommand():
+                self._writer.begin(models.copy_state(), Path(command.directory))
+            case FinishSaveCommand():
+                return self._writer.finish()
+            case RestoreCommand():
+                models.restore(Path(command.directory))
+            case KeepReferenceCommand():
+                models.keep_reference()
+            case OffloadCommand():
+                self._offload()
+            case OnloadCommand():
+                models.onload()
+            case IdleCommand() | ExitCommand():
+                pass
+            case _:
+                raise TypeError(f"{type(command).__name__} is not a command of ranks")
+        return None
+
+    def await_part(self) -> None:
+        """Wait until this rank's part of a checkpoint is written, or has failed; in any thread."""
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Release the models, when their checkpoint is written; idempotent."""
+        self._writer.close()
+        self.models.close()
+
+    def _offload(self) -> None:
+        """Move what this rank has on its device to the host, and wait until every rank has.
+
+        The ranks share one lock of the device, so rank 0 may release it only then.
+        """
+        self.models.offload()
+        if is_distributed():
+            dist.barrier()

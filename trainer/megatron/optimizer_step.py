@@ -1,0 +1,121 @@
+"""Makes the optimizer steps of one model: passes, sums of gradients, optimizer, factor of the loss."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer.backends.base import NOTHING_TRAINED
+from trainer.batch import Batch
+from trainer.config import OptimizerConfig
+from trainer.megatron.forward import Runner
+from trainer.megatron.loss_scale import LossScale
+from trainer.megatron.memory.host_optimizer import HostOptimizer
+from trainer.megatron.memory.oom_retry import OomRetry
+from trainer.megatron.memory.recompute import forget_passes
+from trainer.megatron.optimizer import Optimizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeStep:
+    """Result of an optimizer step; equal on every rank."""
+
+    vector: torch.Tensor
+    """Measurements of the passes, as `StepMeasures` makes them."""
+    norm: float
+    skipped: str
+    """Why the weights were not changed; empty if they were."""
+    micro_batches: int
+    padding_share: float
+    loss_scale: float | None
+    loss_scale_repeats: int | None
+    warnings: tuple[str, ...]
+
+
+class ModelStepper:
+    """Passes and optimizer of one model."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: TransformerConfig,
+        optimizer: OptimizerConfig,
+        *,
+        tokens: int,
+        apart: bool = False,
+    ) -> None:
+        """Build on a model whose weights must be loaded. A collective.
+
+        Args:
+            runner: runs the passes of the model, whose chunks `wrap_model` has wrapped.
+            config: the model's; it gets the function that finishes gradients.
+            optimizer: settings of AdamW.
+            tokens: of a micro-batch, to begin with.
+            apart: have masters in float32, too.
+        """
+        dtype, position = config.params_dtype, runner.position
+        self._runner = runner
+        kind = HostOptimizer if optimizer.cpu_offload else Optimizer
+        self.optimizer = kind(optimizer, runner.chunks, position, dtype, apart=apart)
+        if dtype is torch.float16:
+            scale = self.optimizer.loss_scale = LossScale(optimizer)
+            config.grad_scale_func = lambda loss: loss * scale.value
+
+        def reset() -> None:
+            self.optimizer.zero_grad()
+            for chunk in runner.chunks:
+                forget_passes(chunk.module)
+
+        self.passes = OomRetry(position, tokens, reset)
+        self.passes.agree_before(config)
+
+    def step(
+        self,
+        batch: Batch,
+        passes: Callable[[], tuple[torch.Tensor, int, float]],
+        *,
+        lr_scale: Callable[[torch.Tensor], float] | None,
+    ) -> MadeStep:
+        """Make one optimizer step. A collective.
+
+        Args:
+            batch: the part of this rank's replica.
+            passes: runs forward and backward passes over it, as `Runner.train` does.
+            lr_scale: says what the learning rate is multiplied by, given what the passes measured; None: no
+                token of any replica carries gradient.
+        """
+        scale, warnings = self.optimizer.loss_scale, list[str]()
+
+        def attempt() -> tuple[MadeStep, float]:
+            self.optimizer.zero_grad()
+            (vector, micro_batches, padding_share), told = self.passes.step(self._runner, batch, passes)
+            warnings.extend(told)
+            used = scale.value if scale is not None else None
+            norm, skipped = self.optimizer.step(lr_scale(vector)) if lr_scale else (0.0, NOTHING_TRAINED)
+            made = MadeStep(
+                vector=vector,
+                norm=norm,
+                skipped=skipped,
+                micro_batches=micro_batches,
+                padding_share=padding_share,
+                loss_scale=used,
+                loss_scale_repeats=None,
+                warnings=(),
+            )
+            return made, norm
+
+        made, repeats = scale.repeated(attempt) if scale is not None else (attempt()[0], None)
+        return dataclasses.replace(made, loss_scale_repeats=repeats, warnings=tuple(warnings))
+
+    def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return what an offload has to keep beside the parameters, and what it may forget."""
+        self.optimizer.zero_grad()
+        buffers = [
+            buffer
+            for chunk in self._runner.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        kept = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+        return [*self.optimizer.tensors(), *kept], [buffer.grad_data for buffer in buffers]

@@ -1,0 +1,1 @@
+"""Starts the trainer's ranks, and passes values between them."""

@@ -1,0 +1,70 @@
+"""Makes the optimizer steps of parameters that have fp32 masters."""
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from trainer.config import OptimizerConfig
+from trainer.functional.learning_rate import learning_rate
+from trainer.optimizers.registry import make_optimizer, steps_made
+
+
+class MasterStepper:
+    """The optimizer of a model. Weight decay leaves out vectors (norms and biases), as in Megatron-core."""
+
+    def __init__(
+        self,
+        trained: Mapping[str, torch.nn.Parameter],
+        masters: Mapping[str, torch.nn.Parameter],
+        config: OptimizerConfig,
+        embeddings: Collection[torch.Tensor],
+    ) -> None:
+        """Step `masters`, of which `trained` are copies in another dtype, or the same objects.
+
+        `embeddings` are those of the masters that are the embedding or the last layer.
+        """
+        self._trained, self._masters, self._config = trained, masters, config
+        self.optimizer = make_optimizer(masters, config, embeddings)
+        self.publishes = True
+        """Whether a step copies the masters to the parameters; an engine may do so instead."""
+
+    def collect(self) -> None:
+        """Add the parameters' gradients to those of the masters."""
+        for name, parameter in self._trained.items():
+            master = self._masters[name]
+            if master is not parameter and parameter.grad is not None:
+                grad = parameter.grad.float()
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                parameter.grad = None
+
+    def step(self, lr_scale: float = 1.0) -> tuple[float, str]:
+        """Clip and apply the gradient; returns its norm, and why it was not applied.
+
+        `lr_scale` is a factor of the learning rate.
+        """
+        limit = self._config.clip_grad if self._config.clip_grad > 0 else float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit))
+        finite = torch.isfinite(torch.tensor(norm)).item()
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._learning_rate() * lr_scale
+            self.optimizer.step()
+            self.publish()
+        self.optimizer.zero_grad()
+        return norm, "" if finite else f"the gradient's norm is {norm}"
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the masters to the parameters, unless an engine does so between two of its steps."""
+        for name, parameter in self._trained.items() if self.publishes else ():
+            if parameter is not self._masters[name]:
+                parameter.copy_(self._masters[name])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return masters and moments."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [*self._masters.values(), *(value for value in states if isinstance(value, torch.Tensor))]
+
+    def _learning_rate(self) -> float:
+        """Return the learning rate of the next step, by the steps that were not skipped."""
+        return learning_rate(self._config, steps_made(self.optimizer))

@@ -1,0 +1,1 @@
+"""Plans a step, makes its updates, and measures it."""
