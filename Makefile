@@ -104,10 +104,10 @@ docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 chaos: $(VENV)/.ready
-	$(BIN)/python -m tests.chaos.run --seed $(SEED) --minutes $(MINUTES)
+	$(BIN)/python -m tests.trials.chaos.run --seed $(SEED) --minutes $(MINUTES)
 
 soak: $(VENV)/.ready
-	$(BIN)/python -m tests.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json
+	$(BIN)/python -m tests.trials.soak.run --minutes 15 --rollouts 200 --rewards 8 --out runs/soak.json
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json

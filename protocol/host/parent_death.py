@@ -1,15 +1,17 @@
-"""Ends a process when its parent ends, however the parent ends.
+"""Ends a process when its parent ends, however the parent ends; and makes processes children of this one.
 
-By Linux's parent-death signal (prctl(2), PR_SET_PDEATHSIG); on other systems nothing happens. Strictly, the
-signal comes when the *thread* that started the process ends.
+By Linux's prctl(2), PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER; on other systems nothing happens. Strictly,
+the signal comes when the *thread* that started the process ends.
 """
 
 import ctypes
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
@@ -29,3 +31,15 @@ def tied_to_this_process(signum: int = signal.SIGTERM) -> Callable[[], None]:
             os._exit(1)
 
     return before_exec
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Have descendants whose parents end within the block become children of this process."""
+    if _prctl is not None:
+        _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        if _prctl is not None:
+            _prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

@@ -5,7 +5,7 @@ An engine takes and returns tokens, never text, and must return log-probabilitie
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -188,13 +188,16 @@ class Engine(ABC):
 
     capabilities: Capabilities
 
-    @classmethod  # noqa: B027 (most engines import nothing later than their module)
-    def preload(cls, config: EngineConfig) -> None:
+    @classmethod
+    def preload(cls, config: EngineConfig) -> Callable[[], None] | None:
         """Import what an engine with these settings will import at its start; opens no device.
+
+        Returns: what a fork of this process, which will have the engine, has to do at first, if anything.
 
         Raises:
             ImportError: the engine's library is broken.
         """
+        return None  # most engines import nothing later than their module
 
     @property
     @abstractmethod

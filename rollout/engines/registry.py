@@ -3,6 +3,7 @@
 An engine's module is imported only when the engine is chosen, so that one engine's library suffices.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,17 @@ be the first of our modules that vLLM and SGLang import.
 """
 
 
-def import_engine(config: EngineConfig) -> None:
+def import_engine(config: EngineConfig) -> Callable[[], None] | None:
     """Import an engine's class, and the modules that the class names, before the engine is made.
+
+    Returns:
+        What a fork of this process, which will have the engine, has to do first; None: nothing.
 
     Raises:
         ImportError: its library is not installed, or is broken.
     """
-    load(ENGINES.find(config.name, "engine").path).preload(config)
+    preloaded: Callable[[], None] | None = load(ENGINES.find(config.name, "engine").path).preload(config)
+    return preloaded
 
 
 def make_engine(

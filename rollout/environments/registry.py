@@ -22,7 +22,7 @@ from rollout.config import EnvironmentConfig
 from rollout.environments.base import Environment
 from rollout.environments.episode import EpisodeEnvironment
 
-WHAT = "setting environment.name"
+SETTING = "setting environment.name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 def _made(config: EnvironmentConfig) -> Environment:
     if ":" in config.name:
         return load_environment(config.name, config.options)
-    module = load(ENVIRONMENTS.find(config.name, "setting environment.name: environment").path)
+    module = load(ENVIRONMENTS.find(config.name, f"{SETTING}: environment").path)
     environment: Environment = module.make(
         checked_options(module.Options, config.options, f"environment {config.name}")
     )
@@ -102,8 +102,8 @@ def load_environment(path: str, options: Mapping[str, Any]) -> Environment:
         SettingsError: module, class or function is missing, the module or the class raises, it is not
             asynchronous, or the options do not fit; names the file.
     """
-    found, file = import_attribute(path, WHAT)
-    what = f"{WHAT}: {path} in {file}"
+    found, file = import_attribute(path, SETTING)
+    what = f"{SETTING}: {path} in {file}"
     if isinstance(found, type):
         _check_options(what, found, (), options)
         try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
-from services.launcher.session import kill_session, start_session
+from services.launcher.session import ServiceProcess, kill_session, start_session
 from services.launcher.spare import Spares
 from services.runtime.errors import EXIT_SETTINGS
 
@@ -87,7 +87,7 @@ class SupervisedProcess:
         """Why an optional service is not started any more; empty while it is."""
         self._allowed = restarts
         self._deaths: deque[float] = deque()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ServiceProcess | None = None
         self._stopping = False
         self._is_over = is_over
         self._spares = spares or Spares(log_path.parent)
@@ -180,7 +180,7 @@ class SupervisedProcess:
             await self._process.wait()
             self._on_exit()
 
-    async def _ended(self, process: asyncio.subprocess.Process) -> int:
+    async def _ended(self, process: ServiceProcess) -> int:
         """Return the exit code of the process once it has ended; cut its log until then."""
         while True:
             with contextlib.suppress(TimeoutError):

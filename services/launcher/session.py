@@ -5,11 +5,46 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import IO
 
 from protocol.host.parent_death import tied_to_this_process
 from services.runtime.import_path import safe_environment
+
+
+class ForkedProcess:
+    """A child of this process that another one has forked; it is used as `asyncio.subprocess.Process` is."""
+
+    def __init__(self, pid: int) -> None:
+        """Watch for the end of the child `pid`, in a thread that ends with it."""
+        self.pid = pid
+        self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        threading.Thread(target=self._watch, name=f"waitpid-{pid}", daemon=True).start()
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code once it has ended, negative if a signal ended it."""
+        return self._code.result() if self._code.done() else None
+
+    async def wait(self) -> int:
+        """Return the exit code once it has ended."""
+        return await asyncio.shield(self._code)
+
+    def send_signal(self, signum: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.returncode is None:
+            os.kill(self.pid, signum)
+
+    def _watch(self) -> None:
+        _, status = os.waitpid(self.pid, 0)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._code.get_loop().call_soon_threadsafe(
+                self._code.set_result, os.waitstatus_to_exitcode(status)
+            )
+
+
+ServiceProcess = asyncio.subprocess.Process | ForkedProcess
 
 
 async def start_session(
@@ -48,7 +83,7 @@ async def start_session(
     )
 
 
-def kill_session(process: asyncio.subprocess.Process) -> None:
+def kill_session(process: ServiceProcess) -> None:
     """Send SIGKILL to every process that is left in the session of a process that was started here."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,8 @@
 """Keeps spares: processes that have imported what a service needs, and replace one that dies.
 
-A spare is of a kind: a module and its environment variables, which libraries read as they are imported. It is
-started in the session that the service will have. Each kind has one spare at most.
+A spare is of a kind: a module and its environment variables, which libraries read as they are imported. Each
+kind has one spare at most. It forks the services, so that the imports are done once a run; one that cannot
+fork (`services.spare.can_fork`) becomes the service, in the session that it was started in.
 """
 
 import asyncio
@@ -14,21 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.host.memory import memory_available
-from services.launcher.session import kill_session, start_session
-from services.spare import READY
+from protocol.host.parent_death import adopting_orphans
+from services.launcher.session import ForkedProcess, ServiceProcess, kill_session, start_session
+from services.spare import FORKS, READY
 
 log = logging.getLogger("tether.up")
 
 AFTER_S = 5.0
-"""Seconds after which a spare that was used has a successor, which would slow down the service's start."""
+"""Seconds after which a spare that was used and has ended has a successor: it would slow down the service."""
 AGAIN_S = 60.0
 """Seconds after which a spare that ended by itself, or for which there was no memory, is started again."""
 TRIES = 3
 """Spares of a kind that may end by themselves, one after the other, before no more are started."""
 READY_S = 300.0
 """Seconds that a spare has for its imports."""
-ORDER_S = 1.0
-"""Limit of handing a spare its name, seconds."""
+ORDER_S = 10.0
+"""Limit of having a spare fork and handing over a name, seconds."""
 ROOM_BYTES = 4 << 30
 """Memory that has to be free on the host before a spare is started."""
 
@@ -36,15 +38,16 @@ Kind = tuple[str, tuple[tuple[str, str], ...], frozenset[str]]
 """Module, variables, and names of variables that are withheld."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Spare:
-    """A process that waits to become a service."""
+    """A process that waits to become a service, or to fork one."""
 
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    forks: bool
     used: asyncio.Event
-    """Set once it is to become a service: its life is that of the service from then on."""
+    """Set once there is a service of it: the life of one that does not fork is the service's from then on."""
 
 
 class Spares:
@@ -61,6 +64,8 @@ class Spares:
         self._tasks: asyncio.TaskGroup | None = None
         self._importing = asyncio.Lock()
         """Held by the one spare that imports: together they would leave the run no processor."""
+        self._ordering = asyncio.Lock()
+        """Held by the one service that is made of a spare: answers do not mix."""
 
     def add(
         self, name: str, module: str, environ: Mapping[str, str], withheld: frozenset[str] = frozenset()
@@ -96,8 +101,8 @@ class Spares:
         environ: Mapping[str, str],
         log_path: Path,
         withheld: frozenset[str] = frozenset(),
-    ) -> asyncio.subprocess.Process | None:
-        """Have the spare of a kind become the service `name`, and append its output to `log_path`.
+    ) -> ServiceProcess | None:
+        """Make the service `name` of the spare of a kind, and append its output to `log_path`.
 
         It waits for one that imports already, at most `READY_S`: the service, started anew, would import the
         same beside it. Returns None if there is none.
@@ -105,19 +110,23 @@ class Spares:
         kind = _kind(module, environ, withheld)
         if importing := self._imports.get(kind):
             await importing.wait()
-        spare = self._ready.pop(kind, None)
-        if spare is None:
-            return None
-        spare.used.set()
-        try:
-            async with asyncio.timeout(ORDER_S):
-                spare.writer.write(json.dumps({"name": name, "log": str(log_path)}).encode() + b"\n")
-                await spare.writer.drain()
-        except (OSError, TimeoutError):  # it has died just now
-            kill_session(spare.process)
-            return None
-        log.info("service.from_spare name=%s pid=%d", name, spare.process.pid)
-        return spare.process
+        async with self._ordering:
+            spare = self._ready.get(kind)
+            if spare is None:
+                return None
+            if not spare.forks:
+                del self._ready[kind]
+            spare.used.set()
+            with contextlib.suppress(OSError, TimeoutError, ValueError), contextlib.ExitStack() as failed:
+                failed.callback(kill_session, spare.process)  # then a fork without an order ends, too
+                async with asyncio.timeout(ORDER_S):
+                    process = await _forked(spare) if spare.forks else spare.process
+                    spare.writer.write(json.dumps({"name": name, "log": str(log_path)}).encode() + b"\n")
+                    await spare.writer.drain()
+                failed.pop_all()
+                log.info("service.from_spare name=%s pid=%d", name, process.pid)
+                return process
+        return None
 
     async def _keep_loop(self, kind: Kind) -> None:
         name, tries = self._kinds[kind], 0
@@ -141,11 +150,16 @@ class Spares:
                     with self._import_noted(kind):
                         spare = await self._start(kind)
                         stack.push_async_callback(self._end, kind, spare)
-                        if await spare.reader.readline() != READY:
+                        said = await spare.reader.readline()
+                        if said not in (READY, FORKS):
                             return False
+                        spare.forks = said == FORKS
                         self._ready[kind] = spare
                 log.info("spare.ready name=%s pid=%d", self._kinds[kind], spare.process.pid)
-                await spare.reader.read()  # it closes its end when it becomes the service, and as it dies
+                if spare.forks:
+                    await spare.process.wait()
+                else:  # it closes its end when it becomes the service, and as it dies
+                    await spare.reader.read()
             except ConnectionError:  # it was killed before it has read its order
                 pass
             except (OSError, TimeoutError) as error:
@@ -167,7 +181,7 @@ class Spares:
         """Forget a spare, and kill it unless it has become a service."""
         self._ready.pop(kind, None)
         spare.writer.close()
-        if not spare.used.is_set():
+        if spare.forks or not spare.used.is_set():
             kill_session(spare.process)
             await spare.process.wait()
 
@@ -184,10 +198,22 @@ class Spares:
             opened.callback(kill_session, process)
             reader, writer = await asyncio.open_unix_connection(sock=mine)
             opened.pop_all()
-        return Spare(process, reader, writer, asyncio.Event())
+        return Spare(process, reader, writer, False, asyncio.Event())
 
     def _log(self, name: str) -> Path:
         return self._logs / f"spare.{name}.log"
+
+
+async def _forked(spare: Spare) -> ForkedProcess:
+    """Have a spare fork; the process waits for its order.
+
+    Raises:
+        ValueError: the spare has died.
+    """
+    with adopting_orphans():
+        spare.writer.write(b"\n")
+        await spare.writer.drain()
+        return ForkedProcess(int(await spare.reader.readline()))
 
 
 def _kind(module: str, environ: Mapping[str, str], withheld: frozenset[str]) -> Kind:

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import resource
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
 from protocol.errors import EngineError, SettingsError
@@ -239,15 +239,15 @@ def _engine_config(settings: Settings) -> EngineConfig:
     )
 
 
-def preload(settings: Settings) -> None:
-    """Import what generating with these settings needs, for a spare.
+def preload(settings: Settings) -> Callable[[], None] | None:
+    """Import what generating with these settings needs, for a spare; return what its forks do at first.
 
     The hub's client comes before an engine, which sets HF_HUB_OFFLINE: the client reads that as it is
     imported, and the service may still have to fetch something.
     """
     if any(hub_names(settings)):
         importlib.import_module("huggingface_hub.constants")
-    import_engine(_engine_config(settings))
+    return import_engine(_engine_config(settings))
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ class Progress:
             await asyncio.sleep(POLL_S)
 
     def print_last(self) -> None:
-        """Print the steps and evaluations that ended between the last read and the end of the run."""
+        """Print the steps and evaluations that ended between the last poll and the end of the run."""
         self._print_steps(0)
         self._print_evaluations()
 

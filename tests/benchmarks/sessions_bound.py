@@ -16,8 +16,8 @@ from typing import Any
 
 from protocol.staleness import Policy
 from tests.benchmarks.versions import versions_of
-from tests.simulation.sessions import Session, SessionScenario, SessionWorld
-from tests.simulation.world import Outcome
+from tests.trials.simulation.sessions import Session, SessionScenario, SessionWorld
+from tests.trials.simulation.world import Outcome
 
 BOUNDS = (1, 2, 4, 8)
 LONG = 0.1

@@ -58,13 +58,13 @@ SCENARIO_FOLDERS = {
     "tests/benchmarks/gpu_reshard": "the benchmark of a trainer of two ranks runs, without a GPU",
     "tests/benchmarks/sessions": "the benchmark of sessions runs",
     "tests/benchmarks/staleness": "the staleness benchmark, on hand-made runs",
-    "tests/chaos": "the loop under faults",
+    "tests/trials/chaos": "the loop under faults",
     "tests/docs": "documents do what they say",
-    "tests/fuzz": "bytes from outside are refused or read",
+    "tests/trials/fuzz": "bytes from outside are refused or read",
     "tests/integration": "whole runs of several processes",
     "tests/security": "attempts to break what docs/security.md defends",
-    "tests/simulation": "runs in virtual time",
-    "tests/soak": "what a long run costs",
+    "tests/trials/simulation": "runs in virtual time",
+    "tests/trials/soak": "what a long run costs",
     "tests/trainer/recomputed": "steps are recomputed by a naive loop, in every backend and layout",
 }
 """Folders of tests whose files are named after scenarios."""

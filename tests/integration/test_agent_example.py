@@ -76,7 +76,7 @@ def test_a_model_learns_the_game_while_its_workers_are_killed(tmp_path: Path) ->
     run_dir = tmp_path / "run"
     words = [str(EXAMPLE / "config.toml"), "--run-dir", str(run_dir), "--set", "monitor.enabled=false"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.chaos.worker_kills", *words],
+        [sys.executable, "-m", "tests.trials.chaos.worker_kills", *words],
         cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

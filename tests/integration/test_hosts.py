@@ -1,7 +1,7 @@
 """A trainer on two hosts, of which the second is killed: all hosts end, meet again and resume.
 
-Here a host is a loopback address and the processes that use it; `tests/chaos/trainer_hosts.py` has network
-namespaces.
+Here a host is a loopback address and the processes that use it; `tests/trials/chaos/trainer_hosts.py` has
+network namespaces.
 """
 
 import asyncio

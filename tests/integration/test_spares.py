@@ -1,4 +1,4 @@
-"""kill -9 of a trainer and a rollout worker that have spares: these become them, and the run finishes.
+"""kill -9 of a trainer and a rollout worker that have spares: forks of these replace them; the run finishes.
 
 Leases of the killed worker would last longer than the test.
 """
@@ -55,7 +55,8 @@ def test_a_spare_replaces_a_trainer_and_a_rollout_worker_that_are_killed(tmp_pat
             seconds=120,
             what="their restart",
         )
-        assert (now["trainer"], now["rollout.1"]) == (spares["trainer"], spares["rollout.0"])
+        assert spares.items() <= spare_pids(log).items()
+        assert not {*now.values()} & {*spares.values()}
         assert up.wait(400) == 0, log.read_text()
     said = log.read_text()
     for name in KILLED:

@@ -13,8 +13,8 @@ import zmq
 
 from protocol.codec import encode, encode_payload, wrap
 from protocol.messages import Hello
-from tests.fuzz.mutate import changed
 from tests.protocol.samples import SAMPLES
+from tests.trials.fuzz.mutate import changed
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 """With which ZMTP 3.0 begins."""

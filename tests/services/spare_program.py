@@ -2,7 +2,10 @@
 
 import json
 import os
+import random
 import sys
+
+import numpy.random
 
 from services.runtime.start_time import seconds_since_start
 from services.settings.sections import Settings
@@ -21,6 +24,7 @@ if __name__ == "__main__":
         "instance": os.environ["TETHER_INSTANCE"],
         "left": os.environ.get(MARK),
         "arguments": sys.argv[1:],
+        "drawn": [random.random(), numpy.random.random()],
         "stdin": os.read(0, 1).decode(),
         "age_s": seconds_since_start(),
         "sockets": sum(

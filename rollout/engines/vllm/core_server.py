@@ -2,14 +2,16 @@
 
 Neither then waits for the other's ten seconds of imports. The server computes nothing and has no thread, so a
 fork of it is safe. It is for eager engines of one rank on a CPU: nothing is compiled, no device is opened.
+A process that has imported everything, and has one thread, forks the server instead of starting it.
 """
 
+import importlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 PRELOADED = (
@@ -50,6 +52,37 @@ def run_server() -> None:
     with without_compiler():
         multiprocessing.set_forkserver_preload(list(PRELOADED))
         forkserver.ensure_running()
+
+
+def import_here() -> None:
+    """Import in this process what the server imports; `without_compiler` has to be in force."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+
+
+def fork_server() -> None:
+    """Start the server as a fork of this process, which has one thread, and has imported what it imports."""
+    resource_tracker.ensure_running()  # a program of its own, which the server's start would begin
+    module: Any = forkserver
+    start = module.util.spawnv_passfds
+    module.util.spawnv_passfds = _fork_and_run
+    try:
+        run_server()
+    finally:
+        module.util.spawnv_passfds = start
+
+
+def _fork_and_run(_path: str, words: Sequence[str], passed: Sequence[int]) -> int:
+    """Do what `python -c CODE` with these descriptors would do, in a fork; return its pid."""
+    if pid := os.fork():
+        return pid
+    try:
+        for number in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *passed}:
+            with suppress(OSError):  # the listing's own
+                os.close(number)
+        exec(words[-1], {})
+    finally:
+        os._exit(1)
 
 
 def stop_server(user: object) -> None:

@@ -38,9 +38,11 @@ def run_engine_core(starter: int, environ: Mapping[str, str], *args: Any, **kwar
         args: of vLLM's function.
         kwargs: of vLLM's function.
     """
+    import torch
     from vllm.v1.engine.core import EngineCoreProc
 
     os.environ.update(environ)
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # libgomp reads it as it is loaded: a fork has it
     write_where(starter)
     EngineCoreProc.run_engine_core(*args, **kwargs)
 

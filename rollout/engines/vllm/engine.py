@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,8 @@ class VllmEngine(MultiProcessEngine):
         self._paused = False
 
     @classmethod
-    def preload(cls, config: EngineConfig) -> None:
-        import_vllm(config)
+    def preload(cls, config: EngineConfig) -> Callable[[], None] | None:
+        return import_vllm(config)
 
     async def start(self) -> None:
         self._vllm.prepare(self._config)

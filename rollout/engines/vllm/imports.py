@@ -4,14 +4,14 @@ Nothing of vLLM is imported before one of these functions is called.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
-from rollout.engines.vllm.core_server import run_server, without_compiler
+from rollout.engines.vllm.core_server import fork_server, import_here, without_compiler
 
 
 def set_environment(config: EngineConfig) -> None:
@@ -60,16 +60,18 @@ def eager_environment(eager: bool) -> Iterator[None]:
         yield
 
 
-def import_vllm(config: EngineConfig) -> None:
-    """Import what an engine's start will, and let the server import it where the engine is forked from it."""
+def import_vllm(config: EngineConfig) -> Callable[[], None] | None:
+    """Import what an engine's start will; return what has the server, if there is one, imported already."""
     set_environment(config)
-    if has_server(config.enforce_eager, config.tensor_parallel_size):
-        run_server()
-    with eager_environment(config.enforce_eager):
+    is_eager = runs_eagerly(config.enforce_eager)
+    with without_compiler() if is_eager else nullcontext():
+        if is_eager:
+            import_here()
         import vllm.engine.arg_utils
         import vllm.v1.engine.async_llm  # noqa: F401
 
         cpu_head_sizes()
+    return fork_server if has_server(config.enforce_eager, config.tensor_parallel_size) else None
 
 
 def has_server(eager: bool, ranks: int) -> bool:

@@ -3,7 +3,7 @@
 import zmq
 
 from services.bus.pump import make_context
-from tests.soak.census import census
+from tests.trials.soak.census import census
 
 MESSAGES, BYTES = 500, 150
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from services.launcher.session import ServiceProcess
 from services.launcher.spare import Spares
 
 PROGRAM = "tests.services.launcher.child_program"
@@ -20,7 +21,7 @@ class PatientSpares(Spares):
         environ: Mapping[str, str],
         log_path: Path,
         withheld: frozenset[str] = frozenset(),
-    ) -> asyncio.subprocess.Process | None:
+    ) -> ServiceProcess | None:
         self.add(name, module, environ, withheld)
         while True:
             if process := await super().take(name, module, environ, log_path, withheld):

@@ -59,8 +59,10 @@ class Roll:
         self._writers: list[asyncio.StreamWriter] = []
 
     async def enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        facts: dict[str, Any] = json.loads(await reader.readline())
         self._writers.append(writer)
+        if not (line := await reader.readline()):  # killed as it called
+            return
+        facts: dict[str, Any] = json.loads(line)
         self._callers.put_nowait(Caller(_reader=reader, **facts))
 
     async def caller(self) -> Caller:

@@ -1,18 +1,21 @@
-"""Tests how spares are kept: one for each kind, another after it was used, none after too many failures."""
+"""Tests how spares are kept: one for each kind, which forks services; none after too many failures."""
 
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import psutil
 import pytest
 
 from services.launcher import spare
+from services.launcher.session import kill_session
 from services.launcher.spare import Spares
 from tests.services.bus.harness import eventually
 from tests.services.launcher.patient_spares import PROGRAM, kept_spares
 
+THREADED = "tests.services.threaded_program"
 PYTHONPATH = {"PYTHONPATH": os.getcwd()}
 
 
@@ -28,19 +31,22 @@ def waiting(spares: Spares) -> list[int]:
     return [ready.process.pid for ready in spares._ready.values()]
 
 
-async def test_services_of_one_kind_share_a_spare_which_is_replaced(spares: Spares, tmp_path: Path) -> None:
+async def test_services_of_one_kind_are_forks_of_one_spare_which_stays(
+    spares: Spares, tmp_path: Path
+) -> None:
     one, other = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, {**PYTHONPATH, "BEHAVIOUR": "0 other"}
     for name, environ in (("worker.0", one), ("worker.1", one), ("worker.2", other)):
         spares.add(name, PROGRAM, environ)
     async with kept_spares(spares):
         await eventually(lambda: len(waiting(spares)) == 2)
-        before = set(waiting(spares))
-        process = await spares.take("worker.1", PROGRAM, one, tmp_path / "worker.1.log")
-        assert process is not None
-        assert await process.wait() == 0
-        assert (tmp_path / "worker.1.log").read_text() == "one\n"
-        await eventually(lambda: len(waiting(spares)) == 2)
-        assert len(before & set(waiting(spares))) == 1
+        before = waiting(spares)
+        for _ in range(2):
+            process = await spares.take("worker.1", PROGRAM, one, tmp_path / "worker.1.log")
+            assert process is not None
+            assert await process.wait() == process.returncode == 0
+            assert process.pid not in before
+        assert (tmp_path / "worker.1.log").read_text() == "one\none\n"
+        assert waiting(spares) == before
         assert await spares.take("worker.3", PROGRAM, PYTHONPATH, tmp_path / "worker.3.log") is None
         left = waiting(spares)
     assert not any(psutil.pid_exists(pid) for pid in left)
@@ -48,6 +54,61 @@ async def test_services_of_one_kind_share_a_spare_which_is_replaced(spares: Spar
         "spare.worker.0.log",
         "spare.worker.2.log",
     ]
+
+
+async def test_a_spare_that_cannot_fork_becomes_the_service_and_is_replaced(
+    spares: Spares, tmp_path: Path
+) -> None:
+    spares.add("worker.0", THREADED, PYTHONPATH)
+    async with kept_spares(spares):
+        await eventually(lambda: bool(waiting(spares)))
+        (first,) = waiting(spares)
+        process = await spares.take("worker.0", THREADED, PYTHONPATH, tmp_path / "worker.0.log")
+        assert process is not None
+        assert (process.pid, await process.wait()) == (first, 7)
+        await eventually(lambda: bool(waiting(spares)) and waiting(spares) != [first])
+
+
+async def test_a_service_outlives_the_spare_that_forked_it(spares: Spares, tmp_path: Path) -> None:
+    environ = {**PYTHONPATH, "BEHAVIOUR": "serve", "ROLL": str(tmp_path / "roll")}
+    spares.add("worker.0", PROGRAM, environ)
+    with socket.socket(socket.AF_UNIX) as roll:
+        roll.bind(environ["ROLL"])
+        roll.listen()
+        await serve_and_outlive(spares, environ, tmp_path / "worker.0.log", roll)
+    assert (tmp_path / "worker.0.log").read_text() == "drained\n"
+
+
+async def serve_and_outlive(spares: Spares, environ: dict[str, str], log: Path, roll: socket.socket) -> None:
+    """Kill the spare whose fork calls `roll`, and then drain the fork."""
+    async with kept_spares(spares):
+        await eventually(lambda: bool(waiting(spares)))
+        (first,) = waiting(spares)
+        process = await spares.take("worker.0", PROGRAM, environ, log)
+        assert process is not None
+        caller, _ = await asyncio.to_thread(roll.accept)
+        with caller:
+            os.kill(first, signal.SIGKILL)
+            await eventually(lambda: bool(waiting(spares)) and waiting(spares) != [first])
+            assert process.returncode is None
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+            kill_session(process)
+
+
+async def test_a_spare_that_does_not_fork_in_time_is_killed_and_makes_no_service(
+    spares: Spares, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare, "ORDER_S", 0.1)
+    environ, log = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, tmp_path / "worker.0.log"
+    spares.add("worker.0", PROGRAM, environ)
+    async with kept_spares(spares):
+        await eventually(lambda: bool(waiting(spares)))
+        (first,) = waiting(spares)
+        os.kill(first, signal.SIGSTOP)
+        assert await spares.take("worker.0", PROGRAM, environ, log) is None
+        await eventually(lambda: bool(waiting(spares)) and waiting(spares) != [first])
+    assert not log.exists()
 
 
 async def test_a_spare_waits_until_the_run_has_begun(spares: Spares, tmp_path: Path) -> None:
@@ -78,7 +139,8 @@ async def test_a_service_that_dies_waits_for_a_spare_that_imports_already(
         (importing,) = {*psutil.Process().children()} - others
         process = await spares.take("worker.0", PROGRAM, environ, tmp_path / "worker.0.log")
         assert process is not None
-        assert (process.pid, await process.wait()) == (importing.pid, 0)
+        assert await process.wait() == 0
+        assert waiting(spares) == [importing.pid]
 
 
 async def test_a_spare_that_was_killed_is_replaced_and_never_used(spares: Spares, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Lease, Peer
-from tests.chaos.place import Place, make_place
 from tests.contracts.ledger_rig import Driver, RedisRig
 from tests.services.ledger.conftest import missing, redis_binary, valkey_binary
+from tests.trials.chaos.place import Place, make_place
 
 DAY_S = 86_400
 LEASE_MS = 4_000

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from protocol.staleness import Policy
-from tests.simulation.scenario import Scenario
-from tests.simulation.watched import Watched
-from tests.simulation.world import World
+from tests.trials.simulation.scenario import Scenario
+from tests.trials.simulation.watched import Watched
+from tests.trials.simulation.world import World
 
 Event = dict[str, Any]
 Log = list[Event]
