@@ -1,4 +1,4 @@
-"""Marks the fields of settings that are paths: `path: FilePath = ""`.
+"""Marks fields of settings: paths (`path: FilePath = ""`) and what people set first (`= set_first(100)`).
 
 A path that stands in a settings file is relative to that file; one of a command line or an environment
 variable to the working directory. `services.settings.paths` makes all of them absolute.
@@ -6,9 +6,10 @@ variable to the working directory. `services.settings.paths` makes all of them a
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.jsonl)(?<!\.parquet)"
 """Pattern of OWNER/NAME on the Hugging Face hub; names of data files are none."""
@@ -34,6 +35,16 @@ ProgramPath = Annotated[str, PathMark(names=r"[^/]+")]
 """A program: a path with a slash, or a name that is found as a shell finds it."""
 HubPath = Annotated[str, PathMark(names=HUB_NAME)]
 """A file or directory, or OWNER/NAME on a hub."""
+
+T = TypeVar("T")
+FIRST: Mapping[str, Any] = {"first": True}
+"""Metadata of a field that people set first. The reference has other fields under "advanced"."""
+
+
+def set_first(default: T) -> T:
+    """Return a field with a default, marked with `FIRST`."""
+    marked: T = field(default=default, metadata=FIRST)
+    return marked
 
 
 def absolute(path: Path, directory: Path) -> Path:

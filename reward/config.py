@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from protocol.paths import set_first
+
 
 @dataclass(frozen=True, slots=True)
 class VerifierConfig:
@@ -33,7 +35,7 @@ class VerifierConfig:
 class RewardConfig:
     """Section `[reward]`. The reward of a sample is the weighted sum of its scores."""
 
-    verifiers: tuple[VerifierConfig, ...] = (VerifierConfig(),)
+    verifiers: tuple[VerifierConfig, ...] = set_first((VerifierConfig(),))
     """The verifiers that score a sample. May be empty where the environment itself gives the reward."""
     environment_weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
     """Factor of the environment's own reward, if it gives one."""
@@ -45,7 +47,7 @@ class RewardConfig:
     score, and is dropped after `bound.max_attempts`."""
     start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 120.0
     """Limit for a worker process to import its verifiers and load their models, seconds."""
-    workers: Annotated[int, Meta(ge=1, le=10_000)] = 2
+    workers: Annotated[int, Meta(ge=1, le=10_000)] = set_first(2)
     """Worker processes, over which the samples of all groups are divided. Judges and asynchronous functions
     share one more, in which calls for all samples wait at the same time."""
     memory_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096

@@ -5,21 +5,23 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from protocol.paths import FIRST, set_first
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """Section `[sampling]`: how samples are drawn for training."""
 
-    samples_per_prompt: Annotated[int, Meta(ge=1, le=10**5)] = 8
+    samples_per_prompt: Annotated[int, Meta(ge=1, le=10**5)] = set_first(8)
     """n, the samples of a group."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = set_first(1.0)
     """Divides the logits before sampling, in engine and trainer alike. Training refuses less than 0.01."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Refused below 1 in training, where engine and trainer have to use the same distribution; see
     `eval.top_p`."""
     top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
     """Refused above 0 in training, as `top_p` is below 1; see `eval.top_k`."""
-    max_tokens: Annotated[int, Meta(ge=1, le=10**7)] = 128
+    max_tokens: Annotated[int, Meta(ge=1, le=10**7)] = set_first(128)
     """Limit of one generation, tokens. An environment with several turns may set less for each."""
 
 
@@ -27,11 +29,11 @@ class SamplingConfig:
 class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
-    name: str = "single_turn"
+    name: str = set_first("single_turn")
     """The environment: single_turn, given, guess_number, gsm8k, textarena, tools, agent, command,
     server or verifiers (`rollout/environments/`), or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`;
     the module is found in `run.modules` and `PYTHONPATH`."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, metadata=FIRST)
     """Options of that environment; of your own: keyword arguments of the class or the function."""
     call_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
     """How long one call of the model may take, seconds, waiting for the engine included. A longer one fails

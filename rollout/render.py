@@ -12,6 +12,7 @@ from msgspec import Meta
 from tokenizers import Tokenizer
 
 from protocol.errors import SettingsError
+from protocol.paths import set_first
 from rollout.plain_tokenizer import load_plain
 from rollout.prompts.base import Prompt
 
@@ -34,9 +35,9 @@ class ChatTemplate(StrEnum):
 class RenderConfig:
     """Section `[render]`: how a prompt becomes tokens."""
 
-    chat_template: ChatTemplate = ChatTemplate.AUTO
+    chat_template: ChatTemplate = set_first(ChatTemplate.AUTO)
     """Whether prompts are wrapped in the tokenizer's chat template. `auto`: if it has one."""
-    system: str = ""
+    system: str = set_first("")
     """System message before each prompt that has none. Without a chat template it is text before the
     prompt."""
     suffix: str = ""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from protocol.paths import FilePath
+from protocol.paths import FilePath, set_first
 
 RecomputeGranularity = Literal["", "selective", "full"]
 
@@ -14,11 +14,11 @@ RecomputeGranularity = Literal["", "selective", "full"]
 class ParallelConfig:
     """Section `[parallel]`: ranks of the trainer. Names as in Megatron-core."""
 
-    tensor_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    tensor_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = set_first(1)
     """Ranks that share every layer."""
     pipeline_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Groups of ranks that have the layers one after the other."""
-    data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = set_first(1)
     """Copies of the model, each with its part of the batch."""
     virtual_pipeline_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Parts of the model that each pipeline stage has, interleaved with the other stages' parts, so that
@@ -58,9 +58,7 @@ class OptimizerConfig:
     same lr) or adamw_8bit (AdamW with moments of 8 bits, of bitsandbytes)."""
     muon_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     """muon: decay of the momentum, which is Nesterov's."""
-    muon_num_ns_steps: Annotated[int, Meta(ge=1, le=100)] = 5
-    """muon: iterations of Newton and Schulz that make an update orthogonal."""
-    lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
+    lr: Annotated[float, Meta(ge=0, le=1e3)] = set_first(1e-5)
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Updates in which the learning rate rises linearly from 0. Skipped ones do not count. 0 is off. A
@@ -101,14 +99,14 @@ class OptimizerConfig:
 class TrainerConfig:
     """Section `[trainer]`: the training backend, its device, and the kept files of a run."""
 
-    backend: str = "megatron"
+    backend: str = set_first("megatron")
     """What trains: megatron, reference (the oracle, one rank) or scripted (dry runs without a model)."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of parameters in forward and backward: float32, or bfloat16 or (megatron) float16 with fp32
     masters. float16 is for GPUs without bfloat16: it scales the loss, see `optimizer.initial_loss_scale`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto, cpu or cuda. auto: cuda where there is one."""
-    micro_batch_tokens: Annotated[int, Meta(ge=0, le=10**8)] = 0
+    micro_batch_tokens: Annotated[int, Meta(ge=0, le=10**8)] = set_first(0)
     """Tokens in one forward pass on each rank, prompts included; samples are packed into it without padding.
     A longer sample is a pass of its own. With `parallel.context_parallel_size` a pass has so many times as
     many, over all ranks that share it. 0, or auto: what suits the device and its memory."""
@@ -139,7 +137,7 @@ class TrainerConfig:
     experts with fewer tokens than the mean, and lowers the others' biases. 0 is off."""
     threads: Annotated[int, Meta(ge=1, le=4096)] = 1
     """CPU threads of each rank. auto: the cores that the engines leave, divided between the ranks."""
-    checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = 20
+    checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = set_first(20)
     """Steps between checkpoints. The last step always makes one."""
     keep_checkpoints: Annotated[int, Meta(ge=1, le=10**6)] = 2
     """Newest checkpoints that are kept."""
@@ -191,7 +189,7 @@ class TrainerConfig:
 class AlgorithmConfig:
     """Section `[algorithm]`: advantages and loss."""
 
-    name: str = "grpo"
+    name: str = set_first("grpo")
     """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
     reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
@@ -233,7 +231,7 @@ class AlgorithmConfig:
     """With `entropy_target`: by how much the bonus rises after a step with less entropy, and falls else."""
     entropy_coef_max: Annotated[float, Meta(ge=0, le=1e6)] = 0.005
     """With `entropy_target`: largest bonus."""
-    kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = set_first(0.0)
     """Weight of the KL divergence to the initial model, or to the model of `[reference]`. 0 is off and free.
     """
     use_kl_in_reward: bool = False

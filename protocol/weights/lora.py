@@ -13,6 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from protocol.errors import SettingsError
+from protocol.paths import set_first
 
 PREFIX = "base_model.model."
 WEIGHT = ".weight"
@@ -25,7 +26,7 @@ class LoraConfig:
     With a rank above 0, only adapters are trained and published; the model's own weights are frozen.
     """
 
-    rank: Annotated[int, Meta(ge=0, le=10**5)] = 0
+    rank: Annotated[int, Meta(ge=0, le=10**5)] = set_first(0)
     """Rank of A and B; 0: off, all parameters are trained."""
     alpha: Annotated[float, Meta(gt=0, le=1e6)] = 16.0
     """Numerator of the scaling alpha / rank."""

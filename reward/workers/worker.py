@@ -118,7 +118,7 @@ class _Server:
     def __init__(self, verifiers: Verifiers, timeout_s: float, sink: BinaryIO) -> None:
         self._verifiers, self._timeout_s, self._sink = verifiers, timeout_s, sink
         self._groups: dict[int, ResponseGroup | str] = {}
-        """Number -> group, or what is wrong with it."""
+        """Number -> group, or the error in its metadata."""
         self._slots = {
             i: asyncio.Semaphore(item.max_running)
             for i, item in enumerate(verifiers)
@@ -246,7 +246,7 @@ class _Server:
         """Return an exception of a verifier as text; print the traceback of a new one from the user's code.
 
         Args:
-            error: what the verifier raised.
+            error: the exception of the verifier.
             file: of the user, that the verifier comes from, or "".
         """
         text = f"{type(error).__name__}: {error}"
@@ -268,7 +268,7 @@ def _decode_group(
     turns: list[list[str]],
     contexts: list[list[str]],
 ) -> ResponseGroup | str:
-    """Return the group of a frame, or what is wrong with its metadata."""
+    """Return the group of a frame, or the error in its metadata."""
     try:
         check_shape(packed, most_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from protocol.errors import Unsupported
 from protocol.messages import WeightManifest
-from protocol.paths import ProgramPath
+from protocol.paths import ProgramPath, set_first
 
 
 class KvPolicy(StrEnum):
@@ -30,20 +30,20 @@ class KvPolicy(StrEnum):
 class EngineConfig:
     """Section `[engine]`. An engine refuses a setting that it does not support, naming the field."""
 
-    name: str = "vllm"
+    name: str = set_first("vllm")
     """The engine, a name of `rollout/engines/registry.py`."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of the engine's parameters. Weights are published in it, even if the trainer uses another."""
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = set_first(1)
     """Tensor-parallel ranks of one engine, a GPU each."""
-    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.85
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = set_first(0.85)
     """Share of a GPU's memory for weights and KV cache; auto: 0.85, or 0.4 on a GPU shared with the trainer.
     Not used on a CPU."""
     kv_cache_mb: Annotated[int, Meta(ge=1, le=10**9)] = 64
     """KV cache on a CPU, MiB."""
-    max_model_len: Annotated[int, Meta(ge=1, le=10**8)] = 1024
+    max_model_len: Annotated[int, Meta(ge=1, le=10**8)] = set_first(1024)
     """Prompt and completion together, tokens."""
-    max_running: Annotated[int, Meta(ge=1, le=10**6)] = 64
+    max_running: Annotated[int, Meta(ge=1, le=10**6)] = set_first(64)
     """Requests that are decoded in one batch."""
     enforce_eager: bool = True
     """vllm, sglang on a GPU: run without CUDA graphs. That starts faster, leaves memory free, and decodes
@@ -83,8 +83,6 @@ class EngineConfig:
     """scripted: share of groups that take `straggler_factor` times longer."""
     straggler_factor: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
     """scripted: how many times longer a straggler takes."""
-    script_seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    """scripted: seed of tokens and stragglers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Generates deterministic tokens without a model, for dry runs.
 
-Tokens, lengths and delays are hashes of (script_seed, request id without its last part, prompt), so a group
+Tokens, lengths and delays are hashes of (request id without its last part, prompt), so a group
 that is leased again gets the same rollouts. Weight updates are fetched and verified as by every engine, but
 not used.
 """
@@ -164,7 +164,7 @@ class ScriptedEngine(Engine):
     def _script(self, request: Request) -> tuple[list[int], str]:
         """Return the tokens and the finish reason of a request that is not aborted."""
         sampling = request.sampling
-        numbers = _numbers(self._config.script_seed, _stem(request.id), request.prompt)
+        numbers = _numbers(_stem(request.id), request.prompt)
         stop = sampling.stop_token_ids
         free = [t for t in range(self._vocab) if t not in stop]
         length = 1 + next(numbers) % sampling.max_tokens if stop else sampling.max_tokens
@@ -177,7 +177,7 @@ class ScriptedEngine(Engine):
     def _delay_s(self, request: Request) -> float:
         stem = _stem(request.id)
         group = stem.rpartition("/")[0] or stem
-        share = _hash(f"straggler {self._config.script_seed} {group}") / 2**64
+        share = _hash(f"straggler 0 {group}") / 2**64
         return self._config.seconds_per_token * (
             self._config.straggler_factor if share < self._config.straggler_share else 1.0
         )
@@ -191,8 +191,8 @@ def _hash(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
-def _numbers(seed: int, stem: str, prompt: Sequence[int]) -> Iterator[int]:
-    base = f"{seed} {stem} {','.join(map(str, prompt))}"
+def _numbers(stem: str, prompt: Sequence[int]) -> Iterator[int]:
+    base = f"0 {stem} {','.join(map(str, prompt))}"
     i = 0
     while True:
         yield _hash(f"{base} {i}")

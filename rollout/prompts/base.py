@@ -11,7 +11,7 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from protocol.paths import HubPath
+from protocol.paths import HubPath, set_first
 from rollout.prompts.named_source import PLACE, UNUSED, MixtureConfig, SourceConfig
 
 NOT_IN_FINGERPRINT = frozenset(
@@ -37,10 +37,10 @@ NOT_IN_FINGERPRINT_BY_DEFAULT = frozenset({"pass_rate_field", "easy_first"})
 class PromptConfig:
     """Section `[prompts]`: which prompts are trained on, in which order, and which are held out."""
 
-    source: str = "jsonl"
+    source: str = set_first("jsonl")
     """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, hf, reasoning_gym or
     textarena."""
-    path: HubPath = ""
+    path: HubPath = set_first("")
     """jsonl: a file. hf: the name of a data set on the Hugging Face hub, such as "openai/gsm8k", a directory
     of the same form, one made by `save_to_disk`, or a Parquet or JSON file."""
     subset: str = ""
@@ -50,7 +50,7 @@ class PromptConfig:
     revision: str = ""
     """hf: branch, tag or commit on the hub. Empty: main. The commit of the first start is recorded and
     kept."""
-    prompt_field: str = "prompt"
+    prompt_field: str = set_first("prompt")
     """jsonl, hf: field with the question, or with a list of messages `{role, content}`."""
     answer_field: str = "answer"
     """jsonl, hf: field that becomes `answer` in the metadata. Empty: rows have none. All other fields become
@@ -82,10 +82,10 @@ class PromptConfig:
     """jsonl, hf: order each pass by pass rate, the highest first; those whose rate is unknown come last."""
     passes: Annotated[int, Meta(ge=0, le=2**30)] = 0
     """How often the prompts are used. 0: without end."""
-    held_out: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    held_out: Annotated[int, Meta(ge=0, le=2**20)] = set_first(0)
     """Number of prompts, the last ones, that are kept for evaluation and never trained on. With
     `held_out_path`: how many of that file, 0 for all."""
-    held_out_path: HubPath = ""
+    held_out_path: HubPath = set_first("")
     """jsonl, hf: a file or directory with the prompts for evaluation."""
     mixture: tuple[MixtureConfig, ...] = ()
     """Several sources with weights, instead of one."""

@@ -1,6 +1,7 @@
 """Checks settings against each other: names, ranges, and which choices exclude each other."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 
 from protocol.choices import Entry, checked_name
@@ -18,7 +19,7 @@ from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
-from trainer.config import OptimizerConfig, TrainerConfig, WeightConfig
+from trainer.config import WeightConfig
 from trainer.hosts.place import check_cluster
 from trainer.recipe import check_recipe
 from trainer.registry import BACKENDS
@@ -45,47 +46,26 @@ def check_settings(settings: Settings) -> None:
 
 def settings_errors(settings: Settings) -> Iterator[SettingsError]:
     """Yield all errors; `check_settings` raises the first."""
-    for dotted, names in REGISTRIES.items():
-        yield from _error_of(lambda d=dotted, n=names: _check_choice(settings, d, n))  # type: ignore[misc]
+    for dotted in REGISTRIES:
+        yield from _errors(partial(_check_name, dotted), settings)
     yield from range_errors(settings, "")
-    services, engine = settings.services, settings.engine
-    for check in (
-        lambda: checked_run_id(settings.run.name),
-        lambda: _check_adapters_and_sleep(settings),
-        lambda: _check_routing_replay(settings),
-        lambda: _check_sessions(settings),
-        lambda: check_pool(services.pool, engine),
-        lambda: check_gpus(services, settings.ranks_per_host, engine.tensor_parallel_size),
-        lambda: check_shared(settings),
-        lambda: _check_hosts(settings),
-        lambda: _check_weights_host(settings),
-        lambda: check_evaluation(settings),
-        lambda: _check_mismatch(settings.trainer),
-        lambda: _check_recipe(settings),
-        lambda: _check_filter(settings),
-        lambda: _check_overlong(settings),
-        lambda: _check_memory(settings.trainer, settings.optimizer),
-        lambda: _check_learning_rate(settings.optimizer),
-        lambda: _check_critic(settings),
-        lambda: _check_alternatives(settings),
-        lambda: _check_model(settings),
-        lambda: check_kinds(settings.tracking),
-    ):
-        yield from _error_of(check)
+    for check in CHECKS:
+        yield from _errors(check, settings)
 
 
-def _error_of(check: Callable[[], object]) -> Iterator[SettingsError]:
+def _errors(check: Callable[[Settings], object], settings: Settings) -> Iterator[SettingsError]:
     try:
-        check()
+        check(settings)
     except SettingsError as error:
         yield error
 
 
-def _check_choice(settings: Settings, dotted: str, names: Collection[str]) -> None:
-    checked_name(attrgetter(dotted)(settings), names, f"setting {dotted}:")
+def _check_name(dotted: str, settings: Settings) -> None:
+    checked_name(attrgetter(dotted)(settings), REGISTRIES[dotted], f"setting {dotted}:")
 
 
-def _check_mismatch(trainer: TrainerConfig) -> None:
+def _check_mismatch(settings: Settings) -> None:
+    trainer = settings.trainer
     if trainer.mismatch_action == "stop" and not (trainer.mismatch_limit and trainer.mismatch_share):
         raise SettingsError(
             f"setting trainer.mismatch_action: 'stop' never stops with trainer.mismatch_limit "
@@ -135,8 +115,9 @@ def _check_overlong(settings: Settings) -> None:
         )
 
 
-def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
+def _check_memory(settings: Settings) -> None:
     """Check that settings that only megatron has are not set for another backend."""
+    trainer, optimizer = settings.trainer, settings.optimizer
     asked = {
         "trainer.recompute_granularity": trainer.recompute_granularity,
         "trainer.moe_aux_loss_coeff": trainer.moe_aux_loss_coeff,
@@ -159,7 +140,8 @@ def _check_memory(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
         )
 
 
-def _check_learning_rate(optimizer: OptimizerConfig) -> None:
+def _check_learning_rate(settings: Settings) -> None:
+    optimizer = settings.optimizer
     style, steps = optimizer.lr_decay_style, optimizer.lr_decay_steps
     if style == "constant":
         return
@@ -376,3 +358,30 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
             f"{services.rollout_gpus!r}; they have to name the same GPU",
         ),
     )
+
+
+CHECKS: Sequence[Callable[[Settings], object]] = (
+    lambda settings: checked_run_id(settings.run.name),
+    _check_adapters_and_sleep,
+    _check_routing_replay,
+    _check_sessions,
+    lambda settings: check_pool(settings.services.pool, settings.engine),
+    lambda settings: check_gpus(
+        settings.services, settings.ranks_per_host, settings.engine.tensor_parallel_size
+    ),
+    check_shared,
+    _check_hosts,
+    _check_weights_host,
+    check_evaluation,
+    _check_mismatch,
+    _check_recipe,
+    _check_filter,
+    _check_overlong,
+    _check_memory,
+    _check_learning_rate,
+    _check_critic,
+    _check_alternatives,
+    _check_model,
+    lambda settings: check_kinds(settings.tracking),
+)
+"""Checks of the settings against each other; each raises SettingsError."""

@@ -6,6 +6,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from protocol.errors import SettingsError
+from protocol.paths import set_first
 from services.settings.engine_pool import PoolEntry, pool_size
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -15,7 +16,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class ServicesConfig:
     """Section `[services]`: how many processes `tether up` starts, on which GPUs."""
 
-    rollouts: Annotated[int, Meta(ge=0, le=10_000)] = 1
+    rollouts: Annotated[int, Meta(ge=0, le=10_000)] = set_first(1)
     """Rollout workers on `[engine]`. With a pool, its counts are used instead."""
     pool: tuple[PoolEntry, ...] = ()
     """Rollout workers on different engines."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
+from protocol.paths import FIRST
 from protocol.ranges import describe_range, ranges_of
 from services.settings.automatic import AUTOMATIC
 from services.settings.checks import REGISTRIES
@@ -39,6 +40,9 @@ ones and the engines the others. Threads are the physical cores, within affinity
 the trainer's ranks and the engines on the CPU; a model made from scratch gets one for each.
 RUN_DIR/settings.json holds the chosen values. A run that is started again keeps the data type that was chosen
 for its trainer.
+
+Each section begins with the settings that people set first, forty together; the others are below "Advanced",
+and a run seldom needs them.
 
 A path in a file is relative to the directory of that file, a path in a variable or on a command line to the
 working directory; `~` is your home. Without `run.dir` a run writes to runs/NAME in the working directory. In
@@ -98,7 +102,7 @@ def _table(dotted: str, kind: type, is_array: bool) -> str:
     summary = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
     heading = f"[[{dotted}]]" if is_array else f"[{dotted}]"
     docs = field_docs(kind)
-    rows = []
+    rows: dict[bool, list[str]] = {True: [], False: []}
     for field in dataclasses.fields(kind):
         cells = (
             f"`{field.name}`",
@@ -108,8 +112,12 @@ def _table(dotted: str, kind: type, is_array: bool) -> str:
             docs[field.name],
             "" if is_array else f"`{_variable(f'{dotted}.{field.name}')}`",
         )
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
-    return f"\n## {heading}\n\n{summary}\n\n{HEADER}{''.join(rows)}"
+        row = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+        rows[field.metadata == FIRST].append(row)
+    text = f"\n## {heading}\n\n{summary}\n"
+    if rows[True]:
+        text += f"\n{HEADER}{''.join(rows[True])}"
+    return text + (f"\nAdvanced:\n\n{HEADER}{''.join(rows[False])}" if rows[False] else "")
 
 
 def _variable(dotted: str) -> str:

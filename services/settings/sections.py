@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, is_commit, is_hub_name, snapshot_dir
-from protocol.paths import FilePath, HubPath
+from protocol.paths import FilePath, HubPath, set_first
 from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
 from reward.config import RewardConfig
@@ -44,11 +44,11 @@ from trainer.roles.config import CriticConfig, FrozenConfig, ReferenceConfig, Te
 class RunConfig:
     """Section `[run]`: name, place and length of the run."""
 
-    name: str = "run"
+    name: str = set_first("run")
     """Name of the run on the ledger: lower-case letters, digits, `-` and `_`."""
-    dir: FilePath = ""
+    dir: FilePath = set_first("")
     """Directory that everything of the run is written to. Empty: runs/NAME in the working directory."""
-    steps: Annotated[int, Meta(ge=1, le=10**9)] = 100
+    steps: Annotated[int, Meta(ge=1, le=10**9)] = set_first(100)
     """Optimizer steps after which the run is done."""
     remote: str = ""
     """URL of a directory that checkpoints and exports are copied to, by fsspec: s3://BUCKET/RUN, gs://...,
@@ -63,11 +63,11 @@ class RunConfig:
 class BoundConfig:
     """Section `[bound]`: the staleness bound, and how many failures end a group or halt the run."""
 
-    max_staleness: MaxStaleness = 1
+    max_staleness: MaxStaleness = set_first(1)
     """E: the largest lag, in versions, that a trained token may have. 0 is on-policy."""
-    groups_per_step: GroupsPerStep = 8
+    groups_per_step: GroupsPerStep = set_first(8)
     """B: prompt groups of one step, its batch."""
-    staleness_policy: Policy = Policy.MASK
+    staleness_policy: Policy = set_first(Policy.MASK)
     """What happens when B groups are scored and a straggler would become too late. `wait`: the step waits for
     it. `drop`: it is dropped. `mask`: the step does not wait, and of late groups only tokens within the bound
     are trained."""
@@ -110,7 +110,7 @@ class LedgerConfig:
 class ModelConfig:
     """Section `[model]`: a Hugging Face directory or name, or a small random model."""
 
-    path: HubPath = ""
+    path: HubPath = set_first("")
     """Model directory with config.json, tokenizer and safetensors, or the name of a model on the Hugging Face
     hub, such as "Qwen/Qwen2.5-0.5B-Instruct"."""
     revision: str = ""
@@ -124,7 +124,7 @@ class ModelConfig:
 class RolloutConfig:
     """Section `[rollout]`: the rollout workers."""
 
-    groups_in_flight: Annotated[int, Meta(ge=1, le=10**5)] = 32
+    groups_in_flight: Annotated[int, Meta(ge=1, le=10**5)] = set_first(32)
     """Groups that one worker generates or holds at a time."""
     lease_s: Annotated[float, Meta(ge=0.5, le=1e6)] = 30.0
     """Seconds after which a lease that was not extended may go to another worker. Extended every third of
@@ -155,7 +155,7 @@ class MonitorConfig:
 class EvalConfig:
     """Section `[eval]`: scores on held-out prompts, while a run is on and after it."""
 
-    at_end: bool = False
+    at_end: bool = set_first(False)
     """Whether `tether up` scores the first and the last model when the run is done."""
     prompts: Annotated[int, Meta(ge=1, le=10**9)] = 200
     """Held-out prompts of each set to score on, at most."""
@@ -169,7 +169,7 @@ class EvalConfig:
     """Draw answers from the k most likely tokens. 0 is off."""
     success: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
     """Reward from which an answer counts as right for pass@k."""
-    every: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    every: Annotated[int, Meta(ge=0, le=10**9)] = set_first(0)
     """Steps between two versions that are scored while the run is on; version 0 and the last one are, too.
     0: none."""
     engine: dict[str, Any] = field(default_factory=dict)

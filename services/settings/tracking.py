@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
+from protocol.paths import set_first
 
 KINDS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 """Kind of tracking -> the module that it imports. The extra of the package has the name of the kind."""
@@ -22,7 +23,7 @@ def _as_list(value: Any) -> Any:
 class TrackingConfig:
     """Section `[tracking]`: libraries that get the numbers of every step and evaluation."""
 
-    kind: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
+    kind: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = set_first(())
     """Libraries, several at once: `wandb`, `tensorboard`, `trackio`, `mlflow`; one may be given as a string.
     Empty: none."""
     project: str = "tether"

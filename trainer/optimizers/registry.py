@@ -10,6 +10,8 @@ from protocol.errors import SettingsError
 from trainer.config import OptimizerConfig
 from trainer.optimizers.muon import MuonWithAdamW, is_hidden_matrix
 
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations that make an update of Muon orthogonal."""
 STATE_KEYS = (
     *("step", "exp_avg", "exp_avg_sq"),  # adamw
     "momentum_buffer",  # muon
@@ -49,7 +51,7 @@ def make_optimizer(
         lr=config.lr,
         weight_decay=config.weight_decay,
         momentum=config.muon_momentum,
-        ns_steps=config.muon_num_ns_steps,
+        ns_steps=NEWTON_SCHULZ_STEPS,
         adjust_lr_fn="match_rms_adamw",
     )
     return MuonWithAdamW(muon, torch.optim.AdamW(_groups(others, config), **_adam_options(config)))

@@ -6,6 +6,7 @@ from typing import Any, get_args
 import pytest
 
 from protocol.errors import SettingsError
+from protocol.paths import FIRST
 from protocol.ranges import check_range, ranges_of
 from services.settings.reference import PATH, field_docs, render_reference, sections
 
@@ -16,6 +17,20 @@ def test_the_reference_is_up_to_date() -> None:
     assert PATH.read_text() == render_reference(), (
         "docs/settings.md does not match the sections: run `python -m services.settings.reference`"
     )
+
+
+def test_reference_has_forty_settings_that_people_set_first_and_the_rest_under_advanced() -> None:
+    first = {
+        f"{dotted}.{field.name}"
+        for dotted, kind in SECTIONS.items()
+        for field in dataclasses.fields(kind)
+        if field.metadata == FIRST and not dotted.startswith(("eval.", "prompts."))
+    }
+    assert len(first) == 40
+    section = render_reference().partition("\n## [bound]\n")[2].partition("\n## [")[0]
+    before, _, after = section.partition("Advanced:")
+    assert "`max_staleness`" in before
+    assert "`drop_share`" in after
 
 
 @pytest.mark.parametrize("dotted", SECTIONS)
