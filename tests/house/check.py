@@ -36,6 +36,7 @@ RULES: tuple[Callable[[House], Iterator[Violation]], ...] = (
     documents.document_number,
     documents.document_default,
     documents.document_length,
+    documents.document_width,
 )
 
 

@@ -82,3 +82,10 @@ def test_document_length_is_limited(build: Build) -> None:
     house = build({"README.md": "one two three\n"})
     assert messages(documents.document_length(house, {"README.md": 3, "OTHER.md": 1})) == []
     assert messages(documents.document_length(house, {"README.md": 2})) == ["has 3 words; 2 at most"]
+
+
+def test_prose_of_documents_has_at_most_100_columns(build: Build) -> None:
+    wide = "word " * 21
+    table, code, fenced = f"| {wide} |", f"`{'x' * 50}` {wide}", f"```\n{wide}\n```"
+    house = build({"README.md": f"{wide}\n{table}\n{code}\n{fenced}\n- {wide}\nshort\n"})
+    assert [violation.line for violation in documents.document_width(house)] == [1, 7]
