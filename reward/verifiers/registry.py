@@ -91,9 +91,14 @@ def find_verifier(name: str) -> VerifierEntry:
     """Return the entry of a verifier; a name with a dot is a module of the user.
 
     Raises:
-        SettingsError: the name has no dot and is unknown; suggests the nearest one.
+        SettingsError: the name has no dot and is unknown; suggests the nearest one. Or it is MODULE:NAME.
     """
     if "." in name:
+        if ":" in name:
+            raise SettingsError(
+                f"setting reward.verifiers: verifier {name!r} is not a module; for a function use "
+                f'name = "function" with path = "{name}"'
+            )
         return VerifierEntry(name)
     return VERIFIERS.find(name, "setting reward.verifiers: verifier")
 

@@ -217,7 +217,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
     def _deadline_s(self, began_s: float) -> float:
         """Return when the process stands still too long: it is silent, or its only call is late."""
         if self._is_concurrent:
-            return self._heard_s + self._config.timeout_s + SILENCE_S
+            return max(began_s, self._heard_s) + self._config.timeout_s + SILENCE_S
         return began_s + self._config.timeout_s
 
     def _take(self, kind: str, *rest: Any) -> None:

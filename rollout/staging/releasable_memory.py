@@ -17,7 +17,7 @@ class ReleasableMemory:
     """Storages of tensors that can be released and restored.
 
     The tensors stay the same objects, and after `restore` their views are valid again. In between they must
-    not be used: they have no memory. use them: they have no memory.
+    not be used: they have no memory.
     """
 
     def __init__(self, dropped: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
