@@ -12,9 +12,12 @@ import importlib.util
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from types import ModuleType
 
 from protocol.host.parent_death import die_with_parent
@@ -61,13 +64,13 @@ def can_fork() -> bool:
 
 
 def fork_spares(pipe: socket.socket, parent: int) -> socket.socket | None:
-    """Fork a process for each byte that comes; returns None at the end of `pipe`.
+    """Fork a process for each byte that comes, until `pipe` or a fork without an order ends.
 
     Args:
         pipe: the socket to `tether up`, which belongs to a fork until it has its order.
         parent: pid of `tether up`, which forks are children of and end with.
 
-    Returns: in a fork, what it has to close once it has its order.
+    Returns: in a fork, what it has to write a byte to once it has its order; in this process None.
     """
     gc.freeze()  # so that collections in a fork copy none of this process's pages
     while pipe.recv(1):
@@ -84,8 +87,15 @@ def fork_spares(pipe: socket.socket, parent: int) -> socket.socket | None:
         os.waitpid(child, 0)
         with mine:
             mine.sendall(b"\n")
-            mine.recv(1)
+            if not mine.recv(1):  # the fork has ended without an order, and later forks would as well
+                break
     return None
+
+
+def _release(busy: socket.socket) -> None:
+    """Let the spare go on: this fork has its order."""
+    with busy, suppress(OSError):  # the spare has died
+        busy.sendall(b"\n")
 
 
 def _begin(parent: int) -> None:
@@ -132,6 +142,7 @@ def wait_and_become(
 def main() -> None:
     """Be a spare of the service that the command line names."""
     module = sys.argv[1]
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would leave no fork to wait for
     pipe = socket.socket(fileno=os.dup(0))  # so that no process that is started from here keeps it open
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -145,7 +156,8 @@ def main() -> None:
         return
     pipe.sendall(FORKS)
     if busy := fork_spares(pipe, parent):
-        wait_and_become(module, pipe, b"%d\n" % os.getpid(), [busy.close, *([first] if first else [])])
+        begin = [partial(_release, busy), *([first] if first else [])]
+        wait_and_become(module, pipe, b"%d\n" % os.getpid(), begin)
 
 
 if __name__ == "__main__":

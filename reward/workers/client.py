@@ -58,6 +58,8 @@ class WorkerClient(asyncio.SubprocessProtocol):
         self._groups: set[int] = set()
         self._heard_s = self._loop.time()
         self._stuck = False
+        self._abandoned: set[int] = set()
+        """Cancelled calls that the process still has: each may be what it stands still for, or ends by."""
         self._is_blamed = False
         """Whether the process said which call it ends for."""
         self.healthy = True
@@ -149,6 +151,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
             del self._calls[number]
             if not answer.done() and self.healthy:
                 if self._is_concurrent:
+                    self._abandoned.add(number)
                     self._send(["cancel", number])
                 else:
                     await self.end()
@@ -208,7 +211,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
         open_calls = [answer for answer in self._calls.values() if not answer.done()]
         if open_calls:
             log.warning("score.worker_ended code=%s calls=%d stuck=%s", code, len(open_calls), self._stuck)
-        alone = len(self._calls) <= 1 and not self._is_blamed
+        alone = len(self._calls) + len(self._abandoned) <= 1 and not self._is_blamed
         for answer in open_calls:
             answer.set_exception(
                 WorkerEnded(f"the worker process ended, exit code {code}", self._stuck, alone)
@@ -223,6 +226,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
     def _take(self, kind: str, *rest: Any) -> None:
         if kind == "answer":
             number, outcome = rest
+            self._abandoned.discard(number)
             answer = self._calls.get(number)
             if answer is not None and not answer.done():
                 answer.set_result(msgspec.convert(outcome, CallOutcome))

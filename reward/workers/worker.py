@@ -8,7 +8,7 @@ Frames in both directions: 4 bytes of length, little-endian, and a MessagePack a
                                       token_counts, finish_reasons, turns, contexts
     in   ["close", group]             the group is scored
     in   ["call", call, verifier, group, [sample, ...]]
-    in   ["cancel", call]             no answer is wanted
+    in   ["cancel", call]             its answer, which still comes, has no scores
     out  ["answer", call, outcome]    a `CallOutcome`
 
 A process that is not concurrent runs verifiers that compute: one call after the other, without an event loop,
@@ -188,7 +188,12 @@ class _Server:
             self._bounded(tasks, call, number, self._groups[group], samples), name=f"call-{call}"
         )
         self._calls[call] = task
-        task.add_done_callback(lambda _: self._calls.pop(call, None))
+        task.add_done_callback(lambda _: self._forget_call(call, task))
+
+    def _forget_call(self, call: int, task: asyncio.Task[None]) -> None:
+        del self._calls[call]
+        if task.cancelled():  # before it had a slot
+            self._answer(call, [], "", Notes())
 
     async def _bounded(
         self,

@@ -63,9 +63,10 @@ class RankStaging:
 
     def status(self) -> RankStatus:
         """Return the state of the staging copy, and the version in it."""
-        version = self._staging.staged if self._state == RankState.STAGED else None
-        staged = None if version is None else Served(version.epoch, version.version, version.digest)
-        return RankStatus(self._state, self._error, self._covered, self._poisoned, staged)
+        with self._lock:
+            version = self._staging.staged if self._state == RankState.STAGED else None
+            staged = None if version is None else Served(version.epoch, version.version, version.digest)
+            return RankStatus(self._state, self._error, self._covered, self._poisoned, staged)
 
     def cancel(self) -> RankStatus:
         """End a running fetch, or discard the staged version; return the status."""
@@ -120,8 +121,9 @@ class RankStaging:
             self._plan.restore()
         except EngineError as error:
             return str(error)
-        if self._state == RankState.ASLEEP:
-            self._state = RankState.IDLE
+        with self._lock:
+            if self._state == RankState.ASLEEP:
+                self._state = RankState.IDLE
         return ""
 
     def live_digest(self) -> tuple[bool, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SettingsError, TetherError
-from services.launcher.session import ServiceProcess, kill_session, start_session
+from services.launcher.session import ForkedProcess, ServiceProcess, kill_session, start_session
 from services.launcher.spare import Spares
 from services.runtime.errors import EXIT_SETTINGS
 
@@ -26,6 +26,8 @@ BACKOFF_S = (0.2, 5.0)
 RESTART_WINDOW_S = 60.0
 MAX_LOG_BYTES = 32 << 20
 """Size from which the log of a service is cut; what it had replaces NAME.log.1."""
+EARLY_S = 10.0
+"""A fork of a spare that fails within so many seconds is followed by a new process instead of a fork."""
 LOG_CHECK_S = 30.0
 """Seconds between two checks of the size of a log while its service runs."""
 
@@ -92,6 +94,8 @@ class SupervisedProcess:
         self._is_over = is_over
         self._spares = spares or Spares(log_path.parent)
         self._on_exit = on_exit
+        self._fork_failed = False
+        """Whether the last process was a fork of a spare and failed within `EARLY_S`."""
         self._log_start = 0
         """Where the output of the last process begins in the log."""
         self._is_log_cut = False
@@ -165,16 +169,22 @@ class SupervisedProcess:
         with self.log_path.open("ab") as output:
             self._log_start = output.tell()
             spec = self.spec
-            spare = await self._spares.take(
-                spec.name, spec.module, spec.environ, self.log_path, spec.withheld
-            )
+            spare = None
+            if not self._fork_failed:
+                spare = await self._spares.take(
+                    spec.name, spec.module, spec.environ, self.log_path, spec.withheld
+                )
             self._process = spare or await start_session(
                 (spec.module,), spec.environ, spec.name, output, asyncio.subprocess.DEVNULL, spec.withheld
             )
         if self._stopping:  # stopped during its start: it has no work yet
             self._kill_session()
+        began_s = time.monotonic()
         try:
-            return await self._ended(self._process)
+            code = await self._ended(self._process)
+            is_early = code not in (0, -signal.SIGKILL) and time.monotonic() - began_s < EARLY_S
+            self._fork_failed = is_early and isinstance(self._process, ForkedProcess)
+            return code
         finally:
             self._kill_session()
             await self._process.wait()

@@ -47,4 +47,12 @@ def _is_dead(peer: Peer) -> bool:
     """
     pid, space = peer.info.get("pid"), peer.info.get("pid_space")
     is_here = bool(space) and space == pid_space()
-    return is_here and isinstance(pid, int) and 0 < pid < 1 << 31 and not psutil.pid_exists(pid)
+    return is_here and isinstance(pid, int) and 0 < pid < 1 << 31 and not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether there is a process `pid` which is not a zombie."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

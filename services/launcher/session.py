@@ -37,11 +37,12 @@ class ForkedProcess:
             os.kill(self.pid, signum)
 
     def _watch(self) -> None:
-        _, status = os.waitpid(self.pid, 0)
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # it was never adopted, or other code has waited for it
+            code = 255
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._code.get_loop().call_soon_threadsafe(
-                self._code.set_result, os.waitstatus_to_exitcode(status)
-            )
+            self._code.get_loop().call_soon_threadsafe(self._code.set_result, code)
 
 
 ServiceProcess = asyncio.subprocess.Process | ForkedProcess

@@ -116,7 +116,7 @@ class Spares:
                 return None
             if not spare.forks:
                 del self._ready[kind]
-            spare.used.set()
+                spare.used.set()
             with contextlib.suppress(OSError, TimeoutError, ValueError), contextlib.ExitStack() as failed:
                 failed.callback(kill_session, spare.process)  # then a fork without an order ends, too
                 async with asyncio.timeout(ORDER_S):
@@ -124,6 +124,7 @@ class Spares:
                     spare.writer.write(json.dumps({"name": name, "log": str(log_path)}).encode() + b"\n")
                     await spare.writer.drain()
                 failed.pop_all()
+                spare.used.set()
                 log.info("service.from_spare name=%s pid=%d", name, process.pid)
                 return process
         return None

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Executor:
-    """One rank's models and sender. Every method blocks; call all of them in one thread."""
+    """One rank's models and sender. Every method blocks, and all but `finish_save` belong to one thread."""
 
     def __init__(self, models: RankModels, sender: WeightSender | None = None) -> None:
         """Take over loaded models.
@@ -90,10 +90,10 @@ class Executor:
         plan = plan_command(command, algorithm)
         pieces, imbalance = plan.mini_batches.divide(policy.costs(plan.lengths), len(policy.replicas))
         step = StepCommand(schedule_updates(command, plan, algorithm))
+        own, *others = [plan.part(piece) for piece in pieces]  # before any rank begins: it may refuse
         broadcast_command(step)
-        for ranks, piece in zip(policy.replicas[1:], pieces[1:], strict=True):
-            send_part(plan.part(piece), ranks)
-        own = plan.part(pieces[0])
+        for ranks, part in zip(policy.replicas[1:], others, strict=True):
+            send_part(part, ranks)
         send_part(own, [rank for rank in policy.replicas[0] if rank != 0])
         with policy.export_ahead(begin, len(step.schedule.updates)).step():
             stats = self.carry_out(step, own)

@@ -6,13 +6,17 @@ A process that has imported everything, and has one thread, forks the server ins
 """
 
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
+
+log = logging.getLogger("tether.rollout")
 
 PRELOADED = (
     "rollout.engines.vllm.eager_core",
@@ -68,6 +72,8 @@ def fork_server() -> None:
     module.util.spawnv_passfds = _fork_and_run
     try:
         run_server()
+    except OSError as error:  # no memory or no process left: vLLM's start tries again, and says so
+        log.warning("engine.server_not_forked error=%r", error)
     finally:
         module.util.spawnv_passfds = start
 
@@ -80,6 +86,7 @@ def _fork_and_run(_path: str, words: Sequence[str], passed: Sequence[int]) -> in
         for number in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *passed}:
             with suppress(OSError):  # the listing's own
                 os.close(number)
+        _server()._lock = threading.Lock()  # it is locked, for the server's start
         exec(words[-1], {})
     finally:
         os._exit(1)

@@ -41,6 +41,7 @@ def run_engine_core(starter: int, environ: Mapping[str, str], *args: Any, **kwar
     import torch
     from vllm.v1.engine.core import EngineCoreProc
 
+    os.environ.clear()  # a server may have credentials that the starting process has dropped
     os.environ.update(environ)
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # libgomp reads it as it is loaded: a fork has it
     write_where(starter)

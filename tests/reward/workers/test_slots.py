@@ -28,6 +28,8 @@ async def score(response, prompt):
         open(rest, "w").close()
         await asyncio.sleep(3600)
     elif word == "raise":
+        while rest and not os.path.exists(rest):
+            await asyncio.sleep(0.01)
         raise ValueError("as told")
     elif word == "cancelled":
         raise asyncio.CancelledError
@@ -35,6 +37,11 @@ async def score(response, prompt):
         raise SystemExit(6)
     elif word == "exit":
         os._exit(5)
+    elif word == "leave":  # ends the process when it is cancelled
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            os._exit(5)
     elif word == "block":
         time.sleep(3600)
     elif word == "sleep":
@@ -92,9 +99,9 @@ async def test_an_exception_ends_the_other_calls_of_its_group_alone(tmp_path: Pa
         raised, cancelled, quits, surrogate, fine = await outcomes(
             pool, [["sleep", "raise"], ["sleep", "cancelled"], ["quit"], ["surrogate"], ["good"]]
         )
-    assert "own_reward.py:14: ValueError: as told" in raised
+    assert "own_reward.py:16: ValueError: as told" in raised
     assert "CancelledError" in cancelled
-    assert "own_reward.py:18: SystemExit: 6" in quits
+    assert "own_reward.py:20: SystemExit: 6" in quits
     assert "ValueError: ?" in surrogate
     assert fine == "[1.0]"
 
@@ -105,6 +112,14 @@ async def test_a_call_that_ends_the_process_fails_alone(tmp_path: Path) -> None:
     async with own_pool(tmp_path) as pool:
         assert await outcomes(pool, [[first], [second], ["exit"], ["exit"]]) == ["[1.0]"] * 2 + [ended] * 2
         assert await outcomes(pool, [["good", "good"]]) == ["[1.0, 1.0]"]
+
+
+async def test_a_cancelled_call_that_ends_the_process_is_blamed_on_no_other_call(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    async with own_pool(tmp_path) as pool:
+        raised, again = await outcomes(pool, [["leave", f"raise {began}"], [f"again {began}"]])
+    assert "ValueError: as told" in raised
+    assert again == "[1.0]"
 
 
 @pytest.mark.slow

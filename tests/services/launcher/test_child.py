@@ -90,6 +90,7 @@ async def make(
 ) -> AsyncIterator[Callable[..., SupervisedProcess]]:
     """Makes children that are started anew each time, or were spares each time."""
     monkeypatch.setattr("services.launcher.spare.AFTER_S", 0.0)
+    monkeypatch.setattr("services.launcher.child.EARLY_S", 0.0)
     spares = None if request.param == "anew" else PatientSpares(tmp_path)
 
     def child(

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from protocol.staleness import Bound, Policy
@@ -77,6 +78,14 @@ async def test_a_process_that_was_killed_loses_registration_and_leases_and_other
     for _ in range(2):
         await unregister_dead(ledger)
         assert await names(ledger) == holders(ledger) == ["lives"]
+
+
+async def test_a_zombie_is_dead(process: "subprocess.Popen[bytes]") -> None:
+    ledger = await ledger_with(peer_of("zombie", process.pid))
+    process.kill()
+    await eventually(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    await unregister_dead(ledger)
+    assert holders(ledger) == []
 
 
 @pytest.mark.parametrize(

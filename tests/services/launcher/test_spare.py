@@ -4,14 +4,17 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
 from services.launcher import spare
-from services.launcher.session import kill_session
-from services.launcher.spare import Spares
+from services.launcher.child import ServiceSpec, SupervisedProcess
+from services.launcher.session import ForkedProcess, kill_session
+from services.launcher.spare import Spare, Spares
 from tests.services.bus.harness import eventually
 from tests.services.launcher.patient_spares import PROGRAM, kept_spares
 
@@ -109,6 +112,67 @@ async def test_a_spare_that_does_not_fork_in_time_is_killed_and_makes_no_service
         assert await spares.take("worker.0", PROGRAM, environ, log) is None
         await eventually(lambda: bool(waiting(spares)) and waiting(spares) != [first])
     assert not log.exists()
+
+
+async def test_spares_that_do_not_fork_are_given_up(
+    spares: Spares, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare, "ORDER_S", 0.1)
+    seen: list[int] = []
+    spares.add("worker.0", PROGRAM, PYTHONPATH)
+    async with kept_spares(spares):
+        for _ in range(spare.TRIES):
+            await eventually(lambda before=seen: bool(waiting(spares)) and waiting(spares) != before)
+            seen = waiting(spares)
+            os.kill(seen[0], signal.SIGSTOP)
+            assert await spares.take("worker.0", PROGRAM, PYTHONPATH, tmp_path / "worker.0.log") is None
+        await eventually(lambda: f"tries={spare.TRIES}" in caplog.text)
+        assert not spares._ready
+
+
+async def test_a_spare_whose_fork_ends_without_its_order_is_replaced(
+    spares: Spares, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ, log, fork = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, tmp_path / "worker.0.log", spare._forked
+
+    async def killed(parent: Spare) -> ForkedProcess:
+        process = await fork(parent)
+        kill_session(process)
+        await process.wait()
+        return process
+
+    spares.add("worker.0", PROGRAM, environ)
+    async with kept_spares(spares):
+        await eventually(lambda: bool(waiting(spares)))
+        (first,) = waiting(spares)
+        with monkeypatch.context() as killing:
+            killing.setattr(spare, "_forked", killed)
+            process = await spares.take("worker.0", PROGRAM, environ, log)
+        assert process is None or process.returncode == -signal.SIGKILL
+        await eventually(lambda: bool(waiting(spares)) and waiting(spares) != [first])
+        process = await spares.take("worker.0", PROGRAM, environ, log)
+        assert process is not None
+        assert await process.wait() == 0
+
+
+async def test_a_fork_that_fails_at_once_is_followed_by_a_new_process(spares: Spares, tmp_path: Path) -> None:
+    environ = {**PYTHONPATH, "BEHAVIOUR": "3 no"}
+    spec = ServiceSpec("worker.0", PROGRAM, environ)
+    spares.add("worker.0", PROGRAM, environ)
+    async with kept_spares(spares):
+        await eventually(lambda: bool(waiting(spares)))
+        child = SupervisedProcess(spec, tmp_path / "worker.0.log", 2, spares=spares)
+        kinds = []
+        for _ in range(3):
+            assert await child._run_once() == 3
+            kinds.append(type(child._process))
+    assert kinds == [ForkedProcess, asyncio.subprocess.Process, ForkedProcess]
+
+
+async def test_a_fork_that_another_process_waits_for_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as other:
+        other.wait()
+        assert await ForkedProcess(other.pid).wait() == 255
 
 
 async def test_a_spare_waits_until_the_run_has_begun(spares: Spares, tmp_path: Path) -> None:

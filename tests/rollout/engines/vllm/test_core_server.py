@@ -50,6 +50,8 @@ if __name__ == "__main__":
         assert forked.apply(os.getppid) == pid
         assert forked.apply(os.getenv, (core_server.SWITCH,)) == "1"
         assert forked.apply(eval, ("'json.tool' in __import__('sys').modules",))
+        lock = "__import__('multiprocessing.forkserver', fromlist='x')._forkserver._lock"
+        assert forked.apply(eval, (f"{lock}.acquire(blocking=False)",))
     print(pid, flush=True)
     os._exit(0)
 """
