@@ -156,7 +156,9 @@ def main() -> None:
         return
     pipe.sendall(FORKS)
     if busy := fork_spares(pipe, parent):
-        begin = [partial(_release, busy), *([first] if first else [])]
+        begin: list[Callable[[], None]] = [partial(_release, busy)]
+        if first:
+            begin.append(first)
         wait_and_become(module, pipe, b"%d\n" % os.getpid(), begin)
 
 
