@@ -93,7 +93,7 @@ def fork_spares(pipe: socket.socket, parent: int) -> socket.socket | None:
 
 
 def _release(busy: socket.socket) -> None:
-    """Let the spare go on: this fork has its order."""
+    """Let the spare continue: this fork has its order."""
     with busy, suppress(OSError):  # the spare has died
         busy.sendall(b"\n")
 
