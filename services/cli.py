@@ -28,6 +28,12 @@ app = typer.Typer(
 )
 RunDir = Annotated[Path, typer.Argument(metavar="D", help="run directory, such as runs/demo")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
+]
 
 
 @app.command()
@@ -43,16 +49,12 @@ def init(
 
 @app.command()
 def up(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
-    ],
+    config: Config,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="where the run writes; continues what is there")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
-    ] = None,
+    set_: Overrides = None,
     rollouts: Annotated[int | None, typer.Option(help="rollout workers")] = None,
     rewards: Annotated[int | None, typer.Option(help="reward workers")] = None,
 ) -> None:
@@ -90,12 +92,8 @@ def up(
 
 @app.command()
 def check(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
-    ],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
-    ] = None,
+    config: Config,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Find all problems that would keep a run from starting, without starting it; then exit with 2."""
@@ -132,6 +130,25 @@ def check_model(
     _show(found.as_dict(), as_json, lambda _: render_checked_model(found))
     if not found.works:
         raise typer.Exit(1)
+
+
+@app.command("check-algorithm")
+def check_algorithm(
+    name: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="your algorithm, or a built-in one")],
+    run_dir: Annotated[
+        Path | None, typer.Option("--run", metavar="D", help="run with the batch; else one is made")
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="K", help="the run's step; by default its last")] = None,
+    like: Annotated[str, typer.Option(metavar="NAME", help="algorithm to compare with")] = "",
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try an algorithm on a batch, without a model; exit code 2 if it fails, with file and line."""
+    from services.tools.check_algorithm import check_algorithm as run_check
+    from services.tools.check_algorithm import render_checked_algorithm
+
+    facts = run_check(name, run_dir=run_dir, step=step, like=like, overrides=set_ or [])
+    _show(facts, as_json, render_checked_algorithm)
 
 
 @app.command()
@@ -204,21 +221,10 @@ def trace(
     as_json: AsJson = False,
 ) -> None:
     """Show one group's life with times, and the model's text, from the run's files alone."""
-    import dataclasses
+    from services.tools.samples import trace_group
 
-    from services.ledger.event_log.trace import render_trace
-    from services.run_record.call_audit import call_facts, calls_of_group, render_calls
-    from services.run_record.events import group_moments
-    from services.tools.samples import render_group_samples
-
-    moments = group_moments(run_dir, group)
-    found = calls_of_group(run_dir, group)
-    facts = [*(dataclasses.asdict(moment) for moment in moments), *call_facts(found)]
-    if as_json:
-        _show(facts, as_json, str)
-        return
-    text = render_group_samples(run_dir, group, moments)
-    _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{render_calls(found)}{text}")
+    facts, render = trace_group(run_dir, group)
+    _show(facts, as_json, lambda _: render())
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """The settings of the trainer, a section each. No torch here: every process reads settings."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -191,7 +191,10 @@ class AlgorithmConfig:
 
     name: str = set_first("grpo")
     """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo."""
+    reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo; or `MODULE:NAME`,
+    one of your own (docs/algorithms.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own algorithm."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
     clip_high: Annotated[float, Meta(ge=0, le=1e6)] = 0.2

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
-from protocol.choices import Entry, checked_name
+from protocol.choices import Registry, is_own
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
@@ -25,13 +26,15 @@ from trainer.recipe import check_recipe
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
-REGISTRIES: Mapping[str, Mapping[str, Entry]] = {
+REGISTRIES: Mapping[str, Registry[Any]] = {
     "engine.name": ENGINES,
     "trainer.backend": BACKENDS,
     "algorithm.name": ALGORITHMS,
     "weights.transport": TRANSPORTS,
 }
 """Setting -> the registry that it names an entry of."""
+OWN_OPTIONS = {"algorithm.name": "algorithm.options"}
+"""Setting that may name code of the user -> the code's keyword arguments."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -61,7 +64,18 @@ def _errors(check: Callable[[Settings], object], settings: Settings) -> Iterator
 
 
 def _check_name(dotted: str, settings: Settings) -> None:
-    checked_name(attrgetter(dotted)(settings), REGISTRIES[dotted], f"setting {dotted}:")
+    REGISTRIES[dotted].find(attrgetter(dotted)(settings), f"setting {dotted}:")
+
+
+def _check_own_options(settings: Settings) -> None:
+    """Check that only code of the user has options."""
+    for name, options in OWN_OPTIONS.items():
+        value = attrgetter(name)(settings)
+        if attrgetter(options)(settings) and not is_own(value):
+            raise SettingsError(
+                f"setting {options}: they are arguments of your own code, and {name} is {value!r}; leave "
+                "them out, or name a MODULE:NAME"
+            )
 
 
 def _check_mismatch(settings: Settings) -> None:
@@ -90,7 +104,7 @@ def _check_filter(settings: Settings) -> None:
     if not settings.algorithm.filter_groups:
         return
     group_relative = ALGORITHMS.having("group_relative")
-    if name not in group_relative:
+    if name not in group_relative and not is_own(name):
         raise SettingsError(
             f"setting algorithm.filter_groups: {name!r} does not compare the samples of a group with each "
             f"other, so equal rewards are a signal, too; leave it out, or use "
@@ -374,6 +388,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_weights_host,
     check_evaluation,
     _check_mismatch,
+    _check_own_options,
     _check_recipe,
     _check_filter,
     _check_overlong,
