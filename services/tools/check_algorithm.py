@@ -48,7 +48,7 @@ def check_algorithm(
     named = [f"algorithm.name={json.dumps(name)}", *([] if is_own(name) else ["algorithm.options={}"])]
     overrides = [*named, *overrides]
     settings = run_settings(run_dir, overrides) if run_dir else load_settings(None, overrides)
-    if run_dir is None and str(Path.cwd()) not in sys.path:
+    if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     add_user_modules(settings)
     command = _command(settings, step) if run_dir else None
@@ -64,19 +64,9 @@ def check_algorithm(
         "loss": found.loss,
         "gradient_norm": float(found.gradient.norm()),
     }
-    if not like:
-        return facts
-    other = _probed(settings, command, like)
-    return {
-        **facts,
-        "like": like,
-        "differences": {
-            "advantages": _distance(found.advantages, other.advantages),
-            "weights": _distance(found.weights, other.weights),
-            "loss": abs(found.loss - other.loss),
-            "gradient": _distance(found.gradient, other.gradient),
-        },
-    }
+    if like:
+        facts |= {"like": like, "differences": _differences(found, _probed(settings, command, like))}
+    return facts
 
 
 def render_checked_algorithm(facts: dict[str, Any]) -> str:
@@ -116,6 +106,16 @@ def _command(settings: Settings, step: int | None) -> TrainCommand:
 
 def _range(values: torch.Tensor) -> tuple[float, float]:
     return float(values.min()), float(values.max())
+
+
+def _differences(found: Probed, other: Probed) -> dict[str, float]:
+    """Return the largest difference of each result."""
+    return {
+        "advantages": _distance(found.advantages, other.advantages),
+        "weights": _distance(found.weights, other.weights),
+        "loss": abs(found.loss - other.loss),
+        "gradient": _distance(found.gradient, other.gradient),
+    }
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -20,6 +20,7 @@ from rollout.prompts.base import Prompt
 from services.evaluation.estimates import paired_difference
 from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_scorer
 from services.run_record.evaluations import Evaluation, describe_scores
+from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
@@ -46,6 +47,7 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
         SettingsError: there are no held-out prompts or no checkpoint.
         EngineError: the engine failed.
     """
+    add_user_modules(settings)
     sets = await asyncio.to_thread(read_sets, settings)
     initial = await asyncio.to_thread(fetch_model, settings)
     models = [initial, *(checkpoints or [newest_export(settings.run_dir)])]

@@ -4,6 +4,7 @@ Shapes: N samples of the batch, k trained tokens.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -51,9 +52,9 @@ def probe(algorithm: Algorithm, plan: StepPlan) -> Probed:
     measures = StepMeasures.of_batch(batch, algorithm.config)
     loss, _ = micro_batch_loss(algorithm, measures, tokens, logprobs, -logprobs)
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    _check_finite(algorithm, tokens, logprobs, loss, gradient)
+    _check_finite(algorithm, tokens, logprobs.detach(), float(loss.detach()), gradient)
     groups = len(plan.group_index.unique())
-    return Probed(groups, plan.advantages, plan.weights, float(loss), gradient)
+    return Probed(groups, plan.advantages, plan.weights, float(loss.detach()), gradient)
 
 
 def probe_made(algorithm: Algorithm, samples: int) -> Probed:
@@ -70,7 +71,7 @@ def _check_finite(
     algorithm: Algorithm,
     tokens: TrainedTokens,
     logprobs: torch.Tensor,
-    loss: torch.Tensor,
+    loss: float,
     gradient: torch.Tensor,
 ) -> None:
     wrong = (~torch.isfinite(gradient)).nonzero()[:, 0]
@@ -81,5 +82,5 @@ def _check_finite(
             f"trained token {first} (log-probability {float(logprobs[first]):.4g}, the engine's "
             f"{float(tokens.behaviour_logprobs[first]):.4g}, advantage {float(tokens.advantages[first]):.4g})"
         )
-    if not torch.isfinite(loss):
-        raise SettingsError(f"algorithm {algorithm.config.name}: the loss of token_loss() is {float(loss)}")
+    if not math.isfinite(loss):
+        raise SettingsError(f"algorithm {algorithm.config.name}: the loss of token_loss() is {loss}")

@@ -1,5 +1,6 @@
 """Tests `tether check-algorithm`: on a recorded batch and on a made one."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     place.mkdir()
     (place / "algorithm_to_check.py").write_text(MODULE)
     monkeypatch.chdir(place)
-    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    monkeypatch.setattr(sys, "path", list(sys.path))
     return "algorithm_to_check:Mine"
 
 
@@ -40,10 +41,11 @@ def test_an_own_algorithm_is_tried_on_a_made_batch(mine: str) -> None:
 
 def test_an_own_algorithm_is_tried_on_a_recorded_step(mine: str, tmp_path: Path) -> None:
     run_dir = recorded_run(tmp_path)
+    assert check_algorithm(mine, run_dir=run_dir)["batch"] == f"step 6 of {run_dir}"
     facts = check_algorithm(
-        mine, run_dir=run_dir, like="grpo", overrides=["algorithm.options.factor=2.0", 'run.modules=["."]']
+        mine, run_dir=run_dir, step=2, like="grpo", overrides=["algorithm.options.factor=2.0"]
     )
-    assert (facts["samples"], facts["batch"]) == (24, f"step 6 of {run_dir}")
+    assert (facts["samples"], facts["batch"]) == (24, f"step 2 of {run_dir}")
     assert facts["differences"]["advantages"] > 0
     assert facts["differences"]["weights"] == 0
     assert "differences from grpo, at most: advantages" in render_checked_algorithm(facts)

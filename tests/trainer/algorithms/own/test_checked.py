@@ -82,7 +82,7 @@ def test_an_own_algorithm_of_all_parts_computes_its_loss(module: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("raises", r"advantages\(\) raised at .*own_algorithms_of_test.py:17: NameError"),
+        ("raises", r"advantages\(\) raised at .*own_algorithms_of_test.py:18: NameError"),
         ("nan", r"advantages\(\) has nan for sample 2; return finite numbers"),
         ("shape", r"advantages\(\) is float32 \[11\]; return float32 of the shape \[12\]"),
         ("type", r"sample_weights\(\) is int64 \[12\]; return float32"),
@@ -92,7 +92,7 @@ def test_an_own_algorithm_of_all_parts_computes_its_loss(module: str) -> None:
         ("gradient", r"gradient of token_loss\(\) is nan at trained token 0 \(log-probability "),
     ],
 )
-def test_what_an_own_algorithm_returns_wrongly_is_named(module: str, wrong: str, words: str) -> None:
+def test_a_wrong_result_of_an_own_algorithm_is_refused(module: str, wrong: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words) as error:
         probe_made(make_algorithm(own(f"{module}:Whole", wrong=wrong)), 4)
     assert f"{module}:Whole" in str(error.value)
