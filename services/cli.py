@@ -111,6 +111,27 @@ def check(
         raise typer.Exit(2)
 
 
+@app.command()
+def size(
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
+    ],
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=4096, metavar="N", help="GPUs of the trainer")],
+    gpu_memory: Annotated[
+        float, typer.Option("--gpu-memory", min=1, max=4096, metavar="GIB", help="memory of one GPU, GiB")
+    ],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute which layouts of the trainer fit, and how many samples an engine holds; needs no GPU."""
+    from services.tools.size import render_sizes, size_run
+
+    sizes = size_run(str(config), set_ or [], gpus=gpus, gpu_gb=gpu_memory)
+    _show(sizes.as_dict(), as_json, lambda _: render_sizes(sizes))
+
+
 @app.command("check-model")
 def check_model(
     directory: Annotated[
