@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protocol.errors import EngineError, TetherError
+from protocol.errors import TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
@@ -28,6 +28,12 @@ app = typer.Typer(
 )
 RunDir = Annotated[Path, typer.Argument(metavar="D", help="run directory, such as runs/demo")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
+]
 
 
 @app.command()
@@ -43,16 +49,12 @@ def init(
 
 @app.command()
 def up(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
-    ],
+    config: Config,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="where the run writes; continues what is there")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
-    ] = None,
+    set_: Overrides = None,
     rollouts: Annotated[int | None, typer.Option(help="rollout workers")] = None,
     rewards: Annotated[int | None, typer.Option(help="reward workers")] = None,
 ) -> None:
@@ -90,12 +92,8 @@ def up(
 
 @app.command()
 def check(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
-    ],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
-    ] = None,
+    config: Config,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Find all problems that would keep a run from starting, without starting it; then exit with 2."""
@@ -113,16 +111,12 @@ def check(
 
 @app.command()
 def size(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
-    ],
+    config: Config,
     gpus: Annotated[int, typer.Option("--gpus", min=1, max=4096, metavar="N", help="GPUs of the trainer")],
     gpu_memory: Annotated[
         float, typer.Option("--gpu-memory", min=1, max=4096, metavar="GIB", help="memory of one GPU, GiB")
     ],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
-    ] = None,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Compute which layouts of the trainer fit, and how many samples an engine holds; needs no GPU."""
@@ -374,18 +368,9 @@ def evaluate(
 
 
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
-    from services.observability.redirect_output import redirect_output
-    from services.runtime.event_loop import run_loop
+    from services.tools.evaluate import render_scores, score_run
 
-    log = settings.run_dir / "logs/eval.log"
-    try:
-        with redirect_output(log):
-            from services.tools.evaluate import evaluate_run, render_scores
-
-            scores = run_loop(evaluate_run(settings, checkpoints))
-    except EngineError:
-        print(f"tether: engine output: {log}", file=sys.stderr)
-        raise
+    scores = score_run(settings, checkpoints)
     _show(scores, as_json, render_scores)
 
 
