@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protocol.errors import EngineError, TetherError
+from protocol.errors import TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
@@ -107,6 +107,23 @@ def check(
     )
     if found.problems:
         raise typer.Exit(2)
+
+
+@app.command()
+def size(
+    config: Config,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=4096, metavar="N", help="GPUs of the trainer")],
+    gpu_memory: Annotated[
+        float, typer.Option("--gpu-memory", min=1, max=4096, metavar="GIB", help="memory of one GPU, GiB")
+    ],
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute which layouts of the trainer fit, and how many samples an engine holds; needs no GPU."""
+    from services.tools.size import render_sizes, size_run
+
+    sizes = size_run(str(config), set_ or [], gpus=gpus, gpu_gb=gpu_memory)
+    _show(sizes.as_dict(), as_json, lambda _: render_sizes(sizes))
 
 
 @app.command("check-model")
@@ -359,18 +376,9 @@ def evaluate(
 
 
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
-    from services.observability.redirect_output import redirect_output
-    from services.runtime.event_loop import run_loop
+    from services.tools.evaluate import render_scores, score_run
 
-    log = settings.run_dir / "logs/eval.log"
-    try:
-        with redirect_output(log):
-            from services.tools.evaluate import evaluate_run, render_scores
-
-            scores = run_loop(evaluate_run(settings, checkpoints))
-    except EngineError:
-        print(f"tether: engine output: {log}", file=sys.stderr)
-        raise
+    scores = score_run(settings, checkpoints)
     _show(scores, as_json, render_scores)
 
 
