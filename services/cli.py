@@ -309,22 +309,13 @@ def scale(
 
     A worker that is removed hands back what it holds.
     """
-    from protocol.topics import Role
-    from services.launcher.scaling import parse_counts, request_scale
-    from services.run_record.end import is_up
-    from services.settings.checks import check_workers
-    from services.settings.load import run_settings
+    from services.launcher.scaling import parse_counts, scale_run
     from services.tools.run_commands import refuse_if_over
 
-    wanted, drain_s = parse_counts(counts), 0.0
-    if is_up(run_dir):
-        settings = run_settings(run_dir)
-        check_workers(settings.weights, wanted.get(Role.ROLLOUT, 0))
-        drain_s = settings.rollout.drain_s
-    elif (run_dir / "settings.json").is_file():
+    wanted = parse_counts(counts)
+    if (run_dir / "settings.json").is_file():
         refuse_if_over(run_dir, "scale")
-    request_scale(run_dir, wanted, drain_s)
-    print(", ".join(f"{role}s {count}" for role, count in wanted.items()))
+    print(scale_run(run_dir, wanted))
 
 
 @app.command()
