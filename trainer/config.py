@@ -56,7 +56,7 @@ class OptimizerConfig:
     name: str = "adamw"
     """adamw; reference only: muon (Muon on the matrices of hidden layers, AdamW on everything else, with the
     same lr), adamw_8bit (AdamW with moments of 8 bits, of bitsandbytes), or `MODULE:NAME`, an optimizer of
-    torch or of your own (docs/trainer.md)."""
+    torch or of your own (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own optimizer."""
     muon_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
@@ -69,7 +69,7 @@ class OptimizerConfig:
     lr_decay_style: str = "constant"
     """How the learning rate goes from `lr` to `min_lr` after the warm-up: constant (it stays), linear,
     cosine, or WSD (it stays, and falls linearly in the last `lr_wsd_decay_steps`); or `MODULE:FUNCTION`, a
-    schedule of your own (docs/trainer.md)."""
+    schedule of your own (docs/own_code.md)."""
     lr_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Update at which it has reached `min_lr`, warm-up included. Needed unless it is constant."""
     lr_wsd_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
@@ -196,7 +196,7 @@ class AlgorithmConfig:
     name: str = set_first("grpo")
     """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
     reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo; or `MODULE:NAME`,
-    one of your own (docs/algorithms.md)."""
+    one of your own (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own algorithm."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
@@ -276,7 +276,7 @@ class AlgorithmConfig:
     groups of other prompts in their place."""
     group_filter: str = ""
     """With `filter_groups`: `MODULE:FUNCTION`, your own function that says which groups are kept, in place of
-    the comparison of rewards (docs/algorithms.md)."""
+    the comparison of rewards (docs/own_code.md)."""
     max_filtered_batches: Annotated[int, Meta(ge=0, le=10**6)] = 10
     """The run halts when `filter_groups` has dropped so many batches (of `bound.groups_per_step` groups)
     since the last step. 0: it never does."""

@@ -40,7 +40,7 @@ class PromptConfig:
 
     source: str = set_first("jsonl")
     """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, hf, reasoning_gym or
-    textarena; or `MODULE:NAME`, a source of your own (docs/data.md)."""
+    textarena; or `MODULE:NAME`, a source of your own (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own source."""
     path: HubPath = set_first("")

@@ -4,7 +4,7 @@
     class Stream:                                                or a `PromptSource`
         def __init__(self, config: PromptConfig, *, most: int = 100): ...
 
-`[prompts] options` are the keyword arguments. docs/data.md describes both.
+`[prompts] options` are the keyword arguments. docs/own_code.md describes both.
 """
 
 from protocol.choices import Entry, Registry, load

@@ -1,16 +1,12 @@
 """Makes an algorithm by name, or one of the user by `MODULE:NAME`.
 
-    @dataclass(frozen=True)
-    class Mine(Grpo):                                            # a built-in with parts replaced
-        tau: float = 1.0                                         # an option
-        def advantages(self, rewards, group_index): ...          # [N], [N] -> [N]
-    class Other:                                                 # or all of it: an `Algorithm`
-        def __init__(self, config, *, tau=1.0): ...              # section [algorithm], and an option
-        def advantages(self, rewards, group_index): ...          # [N], [N] -> [N]
-        def sample_weights(self, sampled_tokens): ...            # [N] -> [N]
-        def token_loss(self, tokens, logprobs, entropy=None): ...  # k tokens, [k], [k] -> TokenLoss
+    class Mine:                                                     or inherit from a built-in one
+        def __init__(self, config: AlgorithmConfig, *, tau: float = 1.0): ...
+        def advantages(self, rewards, group_index): ...                 [N], [N] -> [N]
+        def sample_weights(self, sampled_tokens): ...                   [N] -> [N]
+        def token_loss(self, tokens, logprobs, entropy=None): ...       k tokens, [k], [k] -> TokenLoss
 
-`[algorithm] options` are the keyword arguments. docs/algorithms.md describes both. The module of an
+`[algorithm] options` are the keyword arguments. docs/own_code.md describes them. The module of an
 algorithm, and with it torch, is imported when it is chosen.
 """
 

@@ -2,7 +2,7 @@
 
     def keep(*, rewards: list[float], metadata: dict) -> bool
 
-It is given the arguments that it names, `ARGUMENTS`. docs/algorithms.md describes them.
+It is given the arguments that it names, `ARGUMENTS`. docs/own_code.md describes them.
 """
 
 from collections.abc import Callable

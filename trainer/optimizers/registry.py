@@ -5,7 +5,7 @@
     def mine(groups: list[dict], *, lr: float, ...) -> torch.optim.Optimizer: ...
 
 `groups` have the float32 masters (`params`) and their `weight_decay`; `[optimizer] options` are further
-keyword arguments. docs/trainer.md describes them. torch is imported when an optimizer is made.
+keyword arguments. docs/own_code.md describes them. torch is imported when an optimizer is made.
 """
 
 from __future__ import annotations
