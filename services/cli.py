@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protocol.errors import TetherError
+from protocol.errors import SettingsError, TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
@@ -215,25 +215,25 @@ def replay(
 @app.command()
 def trace(
     run_dir: RunDir,
-    group: Annotated[int, typer.Argument(help="number of the group")],
+    group: Annotated[int | None, typer.Argument(help="number of the group")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the whole run for ui.perfetto.dev instead")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one group's life with times, and the model's text, from the run's files alone."""
-    import dataclasses
+    if perfetto is not None:
+        from services.tools.perfetto import write_perfetto
 
-    from services.ledger.event_log.trace import render_trace
-    from services.run_record.call_audit import call_facts, calls_of_group, render_calls
-    from services.run_record.events import group_moments
-    from services.tools.samples import render_group_samples
-
-    moments = group_moments(run_dir, group)
-    found = calls_of_group(run_dir, group)
-    facts = [*(dataclasses.asdict(moment) for moment in moments), *call_facts(found)]
-    if as_json:
-        _show(facts, as_json, str)
+        print(f"wrote {write_perfetto(run_dir, perfetto):,} records; open {perfetto} in ui.perfetto.dev")
         return
-    text = render_group_samples(run_dir, group, moments)
-    _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{render_calls(found)}{text}")
+    if group is None:
+        raise SettingsError("give the number of a GROUP, or --perfetto FILE for the whole run")
+
+    from services.tools.samples import trace_group
+
+    facts, render = trace_group(run_dir, group)
+    _show(facts, as_json, lambda _: render())
 
 
 @app.command()
