@@ -5,14 +5,15 @@ command imports what it uses when it runs, so that `tether --help` and `tether s
 """
 
 import functools
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protocol.errors import TetherError
+from protocol.errors import SettingsError, TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
@@ -60,21 +61,13 @@ def up(
 ) -> None:
     """Run all services on this machine until the steps are done or Ctrl-C."""
     import asyncio
-    import json
 
     from services.launcher.live_progress import open_progress
     from services.launcher.supervisor import run_up
     from services.settings.load import load_settings, run_settings
 
-    overrides = list(set_ or [])
-    for dotted, value in (
-        ("run.steps", steps),
-        ("run.dir", run_dir),
-        ("services.rollouts", rollouts),
-        ("services.rewards", rewards),
-    ):
-        if value is not None:
-            overrides.append(f"{dotted}={json.dumps(str(value)) if isinstance(value, Path) else value}")
+    counts = {"services.rollouts": rollouts, "services.rewards": rewards}
+    overrides = [*(set_ or []), *_given({"run.steps": steps, "run.dir": run_dir, **counts})]
     configure_logging("up")
     compose = functools.partial(load_settings, str(config), overrides)
     settings = compose()
@@ -234,10 +227,21 @@ def replay(
 @app.command()
 def trace(
     run_dir: RunDir,
-    group: Annotated[int, typer.Argument(help="number of the group")],
+    group: Annotated[int | None, typer.Argument(help="number of the group")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the whole run for ui.perfetto.dev instead")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one group's life with times, and the model's text, from the run's files alone."""
+    if perfetto is not None:
+        from services.tools.perfetto import write_perfetto
+
+        print(f"wrote {write_perfetto(run_dir, perfetto):,} records; open {perfetto} in ui.perfetto.dev")
+        return
+    if group is None:
+        raise SettingsError("give the number of a GROUP, or --perfetto FILE for the whole run")
+
     from services.tools.samples import trace_group
 
     facts, render = trace_group(run_dir, group)
@@ -357,13 +361,15 @@ def evaluate(
     """Score models on prompts that were never trained on: greedy, sampled, and the best constant answer."""
     from services.settings.load import run_settings
 
-    overrides = [
-        f"eval.{key}={value}"
-        for key, value in (("prompts", prompts), ("samples", samples))
-        if value is not None
-    ]
+    overrides = _given({"eval.prompts": prompts, "eval.samples": samples})
     configure_logging("eval")
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
+
+
+def _given(options: Mapping[str, object]) -> list[str]:
+    """Return the options that were given as overrides of their settings."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return [f"{name}={json.dumps(value, default=str)}" for name, value in given.items()]
 
 
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
@@ -374,8 +380,6 @@ def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = F
 
 
 def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
-    import json
-
     from services.observability.printable import printable
 
     print(json.dumps(facts, indent=2) if as_json else printable(render(facts)), flush=True)
