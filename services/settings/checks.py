@@ -74,6 +74,15 @@ def _check_mismatch(settings: Settings) -> None:
         )
 
 
+def _check_profile(settings: Settings) -> None:
+    steps = settings.trainer.profile_steps
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        raise SettingsError(
+            f"setting trainer.profile_steps: {list(steps)} is not the first and the last step to watch, "
+            "such as [10, 12]"
+        )
+
+
 def _check_recipe(settings: Settings) -> None:
     check_recipe(
         settings.algorithm,
@@ -374,6 +383,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_weights_host,
     check_evaluation,
     _check_mismatch,
+    _check_profile,
     _check_recipe,
     _check_filter,
     _check_overlong,
