@@ -164,7 +164,7 @@ class Executor:
 
 @contextmanager
 def _profiled(file: str) -> Iterator[None]:
-    """Profile a block with torch.profiler, and write this rank's trace for ui.perfetto.dev; does nothing without a file.
+    """Profile a block with torch.profiler, and write this rank's trace; does nothing without a file.
 
     Args:
         file: path without the ending, which names rank and format: FILE.rank_00000.json.gz.
