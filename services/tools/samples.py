@@ -103,7 +103,7 @@ def _texts(sample: Mapping[str, Any]) -> Iterator[str]:
 def _filtered_line(group: Mapping[str, Any]) -> str:
     before = "" if group["step"] is None else f", before step {group['step']} was made"
     return (
-        f"group {group['group']} was filtered{before} ({NO_SIGNAL}): all its rewards were "
+        f"group {group['group']} was filtered{before} ({NO_SIGNAL}): its mean reward was "
         f"{_number(group['reward'])}, {group['tokens']} tokens; its text is not kept"
     )
 
