@@ -178,10 +178,17 @@ class TrainerConfig:
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of a GPU's memory that training may take. auto: what `engine.memory_fraction` leaves where
     engines are on the same GPU, else all of it."""
+    profile_steps: tuple[Annotated[int, Meta(ge=0, le=10**9)], ...] = ()
+    """First and last step that torch.profiler watches on every rank, such as [10, 12]; the traces are
+    RUN_DIR/profiles/step_K.rank_R.json.gz. Empty: none. A watched step is slower."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of the trainer's random numbers."""
     step_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """scripted: seconds that a step sleeps."""
+
+    def is_profiled(self, step: int) -> bool:
+        """Return whether a step is among `profile_steps`."""
+        return bool(self.profile_steps) and self.profile_steps[0] <= step <= self.profile_steps[-1]
 
     @property
     def updates(self) -> int:

@@ -61,7 +61,13 @@ def check_schedule(optimizer: OptimizerConfig) -> None:
 def _problems_of_algorithm(
     algorithm: AlgorithmConfig, trainer: TrainerConfig, samples: int
 ) -> tuple[tuple[bool, str], ...]:
+    watched = trainer.profile_steps
     return (
+        (
+            bool(watched) and (len(watched) != 2 or watched[0] > watched[1]),
+            f"trainer.profile_steps: {list(watched)} is not the first and the last step to watch, such as "
+            "[10, 12]",
+        ),
         (
             trainer.num_mini_batches > samples,
             f"trainer.num_mini_batches: {trainer.num_mini_batches} mini-batches for the {samples} samples of "
