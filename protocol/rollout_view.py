@@ -136,13 +136,13 @@ def sample_lengths(rollout: Rollout) -> list[int]:
     """
     lengths = checked_array(rollout.group, "lengths", rollout.lengths, "int32", (None,)).tolist()
     branches = _branches(rollout, len(lengths))
-    found = [0] * (branches[-1][0] + 1 if branches else 0)
-    problem = f"has {len(rollout.responses)} entries for {len(found)} samples"
-    require(len(found) == len(rollout.responses), rollout.group, "responses", problem)
+    totals = [0] * (branches[-1][0] + 1 if branches else 0)
+    problem = f"has {len(rollout.responses)} entries for {len(totals)} samples"
+    require(len(totals) == len(rollout.responses), rollout.group, "responses", problem)
     own_prompts = _own_prompts(rollout, branches, [0, *accumulate(lengths)])
     for (sample, _, _), length, own in zip(branches, lengths, own_prompts, strict=True):
-        found[sample] += length - own
-    return found
+        totals[sample] += length - own
+    return totals
 
 
 def samples_of_rows(rollout: Rollout) -> list[int]:
@@ -314,16 +314,22 @@ def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[np.int32]:
     group = rollout.group
     spans = checked_array(group, "spans", rollout.spans, "int32", (None, 3)).tolist()
     versions = np.empty(int(lengths.sum()), dtype=np.int32)
-    sample, done, start = 0, 0, 0  # the sample being covered, its tokens covered so far, its first token in T
+    sample, end_before, start = (
+        0,
+        0,
+        0,
+    )  # the sample being covered, its tokens covered so far, its first token in T
     for row, (index, end, version) in enumerate(spans):
-        while sample < len(lengths) and done == lengths[sample]:
-            start, sample, done = start + done, sample + 1, 0
-        fits = sample < len(lengths) and index == sample and done < end <= lengths[sample]
-        problem = f"row {row} ({index}, {end}, {version}) does not continue sample {sample} at token {done}"
+        while sample < len(lengths) and end_before == lengths[sample]:
+            start, sample, end_before = start + end_before, sample + 1, 0
+        fits = sample < len(lengths) and index == sample and end_before < end <= lengths[sample]
+        problem = (
+            f"row {row} ({index}, {end}, {version}) does not continue sample {sample} at token {end_before}"
+        )
         require(fits, group, "spans", problem)
         require(version >= 0, group, "spans", f"row {row} has version {version}")
-        versions[start + done : start + end] = version
-        done = end
-    covered = start + done
+        versions[start + end_before : start + end] = version
+        end_before = end
+    covered = start + end_before
     require(covered == len(versions), group, "spans", f"cover {covered} of {len(versions)} tokens")
     return versions

@@ -37,7 +37,7 @@ def turns_of(rollout: Rollout) -> list[list[TurnPlace]] | None:
         return None
     turns = checked_array(group, "turns", rollout.turns, "int32", (None, 4)).tolist()
     samples, lengths = samples_of_rows(rollout), rollout.lengths.numpy().tolist()
-    found: list[list[TurnPlace]] = [[] for _ in range(samples[-1] + 1 if samples else 0)]
+    places: list[list[TurnPlace]] = [[] for _ in range(samples[-1] + 1 if samples else 0)]
     before = 0
     for number, (sample, row, first, end) in enumerate(turns):
         fits = (
@@ -47,15 +47,15 @@ def turns_of(rollout: Rollout) -> list[list[TurnPlace]] | None:
             and 0 <= first <= end <= lengths[row]
         )
         require(fits, group, "turns", f"row {number} ({sample}, {row}, {first}, {end}) is not in its sample")
-        found[sample].append(TurnPlace(row, first, end))
+        places[sample].append(TurnPlace(row, first, end))
         before = sample
-    require(all(found), group, "turns", "has a sample without a turn")
-    _check_cover(rollout, found, lengths)
+    require(all(places), group, "turns", "has a sample without a turn")
+    _check_cover(rollout, places, lengths)
     for field, values in (("turn_texts", rollout.turn_texts), ("turn_contexts", rollout.turn_contexts)):
         require(
             len(values) in (0, len(turns)), group, field, f"has {len(values)} entries for {len(turns)} turns"
         )
-    return found
+    return places
 
 
 def by_sample(values: Sequence[str], turns: Sequence[Sequence[TurnPlace]]) -> list[list[str]]:

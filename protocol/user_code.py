@@ -43,27 +43,27 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
     except (Exception, SystemExit) as error:  # a module may raise anything, or be a script that exits
         raise SettingsError(f"{what}: {located(error)}") from None
     file = str(getattr(module, "__file__", None) or name)
-    found: Any = module
+    item: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [key for key, value in vars(found).items() if callable(value)]
-            hint = did_you_mean(part, known) if known else "it defines nothing that can be called"
+        if not hasattr(item, part):
+            callables = [key for key, value in vars(item).items() if callable(value)]
+            hint = did_you_mean(part, callables) if callables else "it defines nothing that can be called"
             raise SettingsError(f"{what}: {file} has no {part!r}; {hint}")
-        found = getattr(found, part)
-    if not callable(found):
+        item = getattr(item, part)
+    if not callable(item):
         raise SettingsError(f"{what}: {path} in {file} is neither a class nor a function")
-    return found, file
+    return item, file
 
 
 def taken_names(
-    what: str, function: Callable[..., Any], known: Sequence[str], *, never: Sequence[str] = ()
+    what: str, function: Callable[..., Any], offered: Sequence[str], *, never: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return which of the arguments `known` a function takes; they are passed by name.
+    """Return which of the arguments `offered` a function takes; they are passed by name.
 
     Args:
         what: the beginning of errors.
         function: the user's.
-        known: arguments that there are.
+        offered: arguments that there are.
         never: names that it may not have, even with a default.
 
     Raises:
@@ -71,7 +71,7 @@ def taken_names(
     """
     parameters = inspect.signature(function).parameters
     if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
-        return tuple(known)
+        return tuple(offered)
     names = []
     for name, item in parameters.items():
         if item.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -80,10 +80,10 @@ def taken_names(
             raise SettingsError(
                 f"{what}: parameter {name!r} is positional-only; arguments are passed by name"
             )
-        if name in known:
+        if name in offered:
             names.append(name)
         elif name in never or item.default is inspect.Parameter.empty:
-            raise SettingsError(f"{what}: there is no parameter {name!r}; {did_you_mean(name, known)}")
+            raise SettingsError(f"{what}: there is no parameter {name!r}; {did_you_mean(name, offered)}")
     return tuple(names)
 
 

@@ -39,12 +39,12 @@ def parsed_json(text: str, more: int = 0) -> Any:
         RecursionError: it is nested too deeply.
     """
     if len(text) <= WHOLE:
-        found = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     else:
-        found = _BoundedDecoder(MOST_VALUES + more).decode(text)
+        value = _BoundedDecoder(MOST_VALUES + more).decode(text)
     if "\\ud" in text.lower():
-        json.dumps(found, ensure_ascii=False).encode()
-    return found
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 class _BoundedDecoder(json.JSONDecoder):

@@ -117,7 +117,7 @@ class Episodes:
 
     async def _sample(self, index: int, name: str) -> Sample | EpisodeError:
         """Return a sample, or why its last attempt failed."""
-        failed = EpisodeError("error", "not tried")
+        failure = EpisodeError("error", "not tried")
         began = time.monotonic()
         recorded = self.recording is not None and self.environment.has_calls
         record = self.recording.sample(index) if self.recording is not None and recorded else None
@@ -133,9 +133,9 @@ class Episodes:
             result = await self._reported(index, attempt, calls, left_s)
             if isinstance(result, Sample):
                 return result
-            failed = result
+            failure = result
             last += result.reason == "replay" and record is not None and record.replayed > 0
-        return failed
+        return failure
 
     async def _reported(
         self, index: int, attempt: int, calls: ModelCalls, left_s: float
@@ -151,11 +151,11 @@ class Episodes:
         failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
         seconds = time.monotonic() - began
         replayed = calls.record.replayed if calls.record else 0
-        left = calls.record.remaining if calls.record and not failure else 0
+        unused = calls.record.remaining if calls.record and not failure else 0
         self.report(
             EpisodeReport(
                 index, attempt, calls.turns, calls.tokens, seconds, failure, text,
-                calls.first_prompt, calls.later_prompts, replayed, left,
+                calls.first_prompt, calls.later_prompts, replayed, unused,
             )
         )  # fmt: skip
         return result

@@ -34,18 +34,18 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
 
 def size_of(value: Any) -> int:
     """Return how many characters a JSON value has, roughly; some number over `LARGE` if there are more."""
-    size, left = 0, [value]
-    while left and size <= LARGE:
-        found = left.pop()
+    size, rest = 0, [value]
+    while rest and size <= LARGE:
+        value_inside = rest.pop()
         size += TOKEN
-        if isinstance(found, str | bytes):
-            size += len(found)
-        elif isinstance(found, dict | list | tuple):
-            size += TOKEN * len(found)
+        if isinstance(value_inside, str | bytes):
+            size += len(value_inside)
+        elif isinstance(value_inside, dict | list | tuple):
+            size += TOKEN * len(value_inside)
             if size <= LARGE:
-                left += _inside(found)
+                rest += _inside(value_inside)
     return size
 
 
-def _inside(found: Any) -> Iterable[Any]:
-    return (*found.keys(), *found.values()) if isinstance(found, dict) else found
+def _inside(value: Any) -> Iterable[Any]:
+    return (*value.keys(), *value.values()) if isinstance(value, dict) else value

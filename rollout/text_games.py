@@ -107,11 +107,11 @@ def checked_games(names: tuple[str, ...], setting: str) -> tuple[str, ...]:
         raise SettingsError(
             f"textarena is not installed ({error}); pip install 'tether-rl[textarena]'"
         ) from None
-    known = [name for name in ENV_REGISTRY if not name.endswith(SUFFIXES)]
+    games = [name for name in ENV_REGISTRY if not name.endswith(SUFFIXES)]
     if not names:
         raise SettingsError(f"{setting}: name at least one game, such as GuessTheNumber-v0")
     for name in names:
         if name.endswith(SUFFIXES):
-            raise SettingsError(f"{setting}: {name!r} is not known; {did_you_mean(name, known)}")
-        checked_name(name, known, f"{setting}: game")
+            raise SettingsError(f"{setting}: {name!r} is not known; {did_you_mean(name, games)}")
+        checked_name(name, games, f"{setting}: game")
     return names

@@ -92,13 +92,13 @@ def check(
     """Find all problems that would keep a run from starting, without starting it; then exit with 2."""
     from services.tools.check import check_configuration, render_check
 
-    found = check_configuration(str(config), set_ or [])
+    result = check_configuration(str(config), set_ or [])
     _show(
-        {"problems": list(found.problems), "summary": list(found.summary)},
+        {"problems": list(result.problems), "summary": list(result.summary)},
         as_json,
-        lambda _: render_check(found),
+        lambda _: render_check(result),
     )
-    if found.problems:
+    if result.problems:
         raise typer.Exit(2)
 
 

@@ -54,15 +54,15 @@ def hull(left: Box, right: Box) -> Box:
 
 def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
     """Return disjoint boxes that contain the given ones: those that overlap become their hull."""
-    found: list[Box] = []
+    parts: list[Box] = []
     for box in boxes:
-        while others := [other for other in found if intersection(other, box) is not None]:
-            found = [other for other in found if other not in others]
+        while others := [other for other in parts if intersection(other, box) is not None]:
+            parts = [other for other in parts if other not in others]
             for other in others:
                 box = hull(box, other)
         if size_of(box):
-            found.append(box)
-    return tuple(sorted(found))
+            parts.append(box)
+    return tuple(sorted(parts))
 
 
 def remainder(box: Box, holes: Iterable[Box]) -> list[Box]:

@@ -54,12 +54,12 @@ class TemplateQuestion:
 
     def messages(self, group: ResponseGroup, i: int) -> Messages:
         """Return the messages. Raises RewardError if the metadata lacks a field."""
-        known: dict[str, str] = {"prompt": group.prompt}
+        texts: dict[str, str] = {"prompt": group.prompt}
         if self.whole:
-            known["responses"] = _numbered([self._cut(text) for text in group.responses])
+            texts["responses"] = _numbered([self._cut(text) for text in group.responses])
         else:
-            known["response"] = self._cut(group.responses[i])
-        values = {name: _text(group, name, known) for name in self._fields}
+            texts["response"] = self._cut(group.responses[i])
+        values = {name: _text(group, name, texts) for name in self._fields}
         system = [{"role": "system", "content": self._system.format(**values)}] if self._system else []
         return [*system, {"role": "user", "content": self._prompt.format(**values)}]
 
@@ -136,8 +136,8 @@ def _numbered(texts: Sequence[str]) -> str:
     ])  # fmt: skip
 
 
-def _text(group: ResponseGroup, name: str, known: Mapping[str, str]) -> str:
-    if name in known:
-        return known[name]
+def _text(group: ResponseGroup, name: str, texts: Mapping[str, str]) -> str:
+    if name in texts:
+        return texts[name]
     value = required(group.metadata, name)
     return value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()

@@ -133,17 +133,17 @@ class GroupScoring:
                 self._names[verifier],
                 f"no score for sample {late[0]} within reward.timeout_s {limit}{problem}",
             )
-            failed = late
+            unscored = late
         except VerifierError as raised:
-            late, failed, error = [], samples, raised
+            late, unscored, error = [], samples, raised
         fallback = self._config.verifiers[verifier].fallback
         if fallback:
             self._fallback_errors.setdefault(verifier, error)
-            self._count(verifier, "fallbacks", len(failed))
-            for i in failed:
+            self._count(verifier, "fallbacks", len(unscored))
+            for i in unscored:
                 self._fell_back[i] += 1.0
             other = self._names.index(fallback)
-            for part in self._parts(other, failed):
+            for part in self._parts(other, unscored):
                 await self._score(target, other, part)
         elif late and self._config.timeout_score is not None:
             for i in late:

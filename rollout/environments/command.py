@@ -83,24 +83,24 @@ class Command(SessionEnvironment):
 
 async def _served(program: Program, task: Task) -> float | None:
     """Run a program for one sample, and return the reward that it wrote, None if it wrote none."""
-    given = program.write("task.json", json.dumps(task.as_json()))
+    task_file = program.write("task.json", json.dumps(task.as_json()))
     await program.start(
         {
             "OPENAI_BASE_URL": task.url,
             "OPENAI_API_KEY": task.key,
             "ANTHROPIC_BASE_URL": task.url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": task.key,
-            "TETHER_TASK": str(given),
+            "TETHER_TASK": str(task_file),
             "TETHER_OUTCOME": str(program.folder / OUTCOME),
         }
     )
     await program.ended()
     try:
-        written = program.read(OUTCOME, MAX_LINE)
-        found = None if written is None else json.loads(written)
+        outcome = program.read(OUTCOME, MAX_LINE)
+        fields = None if outcome is None else json.loads(outcome)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
-    return None if written is None else reward_of(found)
+    return None if outcome is None else reward_of(fields)
 
 
 make = Command

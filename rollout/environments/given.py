@@ -45,16 +45,16 @@ class Given(Environment):
                 f"metadata, which has {has}: set prompts.answer_field, or its option field"
             )
         tokens = renderer.completion_tokens(options.prefix + text, append_eos=options.append_eos)
-        kept = tokens[: options.max_tokens or len(tokens)]
-        if not kept:
+        answer_tokens = tokens[: options.max_tokens or len(tokens)]
+        if not answer_tokens:
             raise SettingsError(f"prompt {prompt.index}: its completion has no tokens")
         version = (await generate(prompt_tokens, 1)).spans[-1][1]
         return Sample(
-            tokens=kept,
-            logprobs=(0.0,) * len(kept),
-            loss_mask=(1,) * len(kept),
-            spans=((len(kept), version),),
-            finish_reason="stop" if len(kept) == len(tokens) else "length",
+            tokens=answer_tokens,
+            logprobs=(0.0,) * len(answer_tokens),
+            loss_mask=(1,) * len(answer_tokens),
+            spans=((len(answer_tokens), version),),
+            finish_reason="stop" if len(answer_tokens) == len(tokens) else "length",
         )
 
 

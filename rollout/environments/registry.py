@@ -102,34 +102,34 @@ def load_environment(path: str, options: Mapping[str, Any]) -> Environment:
         SettingsError: module, class or function is missing, the module or the class raises, it is not
             asynchronous, or the options do not fit; names the file.
     """
-    found, file = import_attribute(path, SETTING)
+    item, file = import_attribute(path, SETTING)
     what = f"{SETTING}: {path} in {file}"
-    if isinstance(found, type):
-        _check_options(what, found, (), options)
+    if isinstance(item, type):
+        _check_options(what, item, (), options)
         try:
-            made = found(**options)
+            environment = item(**options)
         except (Exception, SystemExit) as error:  # a class may raise anything
             raise SettingsError(f"{what}: {located(error)}") from None
-        if isinstance(made, Environment):
-            return made
-        play = getattr(made, "play", None)
+        if isinstance(environment, Environment):
+            return environment
+        play = getattr(environment, "play", None)
         if play is None:
             raise SettingsError(f"{what} has no `async def play(self, episode)`")
         _check_options(what, play, (None,), {})
     else:
-        _check_options(what, found, (None,), options)
-        play = functools.partial(found, **options)
+        _check_options(what, item, (None,), options)
+        play = functools.partial(item, **options)
     if not inspect.iscoroutinefunction(play):
         raise SettingsError(f"{what} is not asynchronous; write `async def`")
     return EpisodeEnvironment(play)
 
 
-def _check_options(what: str, function: Any, given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+def _check_options(what: str, function: Any, positional: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     """Raise SettingsError if a class or function cannot be called with these arguments."""
     if not callable(function):
         raise SettingsError(f"{what} is neither a class nor a function")
     try:
-        inspect.signature(function).bind(*given, **options)
+        inspect.signature(function).bind(*positional, **options)
     except TypeError as error:
-        takes = "one argument, the episode, and " if given else ""
+        takes = "one argument, the episode, and " if positional else ""
         raise SettingsError(f"{what}: {error}; it is called with {takes}environment.options") from None

@@ -81,16 +81,16 @@ class Tools:
     async def answer(self, episode: Episode) -> str:
         """Play one episode, and return the model's last turn."""
         tools = {name: tool.opened() for name, tool in self._tools.items()}
-        said = xxhash.xxh3_128()
+        digest = xxhash.xxh3_128()
         for _ in range(self._options.max_calls):
             turn = await episode.generate(self._options.turn_tokens or None)
             call = find_call(turn, tools)
             if call is None:
                 return turn
             tool = tools[call.tool]
-            said.update(turn.encode(errors="surrogatepass"))
+            digest.update(turn.encode(errors="surrogatepass"))
             # the whole conversation names the result, which depends on it alone
-            name = f"{call.tool} {said.hexdigest()}"
+            name = f"{call.tool} {digest.hexdigest()}"
             result, kept = await episode.once(name, functools.partial(_run, tool, call.text))
             tool.restore(kept)
             episode.insert(as_output(result, self._options.output_characters))

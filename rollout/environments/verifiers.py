@@ -202,15 +202,15 @@ class EnvironmentServer(SessionEnvironment):
                 answered, kind, data = frames
                 if answered != run:
                     continue
-                said = await off_loop(len(data), functools.partial(_decoded, kind, data))
-                if isinstance(said, TraceDelta):
-                    reading.apply(said)
+                message = await off_loop(len(data), functools.partial(_decoded, kind, data))
+                if isinstance(message, TraceDelta):
+                    reading.apply(message)
                     continue
             except (ValueError, ProtocolError, RecursionError) as error:
                 raise RuntimeError(
                     f"the environment server {address} speaks another protocol: {error}"
                 ) from None
-            return reading.reward(said)
+            return reading.reward(message)
 
 
 def _decoded(kind: bytes, data: bytes) -> TraceDelta | Reply:
@@ -224,11 +224,11 @@ def _decoded(kind: bytes, data: bytes) -> TraceDelta | Reply:
 def run_request(task: Task) -> dict[str, Any]:
     """Return the request for a sample: the prompt's metadata are the fields of its task."""
     prompt = task.prompt
-    said: Any = prompt.text
+    text: Any = prompt.text
     if prompt.messages:
-        said = [{"role": role, "content": content} for role, content in prompt.messages]
+        text = [{"role": role, "content": content} for role, content in prompt.messages]
     return {
-        "task_data": {"idx": prompt.index, "prompt": said, **prompt.metadata},
+        "task_data": {"idx": prompt.index, "prompt": text, **prompt.metadata},
         "client": {"type": "eval", "base_url": task.url, "api_key_var": "TETHER_SESSION_KEY"},
         "model": "policy",
         "sampling": {},

@@ -58,11 +58,11 @@ def kill_left(folders: Iterable[Path]) -> int:
     return len(killed)
 
 
-def _kill_once(marks: set[bytes], places: set[Identity], known: set[int]) -> set[int]:
+def _kill_once(marks: set[bytes], places: set[Identity], skip: set[int]) -> set[int]:
     """Kill the processes that one search finds, except ones killed before; return their ids."""
-    found = set()
+    killed = set()
     for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) in known or int(name) == os.getpid():
+        if not name.isdecimal() or int(name) in skip or int(name) == os.getpid():
             continue
         with suppress(OSError):  # it has ended, or is another user's
             if not _is_left(name, marks, places):
@@ -71,10 +71,10 @@ def _kill_once(marks: set[bytes], places: set[Identity], known: set[int]) -> set
             try:
                 if _is_left(name, marks, places):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
-                    found.add(int(name))
+                    killed.add(int(name))
             finally:
                 os.close(process)
-    return found
+    return killed
 
 
 def _is_left(name: str, marks: set[bytes], places: set[Identity]) -> bool:
@@ -90,11 +90,11 @@ def _surrounding(directory: str) -> Iterator[Identity]:
     """Yield a directory and those above it, as the kernel finds them: names may be exchanged meanwhile."""
     last = None
     for _ in range(DEEPEST):
-        found = _identity(directory)
-        if found == last:  # the root
+        identity = _identity(directory)
+        if identity == last:  # the root
             return
-        yield found
-        last, directory = found, f"{directory}/.."
+        yield identity
+        last, directory = identity, f"{directory}/.."
 
 
 def _identity(directory: str | Path) -> Identity:

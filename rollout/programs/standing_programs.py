@@ -42,14 +42,14 @@ class StandingPrograms:
         async with self._free:
             program = await self._started()
             try:
-                found = await _answered(program, task)
-                reward = None if "error" in found else reward_of(found)
+                fields = await _answered(program, task)
+                reward = None if "error" in fields else reward_of(fields)
             except BaseException:
                 await program.close()  # its state is unknown
                 raise
             self._idle.append(program)
-        if "error" in found:
-            raise RuntimeError(f"the program says: {found['error']}")
+        if "error" in fields:
+            raise RuntimeError(f"the program says: {fields['error']}")
         return reward
 
     async def close(self) -> None:
@@ -95,10 +95,10 @@ async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
                 raise RuntimeError(f"the program ended without an outcome: {program.said()}")
         raise RuntimeError(f"the program closed its output before it ended: {program.said()}")
     try:
-        found = json.loads(line)
-        key = found["key"]
+        fields = json.loads(line)
+        key = fields["key"]
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError(f"a line of the program is no outcome: {line[:200]!r}") from None
     if key != task["key"]:
         raise ValueError("the program answered a task that it does not have: one line for each")
-    return dict(found)
+    return dict(fields)

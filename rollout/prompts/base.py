@@ -199,12 +199,12 @@ def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
     unused = {*unused_by(own.source or prompts.source)}
     left_out = {*place, *unused & (NOT_IN_FINGERPRINT | NOT_IN_FINGERPRINT_BY_DEFAULT)}
     prompts = replace(prompts, **{name: DEFAULTS[name] for name in left_out})
-    given = {
+    values = {
         field.name: value
         for field in fields(own)
         if field.name in DEFAULTS and (value := getattr(own, field.name)) is not None
     }
-    return replace(prompts, mixture=(), **given)
+    return replace(prompts, mixture=(), **values)
 
 
 def unseen(candidates: Sequence[Prompt], trained: Iterable[str]) -> list[Prompt]:

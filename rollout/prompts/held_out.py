@@ -33,14 +33,14 @@ def held_out_sets(
     """
     check_names(sets, "eval.sets")
     own = list(source.held_out())[:limit]
-    found: dict[str, Sequence[Prompt]] = {HELD_OUT: own} if own or not sets else {}
+    prompts_by_set: dict[str, Sequence[Prompt]] = {HELD_OUT: own} if own or not sets else {}
     trained = frozenset(source.trained_texts()) if sets else frozenset()
     for config in sets:
         try:
-            found[config.name] = _read(config, prompts, trained, config.limit or limit)
+            prompts_by_set[config.name] = _read(config, prompts, trained, config.limit or limit)
         except SettingsError as error:
             raise SettingsError(f"eval set {config.name}: {error}") from None
-    return found
+    return prompts_by_set
 
 
 def _read(
@@ -52,12 +52,14 @@ def _read(
     everything = replace(merged, min_pass_rate=None, max_pass_rate=None, easy_first=False, count=0)
     stream = make_source(replace(everything, held_out=0, held_out_path="", shuffle=False, passes=1), config)
     rows = [replace(stream.at(index), index=-1) for index in range(stream.size or 0)]
-    kept = unseen(rows, trained)
-    if not kept:
+    unseen_rows = unseen(rows, trained)
+    if not unseen_rows:
         raise SettingsError(f"all {len(rows)} prompts are also trained on; give another path or split")
-    if len(kept) < len(rows):
-        log.warning("prompts.left_out set=%s trained_or_repeated=%d", config.name, len(rows) - len(kept))
-    return [kept[place] for place in _chosen(len(kept), limit)]
+    if len(unseen_rows) < len(rows):
+        log.warning(
+            "prompts.left_out set=%s trained_or_repeated=%d", config.name, len(rows) - len(unseen_rows)
+        )
+    return [unseen_rows[place] for place in _chosen(len(unseen_rows), limit)]
 
 
 def _chosen(count: int, limit: int) -> Sequence[int]:

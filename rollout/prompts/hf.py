@@ -70,11 +70,11 @@ def _opened(path: Path, setting: str, config: PromptConfig, datasets: Any) -> An
             "directory with a file for each"
         )
     if is_saved:
-        found = datasets.load_from_disk(str(path), keep_in_memory=True)
-        if isinstance(found, datasets.DatasetDict):
-            checked_name(config.split, found, f"setting prompts.split: split of {path}")
-            found = found[config.split]
-        return found
+        dataset = datasets.load_from_disk(str(path), keep_in_memory=True)
+        if isinstance(dataset, datasets.DatasetDict):
+            checked_name(config.split, dataset, f"setting prompts.split: split of {path}")
+            dataset = dataset[config.split]
+        return dataset
     if path.is_file() and path.suffix not in READERS:
         raise SettingsError(
             f"setting prompts.path: {path} must be a Parquet or JSON file ({', '.join(READERS)}), "

@@ -56,12 +56,12 @@ class MixtureSource:
     def held_out(self) -> Sequence[Prompt]:
         """Return the held-out prompts of all sources, without those that another source trains on."""
         trained = frozenset(self.trained_texts())
-        found = [
+        prompts = [
             self._named(prompt, number)
             for number, source in enumerate(self._sources)
             for prompt in source.held_out()
         ]
-        return unseen(found, trained)
+        return unseen(prompts, trained)
 
     def trained_texts(self) -> Iterable[str]:
         return (text for source in self._sources for text in source.trained_texts())

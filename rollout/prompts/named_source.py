@@ -112,15 +112,15 @@ def check_names(entries: Sequence[SourceConfig], what: str) -> None:
     Raises:
         SettingsError: a name is empty, has other characters, is taken, or names the set of `[prompts]`.
     """
-    seen = {HELD_OUT}
+    names = {HELD_OUT}
     for number, entry in enumerate(entries):
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", entry.name):
             raise SettingsError(
                 f"setting {what}.{number}.name: {entry.name!r} has to be 1 to 63 lower-case letters, digits, "
                 "'-' and '_', such as \"gsm8k\""
             )
-        if entry.name in seen:
+        if entry.name in names:
             raise SettingsError(
                 f"setting {what}.{number}.name: {entry.name!r} is taken; give each a name of its own"
             )
-        seen.add(entry.name)
+        names.add(entry.name)

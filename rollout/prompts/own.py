@@ -23,12 +23,12 @@ def make(config: PromptConfig) -> PromptSource:
         SettingsError: module or name is missing, the code raises, its arguments do not fit, a row has no
             question, or the class is no `PromptSource`; names the file.
     """
-    found, file = import_attribute(config.source, "setting prompts.source")
+    item, file = import_attribute(config.source, "setting prompts.source")
     what = f"setting prompts.source: {config.source} in {file}"
-    if not isinstance(found, type):
-        rows = _rows(what, found, config)
+    if not isinstance(item, type):
+        rows = _rows(what, item, config)
         return RowSource(config, lambda text, setting: rows)
-    source: PromptSource = _called(what, found, (config,), config.options)
+    source: PromptSource = _called(what, item, (config,), config.options)
     for name in MEMBERS:
         if not hasattr(source, name):
             raise SettingsError(f"{what}: it has no {name}; write all of {', '.join(MEMBERS)}")
@@ -49,14 +49,14 @@ def _rows(what: str, function: Any, config: PromptConfig) -> list[Prompt]:
     return prompts_of(numbered(), config)
 
 
-def _called(what: str, found: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _called(what: str, item: Any, positional: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call the user's code. Raises SettingsError."""
     try:
-        inspect.signature(found).bind(*given, **options)
+        inspect.signature(item).bind(*positional, **options)
     except TypeError as error:
-        first = "the section [prompts] and " if given else ""
+        first = "the section [prompts] and " if positional else ""
         raise SettingsError(f"{what}: {error}; it is called with {first}prompts.options") from None
     try:
-        return found(*given, **options)
+        return item(*positional, **options)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise SettingsError(f"{what}: {located(error)}") from None

@@ -55,23 +55,23 @@ class ReasoningGymSource:
         Raises:
             SettingsError: the families generate too few different questions.
         """
-        wanted = self._config.held_out
-        trained = set(self.trained_texts()) if wanted else set()
-        found: list[Prompt] = []
-        for start in range(0, ATTEMPTS * wanted, max(1, wanted)):
+        count = self._config.held_out
+        trained = set(self.trained_texts()) if count else set()
+        prompts: list[Prompt] = []
+        for start in range(0, ATTEMPTS * count, max(1, count)):
             drawn = [
-                self._item(i, self._config.seed + HELD_OUT_SEED, -1) for i in range(start, start + wanted)
+                self._item(i, self._config.seed + HELD_OUT_SEED, -1) for i in range(start, start + count)
             ]
-            found = unseen(found + drawn, trained)
-            if len(found) >= wanted:
-                return found[:wanted]
-        if wanted:
+            prompts = unseen(prompts + drawn, trained)
+            if len(prompts) >= count:
+                return prompts[:count]
+        if count:
             raise SettingsError(
-                f"families {', '.join(self._families)} gave only {len(found)} of {wanted} held-out questions "
-                "that are not in training; lower prompts.held_out or prompts.count, "
+                f"families {', '.join(self._families)} gave only {len(prompts)} of {count} held-out "
+                "questions that are not in training; lower prompts.held_out or prompts.count, "
                 "or make the families larger with prompts.params"
             )
-        return found
+        return prompts
 
     def trained_texts(self) -> Iterable[str]:
         return (self._item(i, self._config.seed, i).text for i in range(self._config.count))

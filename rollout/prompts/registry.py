@@ -44,10 +44,10 @@ def make_source(config: PromptConfig, own: SourceConfig | None = None) -> Prompt
     return source
 
 
-def _refuse_unused(given: PromptConfig | SourceConfig, source: str) -> None:
+def _refuse_unused(config: PromptConfig | SourceConfig, source: str) -> None:
     """Raise SettingsError for the first setting that is given and that the source does not use."""
     for name in unused_by(source):
-        value = getattr(given, name, None)
+        value = getattr(config, name, None)
         if value is not None and value != DEFAULTS[name]:
             raise SettingsError(
                 f"setting prompts.{name}: {value!r}, but prompts.source {source!r} does not use it; leave it "

@@ -39,13 +39,13 @@ class RowSource:
                 "lower prompts.held_out or prompts.count, or add data"
             )
         candidates = read(own, "held_out_path")[: config.held_out or None] if own else prompts[available:]
-        kept = within_rates(prompts[:available], config)
-        if len(kept) < max(1, config.count):
+        eligible = within_rates(prompts[:available], config)
+        if len(eligible) < max(1, config.count):
             raise SettingsError(
-                f"{place}: {len(kept)} of {available} prompts are within prompts.min_pass_rate and "
+                f"{place}: {len(eligible)} of {available} prompts are within prompts.min_pass_rate and "
                 f"max_pass_rate, fewer than {max(1, config.count)}; widen them, or lower prompts.count"
             )
-        self._train = kept[: config.count or None]
+        self._train = eligible[: config.count or None]
         self._held_out = unseen(candidates, (p.text for p in self._train))
         if candidates and not self._held_out:
             raise SettingsError(
@@ -90,7 +90,7 @@ def prompts_of(rows: Iterable[tuple[str, Any]], config: PromptConfig) -> list[Pr
     """
     template = parse_template(config.template) if config.template else ()
     pattern = compile_pattern(config.answer_pattern) if config.answer_pattern else None
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     unmatched: list[str] = []
     for where, row in rows:
         _check_fields(row, config, where)
@@ -103,13 +103,13 @@ def prompts_of(rows: Iterable[tuple[str, Any]], config: PromptConfig) -> list[Pr
             if not metadata["answer"]:
                 unmatched.append(f"{where}: {str(row[config.answer_field])[-80:]!r}")
         question = fill_template(template, row, where) if template else row[config.prompt_field]
-        found.append(_prompt(question, metadata, where))
+        prompts.append(_prompt(question, metadata, where))
     if unmatched:
         raise SettingsError(
-            f"{len(unmatched)} of {len(found)} rows have no answer that prompts.answer_pattern "
+            f"{len(unmatched)} of {len(prompts)} rows have no answer that prompts.answer_pattern "
             f"{config.answer_pattern!r} finds; the first is {unmatched[0]}"
         )
-    return found
+    return prompts
 
 
 def local_path(text: str, name: str) -> Path:
@@ -147,17 +147,17 @@ def _prompt(question: Any, metadata: Mapping[str, Any], where: str) -> Prompt:
 
 
 def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
-    wanted = f"{where}: expected text or a list of messages with a role and a content as text"
+    problem = f"{where}: expected text or a list of messages with a role and a content as text"
     if not isinstance(value, list) or not value:
-        raise SettingsError(f"{wanted}, got {type(value).__name__}")
-    found = []
+        raise SettingsError(f"{problem}, got {type(value).__name__}")
+    pairs = []
     for message in value:
         if not isinstance(message, Mapping) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
-            raise SettingsError(f"{wanted}, got {str(message)[:80]}")
-        found.append((message["role"], message["content"]))
-    return tuple(found)
+            raise SettingsError(f"{problem}, got {str(message)[:80]}")
+        pairs.append((message["role"], message["content"]))
+    return tuple(pairs)
 
 
 def encoded_prompt(prompt: Prompt) -> bytes:

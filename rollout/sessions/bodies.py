@@ -10,57 +10,61 @@ from rollout.sessions.requests import Asked
 from rollout.sessions.session import CallAnswer
 
 
-def chat_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+def chat_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
     """Return the answer to a chat request, which is called `name`."""
     return {
-        **_head(asked, name, "chat.completion"),
+        **_head(request, name, "chat.completion"),
         "choices": [
             {
                 "index": 0,
                 "message": {**answer.message, "refusal": None},
                 "finish_reason": answer.finish_reason,
-                "logprobs": chat_logprobs(answer, renderer) if asked.logprobs else None,
+                "logprobs": chat_logprobs(answer, renderer) if request.logprobs else None,
             }
         ],
         "usage": usage(answer),
     }
 
 
-def text_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+def text_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
     """Return the answer to a completion request."""
     return {
-        **_head(asked, name, "text_completion"),
-        "choices": [_text_choice(asked, answer, renderer)],
+        **_head(request, name, "text_completion"),
+        "choices": [_text_choice(request, answer, renderer)],
         "usage": usage(answer),
     }
 
 
-def chat_start(asked: Asked, name: str) -> dict[str, Any]:
+def chat_start(request: Asked, name: str) -> dict[str, Any]:
     """Return the first event of a streamed chat answer, which is sent while the rest is generated."""
-    return _chunk(asked, name, {"role": "assistant", "content": ""}, None)
+    return _chunk(request, name, {"role": "assistant", "content": ""}, None)
 
 
-def chat_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[dict[str, Any]]:
+def chat_events(
+    request: Asked, answer: CallAnswer, renderer: Renderer, name: str
+) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed chat answer after the first."""
     delta: dict[str, Any] = {"content": answer.message["content"]}
     if thoughts := answer.message.get("reasoning_content"):
         delta["reasoning_content"] = thoughts
     if calls := answer.message.get("tool_calls"):
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    event = _chunk(asked, name, delta, None)
-    if asked.logprobs:
+    event = _chunk(request, name, delta, None)
+    if request.logprobs:
         event["choices"][0]["logprobs"] = chat_logprobs(answer, renderer)
     yield event
-    yield _chunk(asked, name, {}, answer.finish_reason)
-    if asked.include_usage:
-        yield {**_head(asked, name, "chat.completion.chunk"), "choices": [], "usage": usage(answer)}
+    yield _chunk(request, name, {}, answer.finish_reason)
+    if request.include_usage:
+        yield {**_head(request, name, "chat.completion.chunk"), "choices": [], "usage": usage(answer)}
 
 
-def text_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[dict[str, Any]]:
+def text_events(
+    request: Asked, answer: CallAnswer, renderer: Renderer, name: str
+) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed completion."""
-    yield {**_head(asked, name, "text_completion"), "choices": [_text_choice(asked, answer, renderer)]}
-    if asked.include_usage:
-        yield {**_head(asked, name, "text_completion"), "choices": [], "usage": usage(answer)}
+    yield {**_head(request, name, "text_completion"), "choices": [_text_choice(request, answer, renderer)]}
+    if request.include_usage:
+        yield {**_head(request, name, "text_completion"), "choices": [], "usage": usage(answer)}
 
 
 def usage(answer: CallAnswer) -> dict[str, int]:
@@ -73,19 +77,19 @@ def usage(answer: CallAnswer) -> dict[str, int]:
     }
 
 
-def _head(asked: Asked, name: str, kind: str) -> dict[str, Any]:
-    return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model}
+def _head(request: Asked, name: str, kind: str) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _chunk(asked: Asked, name: str, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+def _chunk(request: Asked, name: str, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
     choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
-    return {**_head(asked, name, "chat.completion.chunk"), "choices": [choice]}
+    return {**_head(request, name, "chat.completion.chunk"), "choices": [choice]}
 
 
-def _text_choice(asked: Asked, answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
+def _text_choice(request: Asked, answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
     completion = answer.call.completion
     logprobs = None
-    if asked.logprobs:
+    if request.logprobs:
         pieces = [renderer.piece(token) for token in completion.tokens]
         offsets = list(accumulate(map(len, pieces[:-1]), initial=0))
         logprobs = {

@@ -17,7 +17,7 @@ def branches_of(tree: CallTree) -> tuple[Branch, ...]:
     A row begins after the tokens that it shares with an earlier one: at least the tokens of the call that it
     continues, at most its context. So two answers that begin with the same tokens are both kept.
     """
-    found: list[Branch] = []
+    branches: list[Branch] = []
     full: list[NDArray[np.int64]] = []
     places = {id(call): place for place, call in enumerate(tree.calls)}
     for row in tree.rows():
@@ -27,8 +27,8 @@ def branches_of(tree: CallTree) -> tuple[Branch, ...]:
         branch = _branch(row, context[shared:].tolist(), parent, shared, order)
         before = full[parent][:shared] if parent >= 0 else context[:0]
         full.append(np.concatenate([before, np.array(branch.tokens, dtype=np.int64)]))
-        found.append(branch)
-    return tuple(found)
+        branches.append(branch)
+    return tuple(branches)
 
 
 def _longest_shared(context: NDArray[np.int64], rows: Sequence[NDArray[np.int64]]) -> tuple[int, int]:

@@ -123,12 +123,12 @@ class SessionEndpoint:
         """End a session: its calls that run are ended, and its key is refused. Idempotent."""
         self._end(_known(key), reason)
 
-    def _end(self, known: bytes, reason: str) -> None:
-        session = self._sessions.pop(known, None)
+    def _end(self, key: bytes, reason: str) -> None:
+        session = self._sessions.pop(key, None)
         if session is None:
             return
         session.end(reason)
-        self._ended[known] = session.ended
+        self._ended[key] = session.ended
         while len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
@@ -163,14 +163,14 @@ class SessionEndpoint:
             if request.method == "PUT":
                 body = await self._body(request)
                 value = await off_loop(len(body), functools.partial(read_body, body))
-                found: bytes | None = await results.keep(name, value)
+                result: bytes | None = await results.keep(name, value)
             else:
-                found = await results.find(name)
+                result = await results.find(name)
         except EpisodeError as error:
             raise RequestRefused(500, "not_recorded", str(error)) from None
-        if found is None:
+        if result is None:
             raise RequestRefused(404, "not_recorded", f"the session has no result {name[:80]!r}")
-        return web.Response(body=found, content_type="application/json")
+        return web.Response(body=result, content_type="application/json")
 
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         try:
@@ -208,13 +208,13 @@ async def _as_errors(request: web.Request, handler: Handler) -> web.StreamRespon
         return web.json_response(refusal.body, status=refusal.status, headers={"x-should-retry": "false"})
     except ClientConnectionResetError:
         return web.Response()  # the client has hung up, so the error is not sent
-    except Exception as failed:
-        if not isinstance(failed, web.HTTPException):
+    except Exception as error:
+        if not isinstance(error, web.HTTPException):
             _log.exception("session.error path=%s", request.path.partition("/v1")[2])
-            failed = web.HTTPInternalServerError()
-        code = "not_found" if failed.status == 404 else "refused"
-        body = RequestRefused(failed.status, code, failed.reason).body
-        return web.json_response(body, status=failed.status, headers={"x-should-retry": "false"})
+            error = web.HTTPInternalServerError()
+        code = "not_found" if error.status == 404 else "refused"
+        body = RequestRefused(error.status, code, error.reason).body
+        return web.json_response(body, status=error.status, headers={"x-should-retry": "false"})
 
 
 async def _read(request: web.Request, limit: int) -> bytes:

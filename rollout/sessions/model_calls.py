@@ -23,13 +23,13 @@ class ModelCalls:
         config: EnvironmentConfig,
         max_model_len: int,
         name: str,
-        ended: Callable[[], str] = lambda: "",
+        end_reason: Callable[[], str] = lambda: "",
         record: SampleRecord | None = None,
     ) -> None:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
         self.record = record
         self._engine, self._sampling, self._config = engine, sampling, config
-        self.max_model_len, self.name, self._ended = max_model_len, name, ended
+        self.max_model_len, self.name, self._ended = max_model_len, name, end_reason
         self._asked = 0
         self._over = False
         self._running: set[asyncio.Timeout] = set()

@@ -48,12 +48,12 @@ class Results:
             Exception: any exception of `work`; no result is recorded then.
         """
         async with self._running.setdefault(checked_name(name), asyncio.Lock()):
-            found = await self.find(name)
-            if found is None:
+            result = await self.find(name)
+            if result is None:
                 began_ms = now_ms()
-                found = await self._kept(name, await _off_loop_json(name, await work()), began_ms)
-            known = found
-            return await off_loop(len(known), lambda: json.loads(known))
+                result = await self._kept(name, await _off_loop_json(name, await work()), began_ms)
+            result_before = result
+            return await off_loop(len(result_before), lambda: json.loads(result_before))
 
     async def find(self, name: str) -> bytes | None:
         """Return the result of a name as JSON, once it is on disk; None: there is none.
@@ -72,13 +72,13 @@ class Results:
             RequestRefused: as for `once`, or another result has this name.
             EpisodeError: as for `once`.
         """
-        made = await _off_loop_json(checked_name(name), value)
-        found = await self.find(name)
-        if found is None:
-            return await self._kept(name, made, now_ms())
-        if found != made:
+        encoded = await _off_loop_json(checked_name(name), value)
+        result = await self.find(name)
+        if result is None:
+            return await self._kept(name, encoded, now_ms())
+        if result != encoded:
             raise RequestRefused(409, "already_recorded", f"another result is recorded as {name!r}")
-        return found
+        return result
 
     def end(self, reason: str) -> None:
         """Refuse further results; writes in progress are not awaited."""

@@ -72,17 +72,17 @@ def _behind_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
         # Some templates write the result of a tool only after a call of it, or end a call by another token.
         called = {**answer, "content": "", "tool_calls": [_marked(call, mark) for call in calls]}
         try:
-            _, found, text = _written(renderer, [*before, called, *new], tools).rpartition(mark)
+            _, mark_found, text = _written(renderer, [*before, called, *new], tools).rpartition(mark)
         except SettingsError:
-            found = text = ""  # a template without calls may still write their results, as below
-        if found and (ends := [place for stop in _stops(renderer) if (place := text.find(stop)) >= 0]):
+            mark_found = text = ""  # a template without calls may still write their results, as below
+        if mark_found and (ends := [place for stop in _stops(renderer) if (place := text.find(stop)) >= 0]):
             return text[min(ends) :]
     plain = {"role": "assistant", "content": mark}
     results = [{**message, "content": result} for message in new if message["role"] == "tool"]
     if results and result not in _written(renderer, [*before, plain, *results], tools).rpartition(mark)[2]:
         raise SettingsError("the chat template leaves out the result of a tool")
-    _, found, text = _written(renderer, [*before, plain, *new], tools).rpartition(mark)
-    if not found:
+    _, mark_found, text = _written(renderer, [*before, plain, *new], tools).rpartition(mark)
+    if not mark_found:
         raise SettingsError("the chat template leaves out an answer that others follow")
     return text
 

@@ -38,11 +38,11 @@ def check_loaded(trace: LoaderTrace, model_dir: Path) -> None:
         with ExitStack() as stack:
             paths = sorted(model_dir.glob("*.safetensors"))
             files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
-            held = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            files_by_tensor = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
             for parameter, copies in places.items():
                 for copy in {id(copy): copy for copy in (copies[0], copies[-1])}.values():
                     if files:
-                        _check(trace.live[parameter], copy, held[copy.name])
+                        _check(trace.live[parameter], copy, files_by_tensor[copy.name])
     except (OSError, SafetensorError) as error:
         raise EngineError(f"{model_dir}: {error}") from error
 

@@ -71,11 +71,11 @@ class SlicePlacement:
                 self._assembled[name] = parts
                 self.wanted[name] = (whole(sources[0].shape),)
                 continue
-            found = [box for box in boxes if box is not None]
+            filled = [box for box in boxes if box is not None]
             self._places[name] = [
-                (box, part.target.view(shape_of(box))) for box, part in zip(found, parts, strict=True)
+                (box, part.target.view(shape_of(box))) for box, part in zip(filled, parts, strict=True)
             ]
-            if wanted := disjoint(found):
+            if wanted := disjoint(filled):
                 self.wanted[name] = wanted
 
     def destination(self, name: str, box: Box) -> torch.Tensor | None:
@@ -104,15 +104,15 @@ class SlicePlacement:
 
     def _targets_of(self, name: str, box: Box) -> list[tuple[torch.Tensor, tuple[slice, ...] | None]]:
         """Return the targets that a slice fills, each with the slice's part for it; None: all of it."""
-        found = self._targets.get((name, box))
-        if found is None:
-            found = self._targets[name, box] = []
+        targets = self._targets.get((name, box))
+        if targets is None:
+            targets = self._targets[name, box] = []
             for place, target in self._places.get(name, ()):
                 shared = intersection(place, box)
                 if shared is not None:
                     part = None if shared == box else relative(shared, box)
-                    found.append((target[relative(shared, place)], part))
-        return found
+                    targets.append((target[relative(shared, place)], part))
+        return targets
 
     def finish(self) -> None:
         """Check that every tensor is assembled. Raises WeightError for a half assembled one."""
@@ -125,12 +125,12 @@ class SlicePlacement:
             for part in self._assembled[name]:
                 part.fill(tensor)
             return
-        made, missing = self._whole.pop(name, (None, size_of(whole(shape))))
-        if made is None:
-            made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        made[relative(box, whole(shape))].copy_(tensor)
+        tensor_so_far, missing = self._whole.pop(name, (None, size_of(whole(shape))))
+        if tensor_so_far is None:
+            tensor_so_far = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        tensor_so_far[relative(box, whole(shape))].copy_(tensor)
         if missing > size_of(box):
-            self._whole[name] = made, missing - size_of(box)
+            self._whole[name] = tensor_so_far, missing - size_of(box)
             return
         for part in self._assembled[name]:
-            part.fill(made)
+            part.fill(tensor_so_far)

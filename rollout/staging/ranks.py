@@ -74,14 +74,14 @@ class AllRanksStaging:
             if any(refusals):
                 raise WeightError(next(filter(None, refusals)))
             ranks = await self._final_status(manifest)
-            expected = manifest
+            target = manifest
             # all ranks must have received the same bytes
             if is_provisional(manifest) and (staged := ranks[0].staged) is not None:
-                expected = replace(manifest, digest=staged.digest)
+                target = replace(manifest, digest=staged.digest)
             # ranks with an error first: it is the reason of the others' state
             for number, rank in sorted(enumerate(ranks), key=lambda numbered: not numbered[1].error):
-                check_rank(number, rank, expected)
-            self._staged = Served(expected.epoch, expected.version, expected.digest)
+                check_rank(number, rank, target)
+            self._staged = Served(target.epoch, target.version, target.digest)
         finally:
             try:
                 if self._staged is None:
@@ -189,13 +189,13 @@ def check_rank(rank: int, status: RankStatus, manifest: WeightManifest) -> None:
     if status.error or staged is None:
         kind = PoisonedError if status.poisoned else WeightError
         raise kind(status.error or f"rank {rank} is {status.state}")
-    for key, found, expected in (
+    for key, value, expected in (
         ("epoch", staged.epoch, manifest.epoch),
         ("version", staged.version, manifest.version),
         ("digest", staged.digest, manifest.digest),
         ("covered", status.covered, sum(entry.nbytes for entry in manifest.tensors)),
     ):
-        if found != expected:
+        if value != expected:
             raise WeightError(
-                f"rank {rank} has staged {key} {found}, version {manifest.version} has {expected}"
+                f"rank {rank} has staged {key} {value}, version {manifest.version} has {expected}"
             )

@@ -178,12 +178,12 @@ class SharedPlan(LoaderTrace):
         views = self.views()
         with torch.no_grad():
             for name, live in self.live.items():
-                made = bits_of(live).clone().bitwise_not_()
+                inverted = bits_of(live).clone().bitwise_not_()
                 for window in self._fills.get(name, ()):
-                    window.on(made).copy_(window.on(bits_of(live)))
+                    window.on(inverted).copy_(window.on(bits_of(live)))
                 for copy in (copies[0] for copies in self._copies.values() if copies[0].parameter == name):
-                    copy.target.on(made).copy_(bits_of(views[copy.name]).clone())
-                if not torch.equal(made, bits_of(live)):
+                    copy.target.on(inverted).copy_(bits_of(views[copy.name]).clone())
+                if not torch.equal(inverted, bits_of(live)):
                     raise EngineError(f"parameter {name}: staging the live weights does not reproduce them")
 
     def release(self) -> None:

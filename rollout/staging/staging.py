@@ -199,16 +199,16 @@ class Staging:
         self._cancelled.clear()
 
 
-def stored_once(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def stored_once(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return parameters by name, each storage once: of tied parameters the first name stays."""
     first_names: dict[tuple[object, ...], str] = {}
-    kept: dict[str, torch.Tensor] = {}
-    for name, tensor in named:
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
         key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
         if tensor.numel() and first_names.setdefault(key, name) != name:
             continue
-        kept[name] = tensor.detach()
-    return kept
+        copies[name] = tensor.detach()
+    return copies
 
 
 def whole_source(target: torch.Tensor) -> ExpectedTensor:
@@ -234,11 +234,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def digest_of(named: Mapping[str, torch.Tensor]) -> int:
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return the digest that a manifest of exactly these tensors would have."""
     return manifest_digest(
         [
             TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, tensor.nbytes, digest)
-            for (name, tensor), digest in zip(named.items(), digests_of(named.values()), strict=True)
+            for (name, tensor), digest in zip(tensors.items(), digests_of(tensors.values()), strict=True)
         ]
     )

@@ -27,7 +27,7 @@ class Tool(ABC):
         """State of the tool between calls of its episode, such as files; empty: none."""
         return ""
 
-    def restore(self, kept: str) -> None:  # noqa: B027  most have no state
+    def restore(self, state: str) -> None:  # noqa: B027  most have no state
         """Take over the state of the same episode's tool, from an earlier process or from this one."""
 
     @abstractmethod

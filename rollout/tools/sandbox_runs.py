@@ -20,7 +20,7 @@ class SandboxRuns:
         self._free = asyncio.Semaphore(parallel)
         """Whoever waits for it has no descriptors open: a worker may have thousands of episodes."""
 
-    async def run(self, program: str, given: str, limits: Limits) -> Verdict:
+    async def run(self, program: str, text: str, limits: Limits) -> Verdict:
         """Run a program with an input. Cancelling kills it, and waits until it has ended.
 
         Raises:
@@ -29,15 +29,15 @@ class SandboxRuns:
         async with self._free:
             read, write = os.pipe()
             try:
-                verdict = await self._run(program, given, limits, read, write)
+                verdict = await self._run(program, text, limits, read, write)
             finally:
                 os.close(read)
                 os.close(write)
         _warn(verdict.isolation)
         return verdict
 
-    async def _run(self, program: str, given: str, limits: Limits, read: int, write: int) -> Verdict:
-        future = self._threads.submit(run_programs, program, [given], limits, read)
+    async def _run(self, program: str, text: str, limits: Limits, read: int, write: int) -> Verdict:
+        future = self._threads.submit(run_programs, program, [text], limits, read)
         wrapped = asyncio.wrap_future(future)
         try:
             return await asyncio.shield(wrapped)

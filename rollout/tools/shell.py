@@ -55,9 +55,9 @@ class ShellTool(Tool):
         """The directory, packed."""
         return self._files
 
-    def restore(self, kept: str) -> None:
+    def restore(self, state: str) -> None:
         """Take a packed directory for the episode's."""
-        self._files = kept
+        self._files = state
 
     async def run(self, text: str) -> str:
         """Return the command's output and its status. Cancelling kills it; the files are as before.
@@ -65,14 +65,14 @@ class ShellTool(Tool):
         Raises:
             RewardError: the sandbox cannot be set up.
         """
-        given = {
+        order = {
             "command": text.replace("\0", ""),
             "files": self._files,
             "wall_s": self._own.wall_s,
             "output": self._output,
             "directory": self._directory,
         }
-        verdict = await self._runs.run(PROGRAM, json.dumps(given), self._limits)
+        verdict = await self._runs.run(PROGRAM, json.dumps(order), self._limits)
         try:
             result = msgspec.json.decode(json.loads(verdict.outputs[0]), type=CommandResult)
         except (KeyError, TypeError, ValueError, RecursionError):

@@ -41,20 +41,20 @@ def create_keys(directory: str | Path) -> None:
         SettingsError: if there are keys already: replacing them would lock out running peers.
     """
     root = Path(directory)
-    made = root / MADE
-    if not made.is_dir():
+    keys = root / MADE
+    if not keys.is_dir():
         taken = [name for name in ("server.key", "client.key") if (root / name).exists()]
         if taken:
             raise SettingsError(f"{root}: {taken[0]} exists; use an empty directory or delete the old keys")
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
-        with directory_written_aside(made) as aside:
+        with directory_written_aside(keys) as aside:
             _make_pairs(aside)
     (root / AUTHORIZED).parent.mkdir(mode=0o700, exist_ok=True)
     for name in KEY_FILES:
         with contextlib.suppress(FileNotFoundError):  # in place already
-            os.replace(made / name, root / name)
-    shutil.rmtree(made)
+            os.replace(keys / name, root / name)
+    shutil.rmtree(keys)
 
 
 def _make_pairs(directory: Path) -> None:
@@ -121,14 +121,16 @@ class Authenticator:
     def _answer(self) -> None:
         request = self._socket.recv_multipart(zmq.NOBLOCK)
         request_id = request[1] if len(request) > 1 else b""
-        allowed = len(request) == 7 and request[5] == b"CURVE" and self._is_authorized(z85.encode(request[6]))
-        if not allowed:
+        is_authorized = (
+            len(request) == 7 and request[5] == b"CURVE" and self._is_authorized(z85.encode(request[6]))
+        )
+        if not is_authorized:
             self._stats.unknown_peer += 1
             log.info(
                 "bus.unauthorized address=%s",
                 request[3].decode(errors="replace") if len(request) > 3 else "?",
             )
-        status = (b"200", b"OK") if allowed else (b"400", b"key is not in authorized/")
+        status = (b"200", b"OK") if is_authorized else (b"400", b"key is not in authorized/")
         self._socket.send_multipart([b"1.0", request_id, *status, b"", b""], zmq.NOBLOCK)
         self._pump.poke()
 

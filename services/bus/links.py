@@ -226,14 +226,14 @@ class Links(Generic[T]):
         while True:
             try:
                 async with asyncio.timeout(self.config.peer_timeout_s):
-                    found = await self._discover()
+                    endpoints = await self._discover()
             except (TetherError, OSError) as error:
                 if self._discover_error != str(error):
                     log.warning("bus.discover_failed topic=%s error=%r", self._topic.name, error)
                 self._discover_error = str(error)
             else:
                 self._discover_error = ""
-                self._reconcile(found)
+                self._reconcile(endpoints)
             await asyncio.sleep(self.config.heartbeat_s)
 
     def _close(self) -> None:
@@ -246,13 +246,13 @@ class Links(Generic[T]):
             self._context.destroy(0)
             self._context = None
 
-    def _reconcile(self, found: Mapping[str, str]) -> None:
-        self._refused_by.intersection_update(found)
+    def _reconcile(self, endpoints: Mapping[str, str]) -> None:
+        self._refused_by.intersection_update(endpoints)
         for incarnation, link in list(self._links.items()):
-            if found.get(incarnation) != link.endpoint:
+            if endpoints.get(incarnation) != link.endpoint:
                 link.lost = link.lost or "vanished"
                 self._remove(link)
-        for incarnation, endpoint in found.items():
+        for incarnation, endpoint in endpoints.items():
             if incarnation in self._links or self._context is None:
                 continue
             try:

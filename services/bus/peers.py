@@ -59,7 +59,7 @@ class SenderSessions:
         config: BusConfig,
         router: Router,
         stats: BusStats,
-        held: Callable[[], int],
+        unfinished: Callable[[], int],
     ) -> None:
         """Start without sessions.
 
@@ -70,7 +70,7 @@ class SenderSessions:
             config: settings of the bus.
             router: socket to send with.
             stats: counters of the receiver.
-            held: returns the number of unfinished messages, those of disconnected senders included.
+            unfinished: returns the number of unfinished messages, those of disconnected senders included.
         """
         self._topic = topic
         self._run = run
@@ -78,7 +78,7 @@ class SenderSessions:
         self._heartbeat_s = config.heartbeat_s
         self._router = router
         self._stats = stats
-        self._held = held
+        self._held = unfinished
         self._sessions: dict[bytes, SenderSession] = {}
         self._unsent: dict[bytes, None] = {}  # connections with an ack or credit to be sent, in order
         self._flushing = False

@@ -74,7 +74,7 @@ class Receiver:
             config=config,
             router=self._router,
             stats=self.stats,
-            held=lambda: len(self._held),
+            unfinished=lambda: len(self._held),
         )
         self._closed = False
 

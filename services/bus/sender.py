@@ -261,14 +261,14 @@ class Sender:
                 self.stats.refused += 1
 
     def _on_heartbeat(self, link: Link[Pending], beat: Heartbeat) -> None:
-        held = frozenset(beat.held)
-        missing = []
+        ids = frozenset(beat.held)
+        lost = []
         for pending in link.outstanding.values():
             if pending.ordinal > beat.seen:
                 break
-            if pending.id not in held:
-                missing.append(pending)
-        for pending in reversed(missing):
+            if pending.id not in ids:
+                lost.append(pending)
+        for pending in reversed(lost):
             self._send_again(pending, "not_held")
 
     def _on_lost(self, link: Link[Pending]) -> None:

@@ -43,13 +43,13 @@ READ_S = 600.0
 NAME = re.compile(r"best_step_(\d{8,})-([0-9a-f]{16})")
 
 
-def best_of(evaluations: Iterable[Evaluation], wanted: BestScore) -> Evaluation | None:
+def best_of(evaluations: Iterable[Evaluation], choice: BestScore) -> Evaluation | None:
     """Return the evaluation with the highest score, the earliest of equal ones; None if none has it.
 
-    Of a version that was scored again with other weights the later evaluation counts. `wanted.set` must name
+    Of a version that was scored again with other weights the later evaluation counts. `choice.set` must name
     a set.
     """
-    found = [(e.score(wanted.metric)[0], e) for e in last_lines(evaluations) if e.set == wanted.set]
+    found = [(e.score(choice.metric)[0], e) for e in last_lines(evaluations) if e.set == choice.set]
     known = [(score, e) for score, e in found if score is not None]
     return max(known, key=lambda item: item[0])[1] if known else None
 
@@ -57,10 +57,10 @@ def best_of(evaluations: Iterable[Evaluation], wanted: BestScore) -> Evaluation 
 class BestCheckpoint:
     """The best version of a run so far. Methods block."""
 
-    def __init__(self, settings: Settings, wanted: BestScore) -> None:
-        """Store the arguments. `wanted.set` must name a set."""
+    def __init__(self, settings: Settings, choice: BestScore) -> None:
+        """Store the arguments. `choice.set` must name a set."""
         self._settings = settings
-        self._wanted = wanted
+        self._wanted = choice
         self._directory = settings.run_dir / "exports"
 
     def keep(self, evaluation: Evaluation, manifest: WeightManifest) -> None:
@@ -88,12 +88,12 @@ class BestCheckpoint:
 
         They stay as they are while eval.jsonl has no such version: after a rewind, until one is scored again.
         """
-        kept = self._kept()
+        snapshots = self._kept()
         counted = counted_evaluations(self._settings.run_dir)
-        best = best_of([e for e in counted if e.key[:2] in kept], self._wanted)
+        best = best_of([e for e in counted if e.key[:2] in snapshots], self._wanted)
         if best is None:
             return
-        name = kept[best.key[:2]]
+        name = snapshots[best.key[:2]]
         self._link(LINK, name)
         if (self._directory / f"adapter_{name}").is_dir():
             self._link(f"adapter_{LINK}", f"adapter_{name}")
@@ -116,11 +116,11 @@ class BestCheckpoint:
 
     def _kept(self) -> dict[tuple[int, str], str]:
         """Return version and digest -> directory of each model that is there."""
-        kept = {}
+        names = {}
         for path in self._directory.glob("best_step_*"):
             if (match := NAME.fullmatch(path.name)) and path.is_dir():
-                kept[int(match[1]), match[2]] = path.name
-        return kept
+                names[int(match[1]), match[2]] = path.name
+        return names
 
     def _write(self, target: Path, manifest: WeightManifest) -> None:
         lora, source = self._settings.lora, self._settings.model_dir

@@ -59,13 +59,13 @@ def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[
 
 def greedy_fields(scores: Sequence[PromptScore]) -> dict[str, Any]:
     """Return the fields of `Evaluation` about the greedy answers."""
-    found = [score for score in scores if not score.error]
-    mean, stderr = mean_and_stderr([score.mean for score in found])
+    scored = [score for score in scores if not score.error]
+    mean, stderr = mean_and_stderr([score.mean for score in scored])
     return {
         "greedy": mean,
         "greedy_stderr": stderr,
-        "length": _mean_of([length for score in found for length in score.lengths]),
-        "truncated": _mean_of([ended for score in found for ended in score.truncated]),
+        "length": _mean_of([length for score in scored for length in score.lengths]),
+        "truncated": _mean_of([ended for score in scored for ended in score.truncated]),
     }
 
 
@@ -80,16 +80,18 @@ def sampled_fields(scores: Sequence[PromptScore], ks: Sequence[int], success: fl
         ks: the k of pass@k.
         success: reward from which an answer counts as right.
     """
-    found = [score for score in scores if not score.error]
-    mean, stderr = mean_and_stderr([score.mean for score in found])
-    at_k = {k: mean_and_stderr([_pass_at(score, k, success) for score in found]) for k in ks} if found else {}
+    scored = [score for score in scores if not score.error]
+    mean, stderr = mean_and_stderr([score.mean for score in scored])
+    at_k = (
+        {k: mean_and_stderr([_pass_at(score, k, success) for score in scored]) for k in ks} if scored else {}
+    )
     return {
         "sampled": mean,
         "sampled_stderr": stderr,
         "pass_at_k": {k: value for k, (value, _) in at_k.items() if value is not None},
         "pass_at_k_stderr": {k: error for k, (_, error) in at_k.items()},
-        "sampled_length": _mean_of([length for score in found for length in score.lengths]),
-        "sampled_truncated": _mean_of([ended for score in found for ended in score.truncated]),
+        "sampled_length": _mean_of([length for score in scored for length in score.lengths]),
+        "sampled_truncated": _mean_of([ended for score in scored for ended in score.truncated]),
     }
 
 

@@ -169,11 +169,11 @@ def check_versions(rollout: Rollout, version: int) -> None:
 def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, scores: SetScores) -> Evaluation:
     """Return the line of eval.jsonl for the scores of a version on the set `name`."""
     every = [*scores.greedy, *scores.sampled]
-    failed = {i % len(scores.greedy) for i, score in enumerate(every) if score.error}
+    failures = {i % len(scores.greedy) for i, score in enumerate(every) if score.error}
     samples = settings.eval.samples
     # a prompt that failed one way is in no mean: all are over the same prompts
     greedy, sampled = (
-        [score for i, score in enumerate(scored) if i not in failed]
+        [score for i, score in enumerate(scored) if i not in failures]
         for scored in (scores.greedy, scores.sampled)
     )
     return Evaluation(
@@ -182,8 +182,8 @@ def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, score
         epoch=manifest.epoch,
         digest=f"{manifest.digest:016x}",
         set=name,
-        n=len(scores.greedy) - len(failed),
-        failed=len(failed),
+        n=len(scores.greedy) - len(failures),
+        failed=len(failures),
         error=next((score.error for score in every if score.error), "")[:300],
         samples=samples,
         **greedy_fields(greedy),

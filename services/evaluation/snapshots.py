@@ -19,18 +19,18 @@ Key = tuple[int, str, str]
 
 def read_snapshots(run_dir: Path) -> list[WeightManifest]:
     """Return the manifests of the snapshots that are there, by version, the newer epoch last."""
-    found = []
+    snapshots = []
     for path in sorted((run_dir / SNAPSHOTS).glob("v*")):
         if not VERSION_NAME.fullmatch(path.name):
             continue
         try:
             data = (path / MANIFEST).read_bytes()
-            made = path.stat().st_mtime_ns
+            time_ns = path.stat().st_mtime_ns
             manifest = msgspec.json.decode(data, type=WeightManifest)
         except (OSError, msgspec.MsgspecError):  # being removed
             continue
-        found.append((manifest.version, made, msgspec.structs.replace(manifest, location=str(path))))
-    return [manifest for _, _, manifest in sorted(found, key=lambda item: item[:2])]
+        snapshots.append((manifest.version, time_ns, msgspec.structs.replace(manifest, location=str(path))))
+    return [manifest for _, _, manifest in sorted(snapshots, key=lambda item: item[:2])]
 
 
 def remove_snapshot(manifest: WeightManifest) -> None:

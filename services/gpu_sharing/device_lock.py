@@ -75,12 +75,12 @@ class DeviceLock:
 
     def holders(self) -> dict[int, str]:
         """Return the processes that hold the lock, as far as this one may see them: pid -> command."""
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or belongs to another user
                 if any(self._holds(directory, handle) for handle in os.listdir(directory / "fd")):
-                    found[int(directory.name)] = (directory / "comm").read_text().strip()
-        return found
+                    names[int(directory.name)] = (directory / "comm").read_text().strip()
+        return names
 
     def _holds(self, process: Path, handle: str) -> bool:
         """Return whether a descriptor of a process is on the lock's file, and locked."""

@@ -40,8 +40,8 @@ async def holders(process: Process, device: DeviceLock) -> str:
     A holder of this host that is registered is named by its incarnation, any other by pid and command; of
     other hosts those are named whose registry entry says that they hold it.
     """
-    seen = await asyncio.to_thread(device.holders)
-    known: dict[str, int] = {}
+    processes = await asyncio.to_thread(device.holders)
+    peer_pids: dict[str, int] = {}
     with suppress(TetherError, TimeoutError):  # the ledger may be unreachable
         async with asyncio.timeout(REGISTRY_TIMEOUT_S):
             peers = [*await process.ledger.peers(Role.ROLLOUT), *await process.ledger.peers(Role.TRAINER)]
@@ -50,7 +50,7 @@ async def holders(process: Process, device: DeviceLock) -> str:
             for peer in peers
             if peer.incarnation != process.incarnation
         }
-        known = {name: pids[name] for name in pids if pids[name] in seen}
-        known |= {peer.incarnation: pids[peer.incarnation] for peer in peers if peer.info.get(HOLDS)}
-    others = [f"{name} (pid {pid})" for pid, name in seen.items() if pid not in known.values()]
-    return ", ".join([*known, *others]) or "a process that cannot be seen from here"
+        peer_pids = {name: pids[name] for name in pids if pids[name] in processes}
+        peer_pids |= {peer.incarnation: pids[peer.incarnation] for peer in peers if peer.info.get(HOLDS)}
+    others = [f"{name} (pid {pid})" for pid, name in processes.items() if pid not in peer_pids.values()]
+    return ", ".join([*peer_pids, *others]) or "a process that cannot be seen from here"

@@ -95,13 +95,13 @@ class Admission:
 
     async def _with_signal(self, checked: Sequence[Checked]) -> list[Checked]:
         """Return the groups to train on; with `algorithm.filter_groups` the others are dropped."""
-        kept = []
+        deliveries_with_signal = []
         for delivery, message, counts in checked:
             if not self._keeps(message):
                 await self._filter(delivery, message, sum(counts.values()))
             else:
-                kept.append((delivery, message, counts))
-        return kept
+                deliveries_with_signal.append((delivery, message, counts))
+        return deliveries_with_signal
 
     async def _filter(self, delivery: Delivery, message: ScoredRollout, tokens: int) -> None:
         """Have the ledger drop a group that is not to be trained, and acknowledge it without storing it."""

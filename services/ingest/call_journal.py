@@ -85,15 +85,15 @@ class CallAdmission:
                     self._refuse(delivery, reason)
             calls = [item for item in unknown if await self._hold(item[0], item[1].group, item[1].token)]
 
-    async def _recall(self, delivery: Delivery, asked: Recall) -> None:
-        if not 0 <= asked.group < MAX_GROUPS or not 0 <= asked.sample < MAX_SAMPLES:
-            self._refuse(delivery, f"group {asked.group} or sample {asked.sample} is out of range")
-        elif await self._hold(delivery, asked.group, asked.token):
+    async def _recall(self, delivery: Delivery, recall: Recall) -> None:
+        if not 0 <= recall.group < MAX_GROUPS or not 0 <= recall.sample < MAX_SAMPLES:
+            self._refuse(delivery, f"group {recall.group} or sample {recall.sample} is out of range")
+        elif await self._hold(delivery, recall.group, recall.token):
             payloads = await until_written(
-                self._process, lambda: self._store.recall(asked.group, asked.sample)
+                self._process, lambda: self._store.recall(recall.group, recall.sample)
             )
             calls = [call for data in payloads if isinstance(call := decode_payload(data), Call)]
-            found = recalled(calls, asked.epoch)
+            found = recalled(calls, recall.epoch)
             self._process.metrics.count("calls.recalled", len(found.calls))
             self._receiver.answer(delivery, encode_payload(found))
 

@@ -26,12 +26,12 @@ class ClockWatch:
 
     async def compare(self) -> float:
         """Return by how many seconds the wall clock has jumped since the last call; warn if by many."""
-        asked = self._clock()
+        asked_at = self._clock()
         wall_s = await self._wall_ms() / 1000
         answered = self._clock()
-        if answered - asked > SLOW_S:
+        if answered - asked_at > SLOW_S:
             return 0.0
-        offset_s = wall_s - (asked + answered) / 2
+        offset_s = wall_s - (asked_at + answered) / 2
         jump_s = 0.0 if self._offset_s is None else offset_s - self._offset_s
         self._offset_s = offset_s
         if abs(jump_s) > JUMP_S:

@@ -35,11 +35,11 @@ async def finish_evaluation(
         stop: ends the wait at once; so does the end of the process.
         note: prints a line.
     """
-    left = waiting_versions(settings.run_dir)
-    if evaluation is None or not left or stop.is_set() or evaluation.finished.is_set():
+    versions = waiting_versions(settings.run_dir)
+    if evaluation is None or not versions or stop.is_set() or evaluation.finished.is_set():
         return
     limit_s = settings.eval.finish_s
-    note(f"the run is done; up to {limit_s:g} s for the evaluation of {describe_versions(left)}")
+    note(f"the run is done; up to {limit_s:g} s for the evaluation of {describe_versions(versions)}")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             while waiting_versions(settings.run_dir):
@@ -66,13 +66,13 @@ def describe_unscored(settings: Settings, first: int, last: int, evaluation: Sup
     if evaluation is None:
         return ""
     due = due_versions(settings.eval.every, first, last)
-    missing = unscored_versions(list(read_evaluations(settings.run_dir)), due)
-    if not missing:
+    unscored = unscored_versions(list(read_evaluations(settings.run_dir)), due)
+    if not unscored:
         return ""
     cause = f"; {evaluation.given_up}" if evaluation.given_up else " (not in time, see docs/evaluation.md)"
     return (
-        f"evaluation: {len(due) - len(missing)} of {len(due)} versions were scored, "
-        f"not {describe_versions(missing)}{cause}"
+        f"evaluation: {len(due) - len(unscored)} of {len(due)} versions were scored, "
+        f"not {describe_versions(unscored)}{cause}"
     )
 
 

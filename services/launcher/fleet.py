@@ -108,13 +108,13 @@ class Fleet:
             return max(DRAIN_S[role], self._settings.rollout.drain_s + DRAIN_MARGIN_S[role])
         return DRAIN_S[role]
 
-    def start(self, tasks: asyncio.TaskGroup, begun: Callable[[], Awaitable[None]]) -> None:
-        """Keep every process running, each by a task of `tasks`, and spares once `begun` has returned.
+    def start(self, tasks: asyncio.TaskGroup, wait_started: Callable[[], Awaitable[None]]) -> None:
+        """Keep every process running, each by a task of `tasks`, and spares once `wait_started` has returned.
 
         The processes' tasks never raise; see `failure`.
         """
         self._tasks = tasks
-        self._keeping_spares = tasks.create_task(self.spares.run(begun), name="spares")
+        self._keeping_spares = tasks.create_task(self.spares.run(wait_started), name="spares")
         for group in self.children.values():
             for child in group:
                 tasks.create_task(self._keep_running(child), name=child.spec.name)

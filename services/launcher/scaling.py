@@ -71,7 +71,7 @@ def parse_counts(arguments: list[str]) -> dict[Role, int]:
     return counts
 
 
-def scale_run(run_dir: Path, wanted: Mapping[Role, int]) -> str:
+def scale_run(run_dir: Path, counts: Mapping[Role, int]) -> str:
     """Have a `tether up` keep other numbers of workers; return a line about them.
 
     Raises:
@@ -80,10 +80,10 @@ def scale_run(run_dir: Path, wanted: Mapping[Role, int]) -> str:
     drain_s = 0.0
     if is_up(run_dir):
         settings = run_settings(run_dir)
-        check_workers(settings.weights, wanted.get(Role.ROLLOUT, 0))
+        check_workers(settings.weights, counts.get(Role.ROLLOUT, 0))
         drain_s = settings.rollout.drain_s
-    request_scale(run_dir, wanted, drain_s)
-    return ", ".join(f"{role}s {count}" for role, count in wanted.items())
+    request_scale(run_dir, counts, drain_s)
+    return ", ".join(f"{role}s {count}" for role, count in counts.items())
 
 
 def request_scale(run_dir: Path, counts: Mapping[Role, int], drain_s: float = 0.0) -> None:

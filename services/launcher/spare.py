@@ -78,14 +78,14 @@ class Spares:
         if self._tasks is not None:
             self._tasks.create_task(self._keep_loop(kind), name=f"spare-{name}")
 
-    async def run(self, begun: Callable[[], Awaitable[None]]) -> None:
+    async def run(self, wait_started: Callable[[], Awaitable[None]]) -> None:
         """Keep the spares until cancelled; then those that were not used are killed.
 
         Args:
-            begun: returns once the run makes steps. The first spares are started then, as they would slow
-                down its start.
+            wait_started: returns once the run makes steps. The first spares are started then, as they would
+                slow down its start.
         """
-        await begun()
+        await wait_started()
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for kind, name in self._kinds.items():
@@ -117,13 +117,13 @@ class Spares:
             if not spare.forks:
                 del self._ready[kind]
                 spare.used.set()
-            with contextlib.suppress(OSError, TimeoutError, ValueError), contextlib.ExitStack() as failed:
-                failed.callback(kill_session, spare.process)  # then a fork without an order ends, too
+            with contextlib.suppress(OSError, TimeoutError, ValueError), contextlib.ExitStack() as undo:
+                undo.callback(kill_session, spare.process)  # then a fork without an order ends, too
                 async with asyncio.timeout(ORDER_S):
                     process = await _forked(spare) if spare.forks else spare.process
                     spare.writer.write(json.dumps({"name": name, "log": str(log_path)}).encode() + b"\n")
                     await spare.writer.drain()
-                failed.pop_all()
+                undo.pop_all()
                 spare.used.set()
                 log.info("service.from_spare name=%s pid=%d", name, process.pid)
                 return process
@@ -171,12 +171,12 @@ class Spares:
     @contextlib.contextmanager
     def _import_noted(self, kind: Kind) -> Iterator[None]:
         """Have `take` wait for the spare that imports within the block."""
-        self._imports[kind] = ended = asyncio.Event()
+        self._imports[kind] = event = asyncio.Event()
         try:
             yield
         finally:
             del self._imports[kind]
-            ended.set()
+            event.set()
 
     async def _end(self, kind: Kind, spare: Spare) -> None:
         """Forget a spare, and kill it unless it has become a service."""

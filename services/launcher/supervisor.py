@@ -84,20 +84,22 @@ async def run_up(settings: Settings, progress: Progress, compose: Callable[[], S
     run_dir = settings.run_dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
-        asked = await asyncio.to_thread(settings_of_fetched, settings, compose)
-        settings = await asyncio.to_thread(pin_names, asked)
+        original = await asyncio.to_thread(settings_of_fetched, settings, compose)
+        settings = await asyncio.to_thread(pin_names, original)
         spec = await asyncio.to_thread(prepare, settings, local=True)
         with recording_end(run_dir):
-            outcome = await _run_prepared(asked, settings, spec, progress)
+            outcome = await _run_prepared(original, settings, spec, progress)
         await asyncio.to_thread(plot_run, run_dir)
     return outcome
 
 
-async def _run_prepared(asked: Settings, settings: Settings, spec: RunSpec, progress: Progress) -> RunOutcome:
+async def _run_prepared(
+    original: Settings, settings: Settings, spec: RunSpec, progress: Progress
+) -> RunOutcome:
     """Start the ledger, create or continue the run in it, and run it to its end; archive its event log.
 
     Args:
-        asked: the settings as the user gave them.
+        original: the settings as the user gave them.
         settings: the same with names of the hub at their commits.
         spec: the run's specification for the ledger.
         progress: tells the user.
@@ -108,7 +110,7 @@ async def _run_prepared(asked: Settings, settings: Settings, spec: RunSpec, prog
         async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
             await reconcile(ledger, settings)
             lines = await start_or_resume(ledger, settings, spec)
-            record_pins(asked, settings)
+            record_pins(original, settings)
             await ledger.guard()
             facts = describe_memory(settings, read_model(settings))
             for line in (*lines, ledger.durability, *facts):

@@ -12,13 +12,13 @@ POLL_S = 1.0
 
 async def warn_loop(settings: Settings, note: Callable[[str], None]) -> None:
     """Print each new problem of a tracker once, until cancelled."""
-    said: dict[str, str] = {}
+    problems: dict[str, str] = {}
     while True:
         for kind in settings.tracking.kind:
             problem = read_state(settings.run_dir, kind).problem
-            if problem and said.get(kind) != problem:
+            if problem and problems.get(kind) != problem:
                 note(f"warning: tracking by {kind} failed and is tried again; the run continues: {problem}")
-            said[kind] = problem
+            problems[kind] = problem
         await asyncio.sleep(POLL_S)
 
 

@@ -226,11 +226,11 @@ async def keep_running_loop(server: EmbeddedServer) -> None:
             continue
         log.warning("ledger.died restarting in %s", server.directory)
         try:
-            found = await server.start()
+            new_url = await server.start()
         except (OSError, Unavailable) as error:
             log.warning("ledger.not_started error=%s", error)
             continue
-        if found != url:
+        if new_url != url:
             raise TetherError(
                 "the ledger server died and its port was taken meanwhile: "
                 "restart the run, which resumes where it stopped"

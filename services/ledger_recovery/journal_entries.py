@@ -27,7 +27,7 @@ def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> J
 
 def commit_entry(
     epoch: str,
-    taken: Taken,
+    batch: Taken,
     trained: Mapping[int, Mapping[int, int]],
     sequence: int,
     *,
@@ -38,7 +38,7 @@ def commit_entry(
 
     Args:
         epoch: the one that holds the run.
-        taken: the batch of the step.
+        batch: the batch of the step.
         trained: group -> tokens that carried gradient by version.
         sequence: number of the ledger's last event then, or of a later one.
         digest: the digest of the new version's weights.
@@ -47,12 +47,12 @@ def commit_entry(
     details = {
         "digest": str(digest),
         "groups": trained,
-        "accepted": [_accept(group) for group in taken.groups],
+        "accepted": [_accept(group) for group in batch.groups],
         "report": base64.b64encode(report).decode(),
     }
-    groups = tuple(group.group for group in taken.groups)
+    groups = tuple(group.group for group in batch.groups)
     return JournalEntry(
-        "commit", epoch, taken.step, groups, sequence, details=msgspec.to_builtins(details, str_keys=True)
+        "commit", epoch, batch.step, groups, sequence, details=msgspec.to_builtins(details, str_keys=True)
     )
 
 

@@ -74,12 +74,12 @@ class LedgerReconciler:
 
     async def _reconcile(self, server: str, reconciled: str) -> None:
         """Compare the ledger with the files on disk, on a server process that is new to this reconciler."""
-        known = await asyncio.to_thread(self._last_known)
-        found = await self._found()
-        if found < 0 and not known:
+        last_known = await asyncio.to_thread(self._last_known)
+        last_event = await self._found()
+        if last_event < 0 and not last_known:
             return  # the run is still to be created
-        if found < known:
-            log.warning("ledger.lost_writes found=%d known=%d", found, known)
+        if last_event < last_known:
+            log.warning("ledger.lost_writes found=%d known=%d", last_event, last_known)
             await self._rebuild()
         elif reconciled and reconciled != server and (weak := await self._ledger.check_durability()):
             log.warning("ledger.restarted %s", weak)
@@ -103,12 +103,12 @@ class LedgerReconciler:
         for _ in range(MAX_TRIES):
             while await self._archive_rest():
                 pass
-            found = await self._found()
+            last_event = await self._found()
             builder, reports = await asyncio.to_thread(self._read)
             snapshot = builder.snapshot(
                 epoch=new_epoch(),
-                found=found,
-                sequence=max(await asyncio.to_thread(self._last_known), found),
+                last_event=last_event,
+                sequence=max(await asyncio.to_thread(self._last_known), last_event),
                 reports=reports,
             )
             try:
@@ -126,11 +126,11 @@ class LedgerReconciler:
                 len(snapshot.waiting),
                 len(snapshot.journal_events),
             )
-            if wanted := builder.pending:
+            if bound := builder.pending:
                 await self._ledger.set_bound(
-                    max_staleness=wanted.max_staleness,
-                    groups_per_step=wanted.groups_per_step,
-                    policy=wanted.policy,
+                    max_staleness=bound.max_staleness,
+                    groups_per_step=bound.groups_per_step,
+                    policy=bound.policy,
                 )
             return
         raise LostWrites(
@@ -183,11 +183,11 @@ class LedgerReconciler:
                 "point TETHER_REDIS_URL at the server that has the run, or start in a new run directory"
             )
         archived, journal = builder.sequence, self._journal()
-        known = min((entry.ledger_sequence for entry in journal), default=0)
-        if known > archived and journal[0].position > 1:  # the newest entry that may be deleted is kept
+        last_event = min((entry.ledger_sequence for entry in journal), default=0)
+        if last_event > archived and journal[0].position > 1:  # the newest entry that may be deleted is kept
             raise SettingsError(
                 f"the ledger lost writes, {path} ends at event {archived}, "
-                f"and the journal begins after event {known}: the events between are lost; "
+                f"and the journal begins after event {last_event}: the events between are lost; "
                 "restore the whole archive, or start in a new run directory"
             )
         for entry in journal:

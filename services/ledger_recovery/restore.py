@@ -175,12 +175,14 @@ class SnapshotBuilder:
         else:
             self._commit(event)
 
-    def snapshot(self, *, epoch: str, found: int, sequence: int, reports: Mapping[int, bytes]) -> Snapshot:
+    def snapshot(
+        self, *, epoch: str, last_event: int, sequence: int, reports: Mapping[int, bytes]
+    ) -> Snapshot:
         """Return the contents that the ledger must have.
 
         Args:
             epoch: a new, unused one: it fences the trainer that held the run.
-            found: number of the last event in the ledger, -1 if the run is not there.
+            last_event: number of the last event in the ledger, -1 if the run is not there.
             sequence: the highest recorded number of an event.
             reports: encoded `StepReport` by step; may hold other steps, too.
         """
@@ -194,13 +196,13 @@ class SnapshotBuilder:
             for number, group in groups.items()
             if group.state is not _S.WAITING and group.attempt > 1
         }
-        kept = range(self._checkpoint, self.version)
+        steps = range(self._checkpoint, self.version)
         return Snapshot(
             epoch=epoch,
             epochs=tuple(dict.fromkeys(self._epochs)),
-            found=found,
+            found=last_event,
             after=self.sequence,
-            sequence=max(sequence, self.sequence, found),
+            sequence=max(sequence, self.sequence, last_event),
             version=self.version,
             digest=self.digest,
             checkpoint=self._checkpoint,
@@ -215,7 +217,7 @@ class SnapshotBuilder:
             waiting=dict(sorted(waiting.items())),
             attempts=attempts,
             steps=tuple(record for step, record in sorted(self._records.items()) if step >= self._checkpoint),
-            reports={step: report for step, report in sorted(reports.items()) if step in kept},
+            reports={step: report for step, report in sorted(reports.items()) if step in steps},
             journal_events=tuple(self._journal_events),
             wasted_by_reason=dict(self._wasted),
         )

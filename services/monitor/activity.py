@@ -46,12 +46,12 @@ class Activity:
         now = self._clock()
         samples: dict[str, deque[ActivitySample]] = {}
         for peer in peers[:MAX_PROCESSES]:
-            seen = self._samples.get(peer.incarnation) or deque(maxlen=int(2 * WINDOW_S / SAMPLE_S))
-            if not seen or now - seen[-1].time_s >= SAMPLE_S / 2:
-                seen.append(_sample(peer, now))
-            while seen[0].time_s < now - WINDOW_S:
-                seen.popleft()
-            samples[peer.incarnation] = seen
+            history = self._samples.get(peer.incarnation) or deque(maxlen=int(2 * WINDOW_S / SAMPLE_S))
+            if not history or now - history[-1].time_s >= SAMPLE_S / 2:
+                history.append(_sample(peer, now))
+            while history[0].time_s < now - WINDOW_S:
+                history.popleft()
+            samples[peer.incarnation] = history
         self._samples = samples
         self._trainers = frozenset(peer.incarnation for peer in peers if peer.role == Role.TRAINER)
 

@@ -215,7 +215,7 @@ class History:
 
     def _lines_of(self, steps: range, offset: int, end: int) -> Iterable[dict[str, Any]]:
         """Return the last line of each of `steps` between two offsets of the file, in order of step."""
-        found: dict[int, dict[str, Any]] = {}
+        by_step: dict[int, dict[str, Any]] = {}
         try:
             with self._follower.path.open("rb") as file:
                 file.seek(offset)
@@ -223,19 +223,22 @@ class History:
                     offset += len(data)
                     line = parse_line(data)
                     if line is not None and line["step"] in steps:
-                        found[line["step"]] = line
+                        by_step[line["step"]] = line
         except OSError:
             return []
-        return [found[step] for step in sorted(found)]
+        return [by_step[step] for step in sorted(by_step)]
 
 
 def _warnings_of(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the warnings of a step's line as events for the page."""
-    found, time_s = line.get("warnings", []), line.get("time")
-    if isinstance(found, list) and isinstance(time_s, (int, float)):
+    texts, time_s = line.get("warnings", []), line.get("time")
+    if isinstance(texts, list) and isinstance(time_s, (int, float)):
         if line.get("skipped"):
-            found = [f"Step {line['step']} was skipped and changed no weights: {line['skipped']}.", *found]
-        for text in found[:10]:
+            texts = [
+                f"Step {line['step']} was skipped and changed no weights: {line['skipped']}.",
+                *texts,
+            ]
+        for text in texts[:10]:
             yield {
                 "seq": 0,
                 "time_ms": int(time_s * 1000),

@@ -74,14 +74,14 @@ class BusyShare:
                 read for the first time counts from the next call on; one without a reading does not.
         """
         shares = []
-        found: dict[str, tuple[float, float]] = {}
+        current: dict[str, tuple[float, float]] = {}
         for engine, info in readings.items():
             at_s, busy_s = info.get("busy_at_s"), info.get("busy_s")
             if not isinstance(at_s, (int, float)) or not isinstance(busy_s, (int, float)):
                 continue
-            found[engine] = (at_s, busy_s)
-            before_at_s, before_s = self._readings.get(engine, found[engine])
+            current[engine] = (at_s, busy_s)
+            before_at_s, before_s = self._readings.get(engine, current[engine])
             if at_s > before_at_s:
                 shares.append(min(max((busy_s - before_s) / (at_s - before_at_s), 0.0), 1.0))
-        self._readings = found
+        self._readings = current
         return sum(shares) / len(shares) if shares else None

@@ -26,7 +26,7 @@ def redirect_output(path: Path) -> Iterator[None]:
         raise SettingsError(f"{path}: {error.strerror}") from error
     sys.stdout.flush()
     sys.stderr.flush()
-    kept = [os.dup(stream) for stream in (1, 2)]
+    copies = [os.dup(stream) for stream in (1, 2)]
     try:
         for stream in (1, 2):
             os.dup2(file, stream)
@@ -34,7 +34,7 @@ def redirect_output(path: Path) -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        for stream, saved in zip((1, 2), kept, strict=True):
+        for stream, saved in zip((1, 2), copies, strict=True):
             os.dup2(saved, stream)
             os.close(saved)
         os.close(file)

@@ -86,16 +86,16 @@ def service_rows(
         starting_s: seconds since those that are not in the registry were first expected.
     """
     restarts = expected or {}
-    known = {str(peer.info.get("name", peer.role)): peer for peer in peers}
-    rows = [describe_process(name, peer, restarts.get(name, 0)) for name, peer in known.items()]
+    by_name = {str(peer.info.get("name", peer.role)): peer for peer in peers}
+    rows = [describe_process(name, peer, restarts.get(name, 0)) for name, peer in by_name.items()]
     rows += [
         ServiceRow(
             name, MISSING if count else STARTS, "starts again" if count else "starts", starting_s, count
         )
         for name, count in restarts.items()
-        if name not in known
+        if name not in by_name
     ]
-    order = list(restarts) or sorted(known)
+    order = list(restarts) or sorted(by_name)
     return sorted(rows, key=lambda row: order.index(row.name) if row.name in order else len(order))
 
 

@@ -71,7 +71,7 @@ def critic_architecture(settings: Settings, model: ModelFacts) -> Architecture:
 
 def _token_problems(settings: Settings, model: ModelFacts, config: dict[str, Any]) -> Iterator[Problem]:
     """Compare the tokens of both models: by their tokenizers, or by the size of their vocabularies."""
-    known = int(config.get("vocab_size") or 0)
+    vocabulary = int(config.get("vocab_size") or 0)
     own, theirs = _tokens(model.place), _tokens(settings.critic_dir)
     if own and theirs and own != theirs:
         yield Problem(
@@ -80,9 +80,9 @@ def _token_problems(settings: Settings, model: ModelFacts, config: dict[str, Any
             *_named(settings),
         )
     needed = max(own.values()) + 1 if own and theirs else model.vocabulary
-    if known < needed:
+    if vocabulary < needed:
         yield Problem(
-            f"it knows {known} tokens, and the policy's model has {needed}",
+            f"it knows {vocabulary} tokens, and the policy's model has {needed}",
             "choose a model with the same vocabulary",
             *_named(settings),
         )

@@ -25,15 +25,15 @@ ENTRY_FIELDS = {"reasoning_gym": ("family", "entry")}
 
 def stream_problems(settings: Settings, source: PromptSource) -> Iterator[Problem]:
     """Yield the problem if one pass of the prompts is smaller than a step."""
-    wanted, passes = settings.bound.groups_per_step, settings.prompts.passes
+    groups, passes = settings.bound.groups_per_step, settings.prompts.passes
     size = source.size
-    if size is None or not passes or wanted <= size // passes:
+    if size is None or not passes or groups <= size // passes:
         return
     yield Problem(
         f"a pass has {size // passes} prompts (prompts.passes = {passes}), fewer than a step takes",
         f"set it to {size // passes} or less, or give more prompts",
         "bound.groups_per_step",
-        wanted,
+        groups,
     )
 
 
@@ -80,11 +80,11 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
         try:
             if make_verifier(verifier.name, verifier.options).by_turn:
                 check_turn_scores(settings.algorithm)
-            needed = _needed_fields(verifier.name, verifier.options)
+            fields = _needed_fields(verifier.name, verifier.options)
         except SettingsError as error:
             yield Problem(str(error))
             continue
-        for field in needed:
+        for field in fields:
             if prompts and all(prompt.metadata.get(field) is None for prompt in prompts):
                 found = ", ".join(sorted(map(str, prompts[0].metadata))) or "none"
                 yield Problem(

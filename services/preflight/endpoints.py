@@ -91,9 +91,9 @@ def _key_problems(bus: BusConfig) -> Iterator[Problem]:
 def _port_problems(settings: Settings) -> Iterator[Problem]:
     bus, monitor = settings.bus, settings.monitor
     bus_ports = range(bus.port_base, bus.port_base + len(TOPICS)) if bus.port_base else range(0)
-    wanted = [("bus.port_base", bus.port_base, bus.host, port) for port in bus_ports]
+    ports = [("bus.port_base", bus.port_base, bus.host, port) for port in bus_ports]
     if monitor.enabled and monitor.port:
-        wanted.append(("monitor.port", monitor.port, monitor.host, monitor.port))
+        ports.append(("monitor.port", monitor.port, monitor.host, monitor.port))
         if monitor.port in bus_ports:
             yield Problem(
                 f"the bus has the ports {bus_ports[0]} to {bus_ports[-1]} (bus.port_base)",
@@ -108,7 +108,7 @@ def _port_problems(settings: Settings) -> Iterator[Problem]:
             "bus.health_port",
             bus.health_port,
         )
-    for setting, value, host, port in wanted:
+    for setting, value, host, port in ports:
         reason = _why_not_bound(host, port)
         if reason:
             yield Problem(

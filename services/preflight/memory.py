@@ -111,11 +111,11 @@ def describe_memory(
     """
     if settings.trainer.backend != "megatron":
         return []
-    given = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
-    lines = [memory_text(given.work)] if given.on_gpu else []
-    if given.on_gpu or settings.optimizer.cpu_offload:
-        where = "each host" if given.hosts > 1 else "the host"
-        lines.append(f"expected of {where}: {expected_host_memory(given)}; this one has {_has()}")
+    workload = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
+    lines = [memory_text(workload.work)] if workload.on_gpu else []
+    if workload.on_gpu or settings.optimizer.cpu_offload:
+        where = "each host" if workload.hosts > 1 else "the host"
+        lines.append(f"expected of {where}: {expected_host_memory(workload)}; this one has {_has()}")
     return [f"memory   {line}" for line in lines]
 
 

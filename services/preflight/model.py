@@ -74,12 +74,12 @@ def read_facts(place: Path) -> ModelFacts:
     """
     path = place / "config.json"
     try:
-        found = json.loads(path.read_text())
+        facts = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path}: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(facts, dict):
         raise SettingsError(f"{path} is not a JSON object")
-    return ModelFacts(place, found, count_parameters(place), is_made=True)
+    return ModelFacts(place, facts, count_parameters(place), is_made=True)
 
 
 def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
@@ -166,12 +166,12 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
 
 def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
     kind = architecture.model_type
-    found = {
+    conflicts = {
         f"it needs tensors that are parts of the trainer's; {kind} has q, k and v one after the other, and "
         "there they alternate": architecture.family.fused_qkv,
         f"it publishes masters, and the biases of the routers of {kind} have none": architecture.experts.bias,
     }
-    for problem, present in found.items():
+    for problem, present in conflicts.items():
         if present and settings.weights.transport == "shared":
             yield Problem(problem, "use shm", "weights.transport", "shared")
 

@@ -97,7 +97,7 @@ def algorithm_problems(settings: Settings) -> Iterator[Problem]:
 
 def _useless_on_data(settings: Settings) -> Iterator[Problem]:
     algorithm, sampling = settings.algorithm, settings.sampling
-    wanted = {
+    requirements = {
         "sampling.samples_per_prompt": (sampling.samples_per_prompt, 1, "the data have one answer"),
         "sampling.temperature": (sampling.temperature, 1.0, "it divides the logits of the loss, too"),
         "algorithm.kl_coef": (algorithm.kl_coef, 0.0, "its estimators need tokens of the policy"),
@@ -111,7 +111,7 @@ def _useless_on_data(settings: Settings) -> Iterator[Problem]:
             "there is no policy to compare with",
         ),
     }
-    for setting, (value, needed, why) in wanted.items():
+    for setting, (value, needed, why) in requirements.items():
         if value != needed:
             yield Problem(f"with algorithm {algorithm.name!r} {why}", f"set it to {needed!r}", setting, value)
 

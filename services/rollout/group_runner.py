@@ -156,10 +156,10 @@ class GroupRunner:
                 async with asyncio.timeout(self._config.drain_s):
                     # a sleeping engine's groups are handed back at once
                     while self._held and self._serves():
-                        running = [held.task for held in self._held.values() if held.task]
+                        running = [job.task for job in self._held.values() if job.task]
                         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            for held in self._held.values():
-                held.cancel(STOPPING)
+            for job in self._held.values():
+                job.cancel(STOPPING)
 
     def nudge(self) -> None:
         """Ask for a lease at once: there may be room under the bound now."""
@@ -193,13 +193,13 @@ class GroupRunner:
                 return
             if lease.group in self._held:  # its own expired lease, granted again: the old attempt is void
                 self._held[lease.group].cancel(LEASED_AGAIN)
-            self._held[lease.group] = held = HeldGroup(lease)
-            held.task = tasks.create_task(self._run_group(held), name=f"group-{lease.group}")
-            held.task.add_done_callback(functools.partial(self._finished, held))
+            self._held[lease.group] = job = HeldGroup(lease)
+            job.task = tasks.create_task(self._run_group(job), name=f"group-{lease.group}")
+            job.task.add_done_callback(functools.partial(self._finished, job))
 
-    def _finished(self, held: HeldGroup, task: asyncio.Task[None]) -> None:
-        if self._held.get(held.lease.group) is held:
-            del self._held[held.lease.group]
+    def _finished(self, job: HeldGroup, task: asyncio.Task[None]) -> None:
+        if self._held.get(job.lease.group) is job:
+            del self._held[job.lease.group]
         self._slots.release()
         self._process.metrics.busy.set(len(self._held))
 
@@ -248,26 +248,26 @@ class GroupRunner:
         self._nudged.clear()
         return True
 
-    async def _run_group(self, held: HeldGroup) -> None:
+    async def _run_group(self, job: HeldGroup) -> None:
         try:
-            await self._generate_under_lease(held)
+            await self._generate_under_lease(job)
         except asyncio.CancelledError:
-            await self._hand_back(held.lease, held.release)
+            await self._hand_back(job.lease, job.release)
             raise
 
-    async def _generate_under_lease(self, held: HeldGroup) -> None:
-        lease = held.lease
+    async def _generate_under_lease(self, job: HeldGroup) -> None:
+        lease = job.lease
         try:
             async with asyncio.TaskGroup() as tasks:
-                extending = tasks.create_task(self._extend_loop(held), name=f"extend-{lease.group}")
-                await self._generate_and_send(held)
+                extending = tasks.create_task(self._extend_loop(job), name=f"extend-{lease.group}")
+                await self._generate_and_send(job)
                 extending.cancel()
         except* LeaseLost:
             self._process.metrics.count("lease.lost")
             log.info("lease.lost group=%d token=%s", lease.group, lease.token)
 
-    async def _generate_and_send(self, held: HeldGroup) -> None:
-        lease = held.lease
+    async def _generate_and_send(self, job: HeldGroup) -> None:
+        lease = job.lease
         settings, metrics = self._process.settings.sampling, self._process.metrics
         n = settings.samples_per_prompt
         try:
@@ -293,8 +293,8 @@ class GroupRunner:
                     max_model_len=self._process.settings.engine.max_model_len,
                     least=min(n, LEAST_SAMPLES),
                     report=functools.partial(self._observe, lease.group),
-                    ended=lambda: held.ended,
-                    recording=self._recording(held),
+                    ended=lambda: job.ended,
+                    recording=self._recording(job),
                     strays=self._strays,
                     with_turn_texts=self._process.settings.reward.may_score_turns,
                 )
@@ -322,35 +322,35 @@ class GroupRunner:
         else:
             self._process.metrics.count("group.delivered")
 
-    def _recording(self, held: HeldGroup) -> Recording | None:
+    def _recording(self, job: HeldGroup) -> Recording | None:
         """Return what records the calls of a group; it is ended once they are refused for a lost lease.
 
         Otherwise its harnesses would fail by these refusals, and the group would be dropped for it.
         """
 
         def lose(why: str) -> None:
-            if not held.ended:
+            if not job.ended:
                 self._process.metrics.count("lease.lost")
-                log.info("lease.lost group=%d token=%s why=%s", held.lease.group, held.lease.token, why)
-                held.release = "lease"
-                held.cancel(f"the lease of its group is lost ({why})")
+                log.info("lease.lost group=%d token=%s why=%s", job.lease.group, job.lease.token, why)
+                job.release = "lease"
+                job.cancel(f"the lease of its group is lost ({why})")
 
-        return recording_of(self._calls, held.lease, self._process.incarnation, lose) if self._calls else None
+        return recording_of(self._calls, job.lease, self._process.incarnation, lose) if self._calls else None
 
     def _observe(self, group: int, report: EpisodeReport) -> None:
         self._prefixes.add(report)
         observe_episode(self._process.metrics, group, report)
 
-    async def _extend_loop(self, held: HeldGroup) -> None:
+    async def _extend_loop(self, job: HeldGroup) -> None:
         """Extend a lease until cancelled. Raises LeaseLost if the ledger refuses."""
-        lease = held.lease
+        lease = job.lease
         lease_ms = int(self._config.lease_s * 1000)
         while True:
             await asyncio.sleep(self._config.lease_s / 3)
             try:
                 await self._process.ledger.extend(lease.group, lease.token, lease_ms)
             except Refused as refusal:
-                held.ended = held.ended or f"the lease of its group is lost ({refusal})"
+                job.ended = job.ended or f"the lease of its group is lost ({refusal})"
                 raise LeaseLost from refusal
 
     async def _fail(self, lease: Lease, error: Exception) -> None:

@@ -115,16 +115,16 @@ def allow_open_files(groups: int, samples: int, each: int) -> None:
         SettingsError: the process may not raise it as far.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = RESERVED_FILES + groups * samples * each
-    if not each or soft == resource.RLIM_INFINITY or needed <= soft:
+    required = RESERVED_FILES + groups * samples * each
+    if not each or soft == resource.RLIM_INFINITY or required <= soft:
         return
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    if hard != resource.RLIM_INFINITY and required > hard:
         raise SettingsError(
             f"setting rollout.groups_in_flight: {groups} groups of {samples} samples are {groups * samples} "
-            f"open sessions, which need {needed} open files, and this process may have {hard}: raise that "
-            f"limit (`ulimit -n {needed}`), or lower groups_in_flight"
+            f"open sessions, which need {required} open files, and this process may have {hard}: raise that "
+            f"limit (`ulimit -n {required}`), or lower groups_in_flight"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
 
 
 async def _start(process: Process, engine: Engine) -> None:

@@ -41,9 +41,9 @@ UpdateAction = Stage | StageProvisional | Adopt | Wait
 
 
 def next_action(
-    wanted: WeightManifest | None,
+    newest: WeightManifest | None,
     provisional: WeightManifest | None,
-    served: Served,
+    live: Served,
     *,
     awake: bool,
     staging: WeightManifest | None = None,
@@ -51,25 +51,25 @@ def next_action(
     """Return the next action.
 
     Args:
-        wanted: newest manifest of the epoch that the ledger names; None before the first.
+        newest: newest manifest of the epoch that the ledger names; None before the first.
         provisional: manifest of a version that the trainer is making and that was not begun yet.
-        served: the engine's live weights.
+        live: the engine's live weights.
         awake: whether the engine holds its memory and may stage.
         staging: provisional manifest that is being staged. The answer is `StageProvisional` of it while that
             is of use, anything else says that it is to be cancelled.
     """
     if not awake:
         return Wait()
-    if staging is not None and not _supersedes(wanted, staging):
+    if staging is not None and not _supersedes(newest, staging):
         return StageProvisional(staging)
-    if wanted is not None and (wanted.epoch, wanted.version) != (served.epoch, served.version):
-        same_weights = (wanted.version, wanted.digest) == (served.version, served.digest)
-        return Adopt(wanted) if same_weights else Stage(wanted)
-    if provisional is not None and provisional.epoch == served.epoch and provisional.version > served.version:
+    if newest is not None and (newest.epoch, newest.version) != (live.epoch, live.version):
+        same_weights = (newest.version, newest.digest) == (live.version, live.digest)
+        return Adopt(newest) if same_weights else Stage(newest)
+    if provisional is not None and provisional.epoch == live.epoch and provisional.version > live.version:
         return StageProvisional(provisional)
     return Wait()
 
 
-def _supersedes(wanted: WeightManifest | None, staging: WeightManifest) -> bool:
+def _supersedes(newest: WeightManifest | None, staging: WeightManifest) -> bool:
     """Return whether another epoch or a later version is wanted than the one that is being staged."""
-    return wanted is not None and (wanted.epoch != staging.epoch or wanted.version > staging.version)
+    return newest is not None and (newest.epoch != staging.epoch or newest.version > staging.version)

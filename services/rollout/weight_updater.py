@@ -154,12 +154,12 @@ class WeightUpdater:
     # -- state
     def _on_manifest(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
         """Want a version if it is newer; only the ledger decides between epochs."""
-        known = self._wanted
+        newest = self._wanted
         if is_provisional(manifest):  # identifies no weights
             log.error("weights.no_digests version=%d epoch=%s", manifest.version, manifest.epoch)
             return
-        if known is not None and manifest.epoch == known.epoch:
-            newer = manifest.version > known.version
+        if newest is not None and manifest.epoch == newest.epoch:
+            newer = manifest.version > newest.version
         else:
             newer = from_ledger
             if not from_ledger:  # from a new trainer, or a late message of an old one

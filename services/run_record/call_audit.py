@@ -93,11 +93,11 @@ def check_group(rollout: Rollout, journalled: Sequence[Call]) -> tuple[int, list
         )
     try:
         rows = decode_rollout(rollout).rows
-        named = checked_array(rollout.group, "calls", rollout.calls, "int32", (None, 5)).tolist()
+        places = checked_array(rollout.group, "calls", rollout.calls, "int32", (None, 5)).tolist()
     except ProtocolError as error:
         return 0, [str(error)]
     check = _GroupCheck(group, rows, {(call.sample, call.number): call for call in journalled})
-    for place in named:
+    for place in places:
         check.compare(*place)
     check.finish()
     return check.tokens, check.problems
@@ -172,12 +172,12 @@ class _GroupCheck:
 
 def calls_of_group(run_dir: Path, group: int) -> list[Call]:
     """Return the journalled calls of a group by sample and number, from spool or archive."""
-    found: list[Call] = []
+    calls_in_group: list[Call] = []
     problems: list[str] = []
     for where, _, journalled in _parts(run_dir, problems):
         calls = [_call(data, where, problems) for data in journalled]
-        found += [call for call in calls if call is not None and call.group == group]
-    return sorted(found, key=lambda call: (call.sample, call.number))
+        calls_in_group += [call for call in calls if call is not None and call.group == group]
+    return sorted(calls_in_group, key=lambda call: (call.sample, call.number))
 
 
 def call_facts(calls: Sequence[Call]) -> list[dict[str, Any]]:
@@ -250,12 +250,12 @@ def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable
     archived: set[int] = set()
     for step in archive.steps():
         try:
-            found = archive.read(step)
+            part = archive.read(step)
         except SpoolError as error:
             violations.append(str(error))
             continue
-        archived |= {record.group for record in found.records}
-        records, calls = ([item.payload for item in items] for items in (found.records, found.calls))
+        archived |= {record.group for record in part.records}
+        records, calls = ([item.payload for item in items] for items in (part.records, part.calls))
         yield f"step {step}", records, calls
     path = run_dir / "spool.sqlite"
     if path.is_file():

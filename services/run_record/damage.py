@@ -45,12 +45,12 @@ def check_files(run_dir: Path) -> CheckedFiles:
             damaged += found if path.exists() else []
             checked |= {path, *read_with(path)}
     checked = {path for path in checked if path.is_file()}
-    left = {path for path in run_dir.rglob("*") if path.is_file() and not path.is_symlink()} - checked
+    unchecked = {path for path in run_dir.rglob("*") if path.is_file() and not path.is_symlink()} - checked
     return CheckedFiles(
         checked=len(checked),
         checked_bytes=sum(path.stat().st_size for path in checked),
         damaged=damaged,
-        not_covered=_summed_up(run_dir, left, checked),
+        not_covered=_summed_up(run_dir, unchecked, checked),
     )
 
 
@@ -122,11 +122,11 @@ CHECKS: tuple[tuple[str, Callable[[Path], Damage], Callable[[Path], set[Path]]],
 """Pattern of paths, what finds damage in one, and the files that are read with it."""
 
 
-def _summed_up(run_dir: Path, left: set[Path], checked: set[Path]) -> list[str]:
+def _summed_up(run_dir: Path, unchecked: set[Path], checked: set[Path]) -> list[str]:
     """Return names of files; a folder without a checked file stands for all that is in it."""
     kept = {parent for path in checked for parent in path.parents} | {run_dir}
     names = set()
-    for path in left:
+    for path in unchecked:
         whole = [folder for folder in path.parents if folder not in kept and folder.is_relative_to(run_dir)]
         names.add(f"{whole[-1].relative_to(run_dir)}/" if whole else str(path.relative_to(run_dir)))
     return sorted(names)

@@ -104,11 +104,11 @@ def parse_evaluation(line: bytes) -> Evaluation | None:
 
 def last_lines(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
     """Return the last line of each version and set: after a rewind a version has other weights."""
-    found: dict[tuple[int, str], Evaluation] = {}
+    by_key: dict[tuple[int, str], Evaluation] = {}
     for row in evaluations:
-        found.pop((row.version, row.set), None)
-        found[row.version, row.set] = row
-    return list(found.values())
+        by_key.pop((row.version, row.set), None)
+        by_key[row.version, row.set] = row
+    return list(by_key.values())
 
 
 def counted_evaluations(run_dir: Path, *new: Evaluation) -> list[Evaluation]:
@@ -124,11 +124,11 @@ def counted_evaluations(run_dir: Path, *new: Evaluation) -> list[Evaluation]:
     rows = [*read_evaluations(run_dir), *new]
     newest_kept: dict[str, int] = {}
     if len({row.epoch for row in rows}) > 1:
-        begun: list[int] = []
+        first_steps: list[int] = []
         for epoch, step in reversed(epoch_starts(run_dir / STEPS).items()):
-            if begun:
-                newest_kept[epoch] = min(begun)
-            begun.append(step)
+            if first_steps:
+                newest_kept[epoch] = min(first_steps)
+            first_steps.append(step)
     return last_lines(row for row in rows if row.version <= newest_kept.get(row.epoch, row.version))
 
 

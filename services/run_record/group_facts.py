@@ -80,12 +80,12 @@ def describe_turns(message: ScoredRollout, max_text: int) -> dict[int, list[dict
         return {}
     rewards = message.turn_rewards.numpy()
     components = _components(rollout.group, message.turn_components, len(rewards))
-    found: dict[int, list[dict[str, Any]]] = {}
+    turns_by_sample: dict[int, list[dict[str, Any]]] = {}
     number = 0
     for sample, sample_turns in enumerate(turns):
         for turn in sample_turns:
             text = rollout.turn_texts[number] if rollout.turn_texts else ""
-            found.setdefault(sample, []).append(
+            turns_by_sample.setdefault(sample, []).append(
                 {
                     "reward": _number(rewards[number]),
                     "components": {name: _number(values[number]) for name, values in components.items()},
@@ -95,7 +95,7 @@ def describe_turns(message: ScoredRollout, max_text: int) -> dict[int, list[dict
                 }
             )
             number += 1
-    return found
+    return turns_by_sample
 
 
 def _samples(
@@ -106,12 +106,12 @@ def _samples(
     spans_of_samples, branches, rows = _spans(rollout), _branches(rollout), _rows(rollout)
     turns = describe_turns(message, max_text)
     components = _components(rollout.group, message.components, len(lengths))
-    found = []
+    samples = []
     for index in range(min(len(lengths), max_samples)):
         text = rollout.responses[index]
         spans = spans_of_samples.get(index, [])
         versions = sorted({version for _, _, version in spans})
-        found.append(
+        samples.append(
             {
                 "reward": _number(message.rewards.numpy()[index]),
                 "components": {name: _number(values[index]) for name, values in components.items()},
@@ -130,7 +130,7 @@ def _samples(
                 "turns": turns.get(index, []),
             }
         )
-    return found
+    return samples
 
 
 def _components(group: int, arrays: Mapping[str, Array], count: int) -> dict[str, NDArray[np.float32]]:
@@ -175,33 +175,33 @@ def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:
 
 def _rows(rollout: Rollout) -> dict[int, list[str]]:
     """Return sample -> texts of its rows; empty for a record without texts of rows."""
-    found: dict[int, list[str]] = {}
+    texts: dict[int, list[str]] = {}
     samples = range(len(rollout.row_texts)) if rollout.branches is None else rollout.branches.numpy()[:, 0]
     for sample, text in zip(samples, rollout.row_texts, strict=False):
-        found.setdefault(int(sample), []).append(text)
-    return found
+        texts.setdefault(int(sample), []).append(text)
+    return texts
 
 
 def _cut(texts: Sequence[str], most: int) -> list[str]:
     """Return texts with at most so many characters together."""
-    found = []
+    shortened = []
     for text in texts:
-        found.append(text[:most])
-        most -= len(found[-1])
-    return found
+        shortened.append(text[:most])
+        most -= len(shortened[-1])
+    return shortened
 
 
 def _branches(rollout: Rollout) -> dict[int, list[dict[str, Any]]]:
     """Return the branches of each sample that has several; `parent` is one of them, None for the first."""
     if rollout.branches is None:
         return {}
-    found: dict[int, list[dict[str, Any]]] = {}
+    branches_by_sample: dict[int, list[dict[str, Any]]] = {}
     firsts: dict[int, int] = {}
     start, mask = 0, rollout.loss_mask.numpy()
     rows = zip(rollout.branches.numpy().tolist(), rollout.lengths.numpy().tolist(), strict=True)
     for row, ((sample, parent, shared), length) in enumerate(rows):
         first = firsts.setdefault(sample, row)
-        found.setdefault(sample, []).append(
+        branches_by_sample.setdefault(sample, []).append(
             {
                 "tokens": length,
                 "sampled": int(np.count_nonzero(mask[start : start + length])),
@@ -210,7 +210,7 @@ def _branches(rollout: Rollout) -> dict[int, list[dict[str, Any]]]:
             }
         )
         start += length
-    return {sample: branches for sample, branches in found.items() if len(branches) > 1}
+    return {sample: branches for sample, branches in branches_by_sample.items() if len(branches) > 1}
 
 
 def _prompt(rollout: Rollout, max_text: int) -> str:

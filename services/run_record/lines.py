@@ -84,12 +84,12 @@ class LineFollower:
 
     def read_rest(self) -> list[FollowedLine]:
         """Return all complete lines that the file has gained; the file must be small."""
-        found: list[FollowedLine] = []
+        followed: list[FollowedLine] = []
         more = True
         while more:
             lines, more = self.read()
-            found += lines
-        return found
+            followed += lines
+        return followed
 
     def _locate(self, file_id: tuple[int, int], size: int) -> None:
         if file_id == self._file_id and size >= self.offset:

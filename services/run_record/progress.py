@@ -132,11 +132,11 @@ class Progress:
     def _new_steps(self) -> list[dict[str, Any]]:
         """Return the steps that metrics.jsonl has gained; after a rewind steps appear again."""
         rest = self._follower.read_rest()
-        found = [line for item in rest if (line := parse_line(item.data)) is not None]
-        if found:
+        new_lines = [line for item in rest if (line := parse_line(item.data)) is not None]
+        if new_lines:
             self._last = time.monotonic()
             self._stepped = True
-        return found
+        return new_lines
 
 
 async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) -> None:

@@ -61,11 +61,11 @@ class SampleBrowser:
             steps = self.steps()
             for candidate in [step] if step is not None else reversed(steps[-3:]):
                 try:
-                    found = _describe(candidate, self.read_step(candidate), group)
+                    description = _describe(candidate, self.read_step(candidate), group)
                 except TetherError as error:
                     return _nothing(steps, f"step {candidate}: {error}")
-                if found:
-                    return {"steps": steps, "step": candidate, **found}
+                if description:
+                    return {"steps": steps, "step": candidate, **description}
         where = (
             "no step was trained yet" if step is None else f"step {step} is not in the spool or the archive"
         )
@@ -229,10 +229,10 @@ def _all_of(browser: SampleBrowser, step: int, messages: Sequence[ScoredRollout]
 
 def _limited(step: int | None, messages: Iterable[ScoredRollout], limit: int) -> dict[str, Any]:
     groups: list[dict[str, Any]] = []
-    left, total = limit, 0
+    remaining, total = limit, 0
     for message in messages:
         total += len(message.rewards.numpy())
-        if left > 0:
-            groups.append(describe_group(message, step, PRINTED_TEXT, left))
-            left -= len(groups[-1]["samples"])
+        if remaining > 0:
+            groups.append(describe_group(message, step, PRINTED_TEXT, remaining))
+            remaining -= len(groups[-1]["samples"])
     return {"step": step, "groups": groups, "left_out": total - sum(len(item["samples"]) for item in groups)}

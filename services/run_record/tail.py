@@ -86,14 +86,14 @@ class EventTail:
     def sentences(self, after: int, topics: Collection[str], limit: int) -> dict[str, Any]:
         """Return the newest sentences with numbers above `after`, at most `limit`, oldest first."""
         with self._lock:
-            found = [
+            sentences = [
                 sentence
                 for topic in topics
                 for sentence in self._sentences.get(topic, ())
                 if sentence.seq > after
             ]
-            found.sort(key=lambda sentence: sentence.seq)
-            return {"last": self.last_sequence, "events": [item._asdict() for item in found[-limit:]]}
+            sentences.sort(key=lambda sentence: sentence.seq)
+            return {"last": self.last_sequence, "events": [item._asdict() for item in sentences[-limit:]]}
 
     def versions(self, after: int) -> dict[str, Any]:
         """Return when versions were committed and when each engine began to serve them.

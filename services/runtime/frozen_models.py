@@ -32,15 +32,15 @@ def checked_digests(settings: Settings) -> Mapping[str, str]:
     present = {role: directory for role, directory in directories.items() if directory is not None}
     for directory in present.values():
         check_model_files(directory)
-    found = {role: digest_of(directory) for role, directory in present.items()}
+    digests = {role: digest_of(directory) for role, directory in present.items()}
     for role, recorded in read_record(settings.run_dir / FILE, RECORDED).items():
-        if role in found and found[role] != recorded:
+        if role in digests and digests[role] != recorded:
             raise SettingsError(
-                f"setting {role}.path: the model in {directories[role]} has the digest {found[role]}, and "
+                f"setting {role}.path: the model in {directories[role]} has the digest {digests[role]}, and "
                 f"the run was made with {recorded}: give it back the old files, or start a new run in "
                 f"another directory than {settings.run_dir} (docs/resume.md)"
             )
-    return found
+    return digests
 
 
 def record_digests(run_dir: Path, digests: Mapping[str, str]) -> None:

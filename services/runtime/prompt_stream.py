@@ -48,21 +48,21 @@ async def wait_for_run(process: Process) -> str | None:
     return recorded
 
 
-def check_fingerprint(config: PromptConfig, found: str, recorded: str, remedy: str) -> None:
+def check_fingerprint(config: PromptConfig, present: str, recorded: str, remedy: str) -> None:
     """Refuse prompts that differ from the run's.
 
     Args:
         config: section `[prompts]`.
-        found: fingerprint of the prompts as they are now.
+        present: fingerprint of the prompts as they are now.
         recorded: the one with which the run was created.
         remedy: what to do.
 
     Raises:
         SettingsError: they differ; names both, and the setting that says where the prompts are.
     """
-    if found != recorded:
+    if present != recorded:
         raise SettingsError(
-            f"setting {_place(config)} have the fingerprint {found}, those of the run {recorded}: {remedy}"
+            f"setting {_place(config)} have the fingerprint {present}, those of the run {recorded}: {remedy}"
         )
 
 

@@ -64,8 +64,8 @@ def fetch_run(settings: Settings) -> str:
         return ""
     remote = RemoteDirectory(settings.run.remote)
     run_dir = settings.run_dir
-    begun = run_dir / "fetching"  # there until everything is: a fetch that was cut off is made again
-    if not begun.exists() and any((run_dir / name).exists() for name in (*STATE, SPOOL, "checkpoints")):
+    marker = run_dir / "fetching"  # there until everything is: a fetch that was cut off is made again
+    if not marker.exists() and any((run_dir / name).exists() for name in (*STATE, SPOOL, "checkpoints")):
         return ""
     versions = remote.versions()
     if not versions:
@@ -73,7 +73,7 @@ def fetch_run(settings: Settings) -> str:
     version = versions[-1]
     checkpoints = run_dir / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
-    begun.touch()
+    marker.touch()
     remote.download(version, {CHECKPOINT: checkpoints / f"step_{version:08d}", RUN: run_dir})
-    begun.unlink()
+    marker.unlink()
     return f"fetched version {version} of the run from {settings.run.remote}"

@@ -79,20 +79,20 @@ def build_backend(settings: Settings) -> Backend:
 
 
 def train_command(
-    settings: Settings, taken: Taken, records: Sequence[bytes], *, mask_late: bool = True
+    settings: Settings, batch: Taken, records: Sequence[bytes], *, mask_late: bool = True
 ) -> TrainCommand:
     """Return the command that trains on a taken batch.
 
     Args:
         settings: the run's settings.
-        taken: step and groups of the batch.
-        records: encoded `ScoredRollout` of each group, in the order of `taken.groups`.
+        batch: step and groups of the batch.
+        records: encoded `ScoredRollout` of each group, in the order of `batch.groups`.
         mask_late: whether tokens over the bound are masked; else one is an error.
     """
     return TrainCommand(
-        step=taken.step,
+        step=batch.step,
         records=list(records),
-        bounds=[group.max_staleness for group in taken.groups],
+        bounds=[group.max_staleness for group in batch.groups],
         mask_late=mask_late,
         temperature=settings.sampling.temperature or 1.0,
         recompute_logprobs=settings.trainer.recompute_logprobs,

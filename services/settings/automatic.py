@@ -48,7 +48,7 @@ def split_automatic(values: dict[str, Any]) -> list[str]:
 
     These are the keys of `AUTOMATIC` that were `auto` or absent.
     """
-    found = []
+    names = []
     for dotted in AUTOMATIC:
         section, name = dotted.split(".")
         table = values.get(section, {})
@@ -56,8 +56,8 @@ def split_automatic(values: dict[str, Any]) -> list[str]:
             continue  # refused when the settings are validated
         if table.get(name, AUTO) == AUTO:
             table.pop(name, None)
-            found.append(dotted)
-    return found
+            names.append(dotted)
+    return names
 
 
 def choose_automatic(settings: Settings, names: Sequence[str], machine: Machine) -> Settings:
@@ -120,11 +120,11 @@ def _not_taken(settings: Settings, machine: Machine) -> list[str]:
 
 
 def _wants_split(settings: Settings, machine: Machine) -> bool:
-    needed = settings.ranks_per_host + settings.engine.tensor_parallel_size
+    gpus_needed = settings.ranks_per_host + settings.engine.tensor_parallel_size
     return (
         _engine_on_gpu(settings, machine)
         and _trainer_on_gpu(settings, machine)
-        and len(_not_taken(settings, machine)) >= needed
+        and len(_not_taken(settings, machine)) >= gpus_needed
         and not settings.colocated.enabled
         and settings.weights.transport != "shared"
     )

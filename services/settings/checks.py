@@ -149,7 +149,7 @@ def _check_overlong(settings: Settings) -> None:
 def _check_memory(settings: Settings) -> None:
     """Check that settings that only megatron has are not set for another backend."""
     trainer, optimizer = settings.trainer, settings.optimizer
-    asked = {
+    requests = {
         "trainer.recompute_granularity": trainer.recompute_granularity,
         "trainer.moe_aux_loss_coeff": trainer.moe_aux_loss_coeff,
         "trainer.moe_z_loss_coeff": trainer.moe_z_loss_coeff,
@@ -158,7 +158,7 @@ def _check_memory(settings: Settings) -> None:
         "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
         "trainer.dtype": trainer.dtype if trainer.dtype == "float16" else "",
     }
-    for setting, value in asked.items():
+    for setting, value in requests.items():
         if value and trainer.backend != "megatron":
             raise SettingsError(
                 f"setting {setting}: {value} is for trainer.backend 'megatron', and it is "

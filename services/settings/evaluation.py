@@ -41,11 +41,11 @@ def best_score(config: EvalConfig) -> BestScore:
     if not config.best:
         return BestScore("", "greedy")
     name, _, metric = config.best.rpartition("/")
-    measured = ["greedy", *(["sampled"] if config.samples else []), *metrics_at_k(config.samples)]
-    if not name or metric not in measured:
+    metrics = ["greedy", *(["sampled"] if config.samples else []), *metrics_at_k(config.samples)]
+    if not name or metric not in metrics:
         raise SettingsError(
             f"setting eval.best: {config.best!r}; write SET/SCORE, with one of the scores "
-            f"{', '.join(measured)}"
+            f"{', '.join(metrics)}"
         )
     return BestScore(name, metric)
 
@@ -115,13 +115,13 @@ def check_evaluation(settings: Settings) -> None:
             "setting eval.every: trainer and engines take turns on their GPUs (colocated.enabled), "
             "an evaluation cannot; name GPUs of its own in services.eval_gpus, or set eval.every to 0"
         )
-    taken = set(gpu_list(services.trainer_gpus)) | set(gpu_list(services.rollout_gpus))
-    if settings.colocated.enabled and taken & set(gpus):
+    used_gpus = set(gpu_list(services.trainer_gpus)) | set(gpu_list(services.rollout_gpus))
+    if settings.colocated.enabled and used_gpus & set(gpus):
         raise SettingsError(
             f"setting services.eval_gpus: {services.eval_gpus!r}, but with colocated.enabled trainer and "
-            f"engines take turns on {', '.join(sorted(taken & set(gpus)))}; name others"
+            f"engines take turns on {', '.join(sorted(used_gpus & set(gpus)))}; name others"
         )
-    if taken and not gpus:
+    if used_gpus and not gpus:
         raise SettingsError(
             "setting services.eval_gpus is empty, but other services have GPUs of their own: name the GPUs "
             "of the evaluation, which may be shared if engine.memory_fraction leaves room"

@@ -84,22 +84,22 @@ def pin_names(settings: Settings) -> Settings:
     )
 
 
-def record_pins(asked: Settings, pinned: Settings) -> None:
+def record_pins(original: Settings, pinned: Settings) -> None:
     """Write to the run directory which commits the branches and tags that the user gave stand for.
 
     Args:
-        asked: the settings as the user gave them.
+        original: the settings as the user gave them.
         pinned: what `pin_names` made of them.
     """
-    path = asked.run_dir / FILE
+    path = original.run_dir / FILE
     recorded = read_record(path, RECORDED)
-    found = {
+    commits = {
         name.key: at.revision
-        for name, at in zip(hub_names(asked), hub_names(pinned), strict=True)
+        for name, at in zip(hub_names(original), hub_names(pinned), strict=True)
         if name is not None and at is not None and not is_commit(name.revision)
     }
-    if not found.items() <= recorded.items():
-        write_atomically(path, sealed(json.dumps({**recorded, **found}, indent=2).encode()))
+    if not commits.items() <= recorded.items():
+        write_atomically(path, sealed(json.dumps({**recorded, **commits}, indent=2).encode()))
 
 
 def fetch_model(settings: Settings) -> Path:
@@ -200,11 +200,11 @@ def read_record(path: Path, what: str) -> Mapping[str, str]:
         SettingsError: it cannot be read.
     """
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        commits = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError) as error:
         raise SettingsError(
             f"{path}: {error}; it says which {what}: restore it, or delete it to take those of now"
         ) from None
-    return {name: value for name, value in found.items() if name != MEMBER}
+    return {name: value for name, value in commits.items() if name != MEMBER}

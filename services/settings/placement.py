@@ -84,13 +84,13 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) ->
         f"the trainer has {ranks} ranks",
         f"engine.tensor_parallel_size is {tensor_parallel_size}",
     )
-    for name, text, needed, reason in (
+    for name, text, count, reason in (
         ("trainer_gpus", config.trainer_gpus, ranks, trainer),
         ("rollout_gpus", config.rollout_gpus, tensor_parallel_size, engine),
         ("reward_gpus", config.reward_gpus, 1, ""),
     ):
         gpus = gpu_list(text)
-        if gpus and len(gpus) < needed:
+        if gpus and len(gpus) < count:
             raise SettingsError(f"setting services.{name}: {text!r} names {len(gpus)} GPUs, {reason}")
         if len(set(gpus)) < len(gpus):
             raise SettingsError(f"setting services.{name}: {text!r} names a GPU twice")

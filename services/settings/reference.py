@@ -85,7 +85,7 @@ def field_docs(kind: type) -> Mapping[str, str]:
 def _own_docs(kind: type) -> Mapping[str, str]:
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
+    docs = {}
     for field, below in zip(definition.body, definition.body[1:], strict=False):
         if (
             isinstance(field, ast.AnnAssign)
@@ -94,8 +94,8 @@ def _own_docs(kind: type) -> Mapping[str, str]:
             and isinstance(below.value, ast.Constant)
             and isinstance(below.value.value, str)
         ):
-            found[field.target.id] = " ".join(below.value.value.split())
-    return found
+            docs[field.target.id] = " ".join(below.value.value.split())
+    return docs
 
 
 def _table(dotted: str, kind: type, is_array: bool) -> str:

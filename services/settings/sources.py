@@ -54,7 +54,7 @@ def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     Raises:
         SettingsError: a variable is not known.
     """
-    found = []
+    values = []
     for name, text in sorted(environ.items()):
         if not name.startswith("TETHER_") or name in OTHER_VARIABLES:
             continue
@@ -65,8 +65,8 @@ def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
             known = [*SHORT_NAMES, *OTHER_VARIABLES]
             raise SettingsError(f"variable {name} is not known; {did_you_mean(name, known)}")
         if text:
-            found.append((dotted, text, name))
-    return found
+            values.append((dotted, text, name))
+    return values
 
 
 def parse(text: str, dotted: str, kind: type) -> Any:

@@ -43,11 +43,11 @@ def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
     return CheckedRun([], describe_run(settings, findings.model, findings.source))
 
 
-def render_check(found: CheckedRun) -> str:
+def render_check(result: CheckedRun) -> str:
     """Return the answer as text: OK and the summary, or the number of problems and each of them."""
-    if not found.problems:
-        return "\n".join(("OK", *found.summary))
-    count = len(found.problems)
+    if not result.problems:
+        return "\n".join(("OK", *result.summary))
+    count = len(result.problems)
     return "\n".join(
-        (f"{count} problem{'s' if count > 1 else ''}", *(f"- {text}" for text in found.problems))
+        (f"{count} problem{'s' if count > 1 else ''}", *(f"- {text}" for text in result.problems))
     )

@@ -52,20 +52,20 @@ def check_algorithm(
         sys.path.append(str(Path.cwd()))
     add_user_modules(settings)
     command = _command(settings, step) if run_dir else None
-    found = _probed(settings, command, name)
+    probe = _probed(settings, command, name)
     facts = {
         "algorithm": name,
         "batch": f"step {command.step} of {run_dir}" if command else "a made batch",
-        "groups": found.groups,
-        "samples": len(found.advantages),
-        "trained_tokens": len(found.gradient),
-        "advantages": _range(found.advantages),
-        "weights": _range(found.weights),
-        "loss": found.loss,
-        "gradient_norm": float(found.gradient.norm()),
+        "groups": probe.groups,
+        "samples": len(probe.advantages),
+        "trained_tokens": len(probe.gradient),
+        "advantages": _range(probe.advantages),
+        "weights": _range(probe.weights),
+        "loss": probe.loss,
+        "gradient_norm": float(probe.gradient.norm()),
     }
     if like:
-        facts |= {"like": like, "differences": _differences(found, _probed(settings, command, like))}
+        facts |= {"like": like, "differences": _differences(probe, _probed(settings, command, like))}
     return facts
 
 
@@ -108,13 +108,13 @@ def _range(values: torch.Tensor) -> tuple[float, float]:
     return float(values.min()), float(values.max())
 
 
-def _differences(found: Probed, other: Probed) -> dict[str, float]:
+def _differences(probe: Probed, other: Probed) -> dict[str, float]:
     """Return the largest difference of each result."""
     return {
-        "advantages": _distance(found.advantages, other.advantages),
-        "weights": _distance(found.weights, other.weights),
-        "loss": abs(found.loss - other.loss),
-        "gradient": _distance(found.gradient, other.gradient),
+        "advantages": _distance(probe.advantages, other.advantages),
+        "weights": _distance(probe.weights, other.weights),
+        "loss": abs(probe.loss - other.loss),
+        "gradient": _distance(probe.gradient, other.gradient),
     }
 
 

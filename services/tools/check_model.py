@@ -175,10 +175,10 @@ def check_memory(model_dir: Path, parameters: int, ranks: int) -> float:
     return needed / GIB
 
 
-def render_checked_model(found: CheckedModel) -> str:
+def render_checked_model(result: CheckedModel) -> str:
     """Return the answer as text: the verdict, then what was read and compared."""
-    facts = found.facts
-    lines = [f"{found.verdict}: {found.problem}" if found.problem else str(found.verdict)]
+    facts = result.facts
+    lines = [f"{result.verdict}: {result.problem}" if result.problem else str(result.verdict)]
     if "config" not in facts:
         return "\n".join((*lines, f"model    {facts['model']}"))
     config = dict(facts["config"])
@@ -201,26 +201,26 @@ def render_checked_model(found: CheckedModel) -> str:
         ("export", "tensors", _tensors_in_words),
     ):
         difference = facts[part]["difference"]
-        place = "" if difference == found.problem else f": {difference}"
+        place = "" if difference == result.problem else f": {difference}"
         lines.append(f"{label}   {f'different{place}' if difference else in_words(facts)}")
     return "\n".join(lines)
 
 
 def _logprobs_in_words(facts: Mapping[str, Any]) -> str:
-    found = facts["logprobs"]
+    logprobs = facts["logprobs"]
     return (
-        f"{found['compared']} log-probabilities of {facts['samples']} packed random samples (at most "
+        f"{logprobs['compared']} log-probabilities of {facts['samples']} packed random samples (at most "
         f"{facts['longest']} tokens) equal Hugging Face's in float32 within {TOLERANCE:g} x max(1, size); "
-        f"largest difference {found['largest']:.1e}"
+        f"largest difference {logprobs['largest']:.1e}"
     )
 
 
 def _tensors_in_words(facts: Mapping[str, Any]) -> str:
-    found = facts["tensors"]
-    ignored = f"; not needed, not compared: {', '.join(found['ignored'])}" if found["ignored"] else ""
+    tensors = facts["tensors"]
+    ignored = f"; not needed, not compared: {', '.join(tensors['ignored'])}" if tensors["ignored"] else ""
     return (
-        f"{found['compared']} tensors equal the checkpoint's bit for bit, after the cast of loading from "
-        f"{' and '.join(found['dtypes'])} to float32{ignored}"
+        f"{tensors['compared']} tensors equal the checkpoint's bit for bit, after the cast of loading from "
+        f"{' and '.join(tensors['dtypes'])} to float32{ignored}"
     )
 
 
@@ -322,7 +322,7 @@ def _under_torchrun(
         arguments = (str(model_dir.absolute()), layout, str(samples), str(threads))
         command = torchrun(parallel.world_size, "services.tools.check_model", *arguments)
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -332,9 +332,9 @@ def _under_torchrun(
             )
         except subprocess.TimeoutExpired:
             raise TetherError(f"the ranks have not finished within {RANKS_S} s") from None
-    if done.returncode:
-        raise TetherError(f"the ranks failed with exit code {done.returncode}; see their output above")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
+    if process.returncode:
+        raise TetherError(f"the ranks failed with exit code {process.returncode}; see their output above")
+    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
     facts: dict[str, Any] = json.loads(lines[-1])
     return facts
 

@@ -73,17 +73,17 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
         pool = scorer.pool if settings.reward.verifiers else None
         constants = {name: await best_constant(pool, prompts) for name, prompts in sets.items()}
         scored = await _score_models(settings, scorer, sets, models)
-    found = []
+    set_scores = []
     for name, prompts in sets.items():
         entries = [
             {"model": str(model), **_fields(by_set[name][0])}
             for model, by_set in zip(models, scored, strict=True)
         ]
         add_gains(entries, [by_set[name][1] for by_set in scored])
-        found.append(
+        set_scores.append(
             {"set": name, "prompts": len(prompts), "best_constant": constants[name], "models": entries}
         )
-    return {**found[0], "sets": found}
+    return {**set_scores[0], "sets": set_scores}
 
 
 async def _score_models(
@@ -138,12 +138,12 @@ def add_gains(entries: Sequence[dict[str, Any]], scores: Sequence[SetScores]) ->
 
 def newest_export(run_dir: Path) -> Path:
     """Return the Hugging Face directory of the newest exported checkpoint. Raises SettingsError."""
-    found = sorted((run_dir / "exports").glob("step_*[0-9]"))
-    if not found:
+    exports = sorted((run_dir / "exports").glob("step_*[0-9]"))
+    if not exports:
         raise SettingsError(
             f"no exported checkpoint in {run_dir / 'exports'}: let the run finish, or give --checkpoint"
         )
-    return found[-1]
+    return exports[-1]
 
 
 def load_model(directory: Path) -> dict[str, Any]:
@@ -181,14 +181,14 @@ async def best_constant(pool: ScorePool | None, prompts: Sequence[Prompt]) -> fl
 def render_scores(scores: dict[str, Any]) -> str:
     """Return the scores as text: for each set a line, and one for each model."""
     lines = []
-    for found in scores["sets"]:
-        named = "held-out prompts" if len(scores["sets"]) == 1 else f"held-out set {found['set']}"
-        constant = found["best_constant"]
+    for score in scores["sets"]:
+        named = "held-out prompts" if len(scores["sets"]) == 1 else f"held-out set {score['set']}"
+        constant = score["best_constant"]
         lines.append(
-            f"{named}: {found['prompts']}"
+            f"{named}: {score['prompts']}"
             + ("" if constant is None else f", best constant answer: {constant:.3f}")
         )
-        lines += [f"{entry['model']}: {_render_model(entry)}" for entry in found["models"]]
+        lines += [f"{entry['model']}: {_render_model(entry)}" for entry in score["models"]]
     return "\n".join(lines)
 
 

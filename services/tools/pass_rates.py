@@ -47,22 +47,22 @@ def write_pass_rates(settings: Settings, path: Path) -> Facts:
     if not rates:
         raise SettingsError(f"no group of {settings.run_dir} was scored yet, so no pass rate is known")
     source = _source_of_run(settings)
-    found: dict[bytes, tuple[Prompt, float | None]] = {
+    prompts_with_rates: dict[bytes, tuple[Prompt, float | None]] = {
         encoded_prompt(prompt): (prompt, None) for prompt in _one_pass(settings.prompts)
     }
     for group, rate in rates.items():
         prompt = source.at(group)
-        found[encoded_prompt(prompt)] = (prompt, rate)
-    observed = [rate for _, rate in found.values() if rate is not None]
+        prompts_with_rates[encoded_prompt(prompt)] = (prompt, rate)
+    observed = [rate for _, rate in prompts_with_rates.values() if rate is not None]
     held_out = [] if settings.prompts.held_out_path else list(source.held_out())
-    question, rows = _rows([*found.values(), *((prompt, None) for prompt in held_out)])
+    question, rows = _rows([*prompts_with_rates.values(), *((prompt, None) for prompt in held_out)])
     try:
         write_atomically(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}") from None
     return {
         "path": str(path),
-        "prompts": len(found),
+        "prompts": len(prompts_with_rates),
         "observed": len(observed),
         "mean": sum(observed) / len(observed),
         "settings": {

@@ -47,19 +47,19 @@ Sums on a GPU are not always made in one order."""
 class RecordedRun:
     """The steps of a run, live or finished, as its directory records them."""
 
-    def __init__(self, settings: Settings, wanted: range) -> None:
+    def __init__(self, settings: Settings, steps: range) -> None:
         """Read the event log.
 
         Args:
             settings: those of the run.
-            wanted: the steps that will be asked for.
+            steps: the steps that will be asked for.
 
         Raises:
             SettingsError: there is no log, or events are missing in it.
         """
         self.settings = settings
         add_user_modules(settings)
-        self._steps = committed_steps(read_events(settings.run_dir / FILE), wanted)
+        self._steps = committed_steps(read_events(settings.run_dir / FILE), steps)
         self._archive = Archive(settings.run_dir / "archive")
 
     def step(self, step: int) -> LoggedStep:
@@ -105,12 +105,12 @@ class RecordedRun:
             with closing(Spool(path, read_only=True)) as spool:
                 try:
                     return spool.get_many(keys)
-                except MissingRecords as missing:
-                    causes = missing.causes
+                except MissingRecords as error:
+                    causes = error.causes
         try:
             return self._archive.get(step, keys)
-        except MissingRecords as missing:
-            raise MissingRecords(causes or missing.causes) from None
+        except MissingRecords as error:
+            raise MissingRecords(causes or error.causes) from None
 
     def report(self, step: int) -> dict[str, Any]:
         """Return the step's line in metrics.jsonl; empty if there is none of its epoch."""
@@ -223,12 +223,12 @@ def _weights_digest(executor: Executor, settings: Settings) -> int:
 
 def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
     """Return the newest checkpoint from which `step` can be repeated; None if that is the initial model."""
-    found = [
+    checkpoints = [
         point
         for point in Checkpoints(settings.run_dir / "checkpoints", keep=1).complete()
         if point.version <= step
     ]
-    return found[-1] if found else None
+    return checkpoints[-1] if checkpoints else None
 
 
 def replay_step(settings: Settings, step: int, *, train: bool) -> dict[str, Any]:
@@ -285,12 +285,12 @@ def _retrain_under_torchrun(settings: Settings, step: int) -> dict[str, Any]:
     command = torchrun(
         settings.parallel.world_size, "services.tools.replay", str(settings.run_dir), str(step)
     )
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
+    run = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
+    if run.returncode:
         raise TetherError(
-            f"the trainer's ranks failed with exit code {done.returncode}; see their output above"
+            f"the trainer's ranks failed with exit code {run.returncode}; see their output above"
         )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
+    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
     facts: dict[str, Any] = json.loads(lines[-1])
     return facts
 

@@ -31,23 +31,23 @@ def point_of(file: str, data: bytes, ordinal: int) -> TrackedPoint | None:
     if not isinstance(line, dict) or not isinstance(version := line.get("version"), int) or version < 0:
         return None
     prefix = f"eval/{line.get('set', 'held-out')}" if file == "eval.jsonl" else "train"
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, value in _numbers({name: line[name] for name in line if name not in HIDDEN}, prefix):
-        if len(found) < MAX_NUMBERS:
-            found[_FOREIGN.sub("_", name)] = value
+        if len(numbers) < MAX_NUMBERS:
+            numbers[_FOREIGN.sub("_", name)] = value
     time = line.get("time")
-    return TrackedPoint(ordinal, version, float(time) if isinstance(time, (int, float)) else 0.0, found)
+    return TrackedPoint(ordinal, version, float(time) if isinstance(time, (int, float)) else 0.0, numbers)
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested tables as one, by dotted name; lists become JSON."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat_settings(value, f"{prefix}{name}.")
+            flat |= flat_settings(value, f"{prefix}{name}.")
         elif value is not None:
-            found[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, list | tuple) else value
-    return found
+            flat[f"{prefix}{name}"] = json.dumps(value) if isinstance(value, list | tuple) else value
+    return flat
 
 
 def _numbers(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:

@@ -44,16 +44,16 @@ class OpenRun:
     broadcaster: Broadcaster
     """Reaches the engines."""
 
-    def read_command(self, taken: Taken, *, mask_late: bool = True) -> TrainCommand:
+    def read_command(self, batch: Taken, *, mask_late: bool = True) -> TrainCommand:
         """Return the command that trains on a batch; reads its records from the spool. Blocks.
 
         Raises:
             MissingRecords: (a LookupError) the spool does not hold a group as it was received.
         """
-        records = self.spool.get_many([(group.group, group.token) for group in taken.groups])
-        return train_command(self.process.settings, taken, records, mask_late=mask_late)
+        records = self.spool.get_many([(group.group, group.token) for group in batch.groups])
+        return train_command(self.process.settings, batch, records, mask_late=mask_late)
 
-    def unreadable(self, taken: Taken, error: ProtocolError) -> MissingRecords:
+    def unreadable(self, batch: Taken, error: ProtocolError) -> MissingRecords:
         """Return the groups of a batch that cannot be trained, after `error` refused the batch. Blocks.
 
         Raises:
@@ -61,12 +61,12 @@ class OpenRun:
             MissingRecords: meanwhile the spool does not hold a group as it was received.
         """
         causes = {}
-        for record in self.spool.stored([(group.group, group.token) for group in taken.groups]):
+        for record in self.spool.stored([(group.group, group.token) for group in batch.groups]):
             try:
                 message = decode_payload(record.payload)
                 if not isinstance(message, ScoredRollout):
                     raise ProtocolError(f"is a {type(message).__name__}, not a ScoredRollout")
-                check_scored(message, taken.step)
+                check_scored(message, batch.step)
             except ProtocolError as found:
                 named = str(found).removeprefix(f"group {record.group}: ")
                 causes[record.group, record.token] = f"group {record.group}: {named}"

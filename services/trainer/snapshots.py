@@ -99,14 +99,14 @@ class Snapshots:
         config = WeightConfig(transport="disk", directory=str(self._directory), keep=KEEP)
         try:
             sender = disk_sender(config, self._run_dir)
-            written = sender.publish(
+            copy = sender.publish(
                 manifest.epoch,
                 manifest.version,
                 _consumed(tensors),
                 base_model=manifest.base_model,
                 tied=manifest.tied,
             )
-            if written.digest != manifest.digest:  # the weights were changed between publishing and copying
+            if copy.digest != manifest.digest:  # the weights were changed between publishing and copying
                 remove(self._directory / f"v{manifest.version:08d}-{manifest.epoch}")
                 raise WeightError(f"version {manifest.version}: the copy differs from what was published")
             sender.retire(frozenset({0}))

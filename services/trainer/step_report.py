@@ -142,10 +142,10 @@ class StepReporter:
         busy = self._busy.since_last({peer.incarnation: peer.info for peer in engines})
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
-        measured = {**fields_of(step.plan.stats), **fields_of(step.stats), **fields_of(times)}
+        values = {**fields_of(step.plan.stats), **fields_of(step.stats), **fields_of(times)}
         tokens = step.plan.stats.step_tokens
-        del measured["sums"]
-        warnings = measured.pop("warnings") + ((mismatch,) if mismatch else ()) + warnings
+        del values["sums"]
+        warnings = values.pop("warnings") + ((mismatch,) if mismatch else ()) + warnings
         return StepReport(
             step=step.taken.step,
             version=step.taken.step + 1,
@@ -165,16 +165,16 @@ class StepReporter:
             batch_digest=step.plan.digest,
             **self._filtered(status, before, len(step.taken.groups)),
             warnings=warnings,
-            **measured,
+            **values,
         )
 
-    def _filtered(self, status: LedgerStatus, before: LedgerStatus, taken: int) -> dict[str, Any]:
+    def _filtered(self, status: LedgerStatus, before: LedgerStatus, groups_taken: int) -> dict[str, Any]:
         """Return the groups that `algorithm.filter_groups` dropped since the last report."""
         if not self._process.settings.algorithm.filter_groups:
             return {}
         groups = _increase(before.dropped_by_reason, status.dropped_by_reason).get(NO_SIGNAL, 0)
         tokens = _increase(before.wasted_by_reason, status.wasted_by_reason).get(NO_SIGNAL, 0)
-        share = groups / max(1, groups + taken)
+        share = groups / max(1, groups + groups_taken)
         return {"filtered_groups": groups, "filtered_tokens": tokens, "filtered_share": share}
 
     def record(self, report: StepReport) -> None:

@@ -37,10 +37,10 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
     # A trainer that was still saving when it was fenced may have left a checkpoint of an abandoned branch,
     # newer or of the same version.
     digests = {record.step + 1: record.digest for record in await ledger.step_records(0)}
-    found = run.checkpoints.latest(at_most=status.version, digests=digests)
-    start = found.version if found else 0
+    checkpoint = run.checkpoints.latest(at_most=status.version, digests=digests)
+    start = checkpoint.version if checkpoint else 0
     newest = run.checkpoints.latest(verify=False)
-    if found is None and newest is not None:
+    if checkpoint is None and newest is not None:
         raise SettingsError(
             f"the newest checkpoint is of version {newest.version}, but the ledger is at {status.version}: "
             "this is not the ledger that the run was made with, or it lost writes; point TETHER_REDIS_URL at "
@@ -48,19 +48,19 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
         )
     if run.process.settings.algorithm.kl_coef > 0:
         await runner.carry_out(KeepReferenceCommand())
-    if found:
-        await runner.restore(found.directory)
+    if checkpoint:
+        await runner.restore(checkpoint.directory)
     manifest = await _replay(run, runner, status, start)
     if manifest is None or not await ledger.resume(run.epoch, status.version, manifest.digest):
-        manifest = await _rewind(run, runner, status, found)
-    if found is None and manifest.version == 0:  # so that there is always one to go back to
+        manifest = await _rewind(run, runner, status, checkpoint)
+    if checkpoint is None and manifest.version == 0:  # so that there is always one to go back to
         await checkpointer.save(0, manifest.digest, status.sequence)
     await _announce(run, manifest)
     return manifest
 
 
 async def reclaim(
-    run: OpenRun, runner: ModelRunner, manifest: WeightManifest, missing: MissingRecords
+    run: OpenRun, runner: ModelRunner, manifest: WeightManifest, error: MissingRecords
 ) -> WeightManifest:
     """Give back a batch with untrainable groups, and hold the run under a new epoch.
 
@@ -70,7 +70,7 @@ async def reclaim(
         run: gets the new epoch.
         runner: publishes the version again.
         manifest: the version's.
-        missing: the groups.
+        error: the groups.
 
     Returns:
         The manifest under the new epoch, which is announced.
@@ -80,14 +80,14 @@ async def reclaim(
         TetherError: the export differs from the committed one.
     """
     ledger = run.process.ledger
-    for cause in missing.causes.values():
+    for cause in error.causes.values():
         log.error("group.lost %s", cause)
     await ledger.take(run.epoch)  # refuses if another trainer has taken the run over meanwhile
     run.epoch = new_epoch()
     status = await ledger.claim(run.epoch)
-    for group, token in missing.causes:
+    for group, token in error.causes:
         await ledger.lost(group, token)
-    run.process.metrics.count("groups.lost", len(missing.causes))
+    run.process.metrics.count("groups.lost", len(error.causes))
     again = await runner.publish(run.epoch, manifest.version)
     if again.digest != manifest.digest or not await ledger.resume(run.epoch, status.version, again.digest):
         raise TetherError(
@@ -133,16 +133,16 @@ async def _replay(
 
 
 async def _rewind(
-    run: OpenRun, runner: ModelRunner, status: LedgerStatus, found: Checkpoint | None
+    run: OpenRun, runner: ModelRunner, status: LedgerStatus, checkpoint: Checkpoint | None
 ) -> WeightManifest:
     """Rewind model and ledger to a checkpoint, and publish its version."""
-    if found is None:
+    if checkpoint is None:
         raise SettingsError(
             f"the ledger is at version {status.version}, but this run directory has no checkpoint and the "
             "steps cannot be repeated: give the directory that the run was made in"
         )
-    await runner.restore(found.directory)
-    manifest = await runner.publish(run.epoch, found.version)
-    await run.process.ledger.resume(run.epoch, found.version, manifest.digest)
-    log.warning("run.rewound from=%d to=%d", status.version, found.version)
+    await runner.restore(checkpoint.directory)
+    manifest = await runner.publish(run.epoch, checkpoint.version)
+    await run.process.ledger.resume(run.epoch, checkpoint.version, manifest.digest)
+    log.warning("run.rewound from=%d to=%d", status.version, checkpoint.version)
     return manifest

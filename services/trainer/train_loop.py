@@ -80,11 +80,11 @@ class TrainLoop:
             await self._runner.engine_ready(self._manifest)
         while not status.done and not self._process.stop.is_set():
             with self._clock.part("wait"):
-                taken = await self._take()
-            if taken is None and self._process.stop.is_set():
+                batch = await self._take()
+            if batch is None and self._process.stop.is_set():
                 break
             await self._runner.take_device()
-            if taken is None:  # the prompts have run out: this is the last model
+            if batch is None:  # the prompts have run out: this is the last model
                 await self._snapshots.take(self._manifest, is_last=True)
                 # a checkpoint that is complete is not written again: that would only put it at risk
                 if not await self._checkpointer.is_saved(status.version, self._manifest.digest):
@@ -93,9 +93,9 @@ class TrainLoop:
             if not await self._runner.engine_ready(self._manifest):
                 break
             try:
-                status = await self._step(taken)
+                status = await self._step(batch)
             except MissingRecords as missing:
-                with self._process.working(f"gives the batch of step {taken.step} back"):
+                with self._process.working(f"gives the batch of step {batch.step} back"):
                     self._manifest = await reclaim(self._run, self._runner, self._manifest, missing)
         await self._checkpointer.finish()
         if self._checkpointer.is_owed and not self._process.stop.is_set():
@@ -126,16 +126,16 @@ class TrainLoop:
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
         return None
 
-    async def _step(self, taken: Taken) -> LedgerStatus:
+    async def _step(self, batch: Taken) -> LedgerStatus:
         """Make a step of a batch; returns the ledger's status after its commit.
 
         Raises:
             MissingRecords: a group cannot be trained; the weights are unchanged.
         """
-        with self._process.working(f"step {taken.step}"):
-            step = await self._train(taken)
-        with self._process.working(f"publishes version {taken.step + 1}"), self._clock.part("publish"):
-            manifest = await self._publish(taken.step + 1)
+        with self._process.working(f"step {batch.step}"):
+            step = await self._train(batch)
+        with self._process.working(f"publishes version {batch.step + 1}"), self._clock.part("publish"):
+            manifest = await self._publish(batch.step + 1)
         engines = await self._process.ledger.peers(Role.ROLLOUT)
         before = await self._process.ledger.status()
         report = self._reporter.report(
@@ -172,22 +172,22 @@ class TrainLoop:
             while not stop.is_set() and (await ledger.status()).halted:
                 await self._process.stopped_within(HALT_POLL_S)
 
-    async def _train(self, taken: Taken) -> TrainedStep:
+    async def _train(self, batch: Taken) -> TrainedStep:
         """Make one optimizer step on a batch; have engines abort groups that the take has dropped."""
         dropped_lengths: list[list[int]] = []
-        if taken.dropped:
-            dropped_lengths = await asyncio.to_thread(self._run.response_lengths, taken.dropped)
+        if batch.dropped:
+            dropped_lengths = await asyncio.to_thread(self._run.response_lengths, batch.dropped)
             self._run.broadcaster.publish(
-                Control(action=Action.ABORT, groups=taken.dropped), epoch=self._run.epoch
+                Control(action=Action.ABORT, groups=batch.dropped), epoch=self._run.epoch
             )
-            await self._run.forget(taken.dropped)
+            await self._run.forget(batch.dropped)
         bound = (await self._process.ledger.status()).bound
         command = await asyncio.to_thread(
-            self._run.read_command, taken, mask_late=bound.policy is Policy.MASK
+            self._run.read_command, batch, mask_late=bound.policy is Policy.MASK
         )
         settings = self._process.settings
-        if settings.trainer.is_profiled(taken.step):
-            profile = settings.run_dir / "profiles" / f"step_{taken.step:08d}"
+        if settings.trainer.is_profiled(batch.step):
+            profile = settings.run_dir / "profiles" / f"step_{batch.step:08d}"
             command = msgspec.structs.replace(command, profile=str(profile))
         with self._clock.part("train"):
             try:
@@ -195,9 +195,9 @@ class TrainLoop:
                     command, epoch=self._run.epoch, announce=self._announce_draft
                 )
             except ProtocolError as error:  # the batch was refused before any rank began
-                raise await asyncio.to_thread(self._run.unreadable, taken, error) from error
+                raise await asyncio.to_thread(self._run.unreadable, batch, error) from error
         flops = self._runner.flops(plan, command.epochs)
-        return TrainedStep(taken, plan, stats, flops, dropped_lengths)
+        return TrainedStep(batch, plan, stats, flops, dropped_lengths)
 
     async def _publish(self, version: int) -> WeightManifest:
         """Publish the weights of a version; returns its manifest."""

@@ -79,31 +79,31 @@ class Uploader:
         the spool, whose journal has the later steps.
         """
         checkpoint = self._run_dir / "checkpoints" / f"step_{version:08d}"
-        staged = self._run_dir / STAGED / checkpoint.name
+        stage = self._run_dir / STAGED / checkpoint.name
         files = {
             f"{CHECKPOINT}/{path.relative_to(checkpoint).as_posix()}": path
             for path in checkpoint.rglob("*")
             if path.is_file()
         }
         try:
-            shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
+            shutil.rmtree(stage, ignore_errors=True)
+            stage.mkdir(parents=True)
             for name in RUN_FILES:
                 if (self._run_dir / name).exists():
-                    copy_lines(self._run_dir / name, staged / name)
-            spool.copy_to(staged / SPOOL)
+                    copy_lines(self._run_dir / name, stage / name)
+            spool.copy_to(stage / SPOOL)
         except (TetherError, OSError) as error:
             self._fail(version, str(error))
-            shutil.rmtree(staged, ignore_errors=True)
+            shutil.rmtree(stage, ignore_errors=True)
             return
-        files |= {f"{RUN}/{path.name}": path for path in staged.iterdir()}
+        files |= {f"{RUN}/{path.name}": path for path in stage.iterdir()}
         with self._changed:
             self._checkpoints.held.add(version)
             if (late := self._waiting) is not None:
                 self._release(late)
                 self._metrics.count("remote.skipped")
                 log.warning("remote.skipped version=%d reason=a newer one is complete", late.version)
-            self._waiting = Job(version, files, staged, export)
+            self._waiting = Job(version, files, stage, export)
             self._changed.notify_all()
 
     def warnings(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def builder_of(
 def snapshot_of(builder: SnapshotBuilder, *, found: int, epoch: str = "r1") -> Snapshot:
     """What has to be written to a ledger that was found at event `found`."""
     return builder.snapshot(
-        epoch=epoch, found=found, sequence=0, reports={step: b"report%d" % step for step in range(1000)}
+        epoch=epoch, last_event=found, sequence=0, reports={step: b"report%d" % step for step in range(1000)}
     )
 
 

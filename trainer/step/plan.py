@@ -96,15 +96,15 @@ class StepPlan:
             arrays["turn_rewards"] = np.empty(places[-1], dtype=np.float32)
         advantages = self.advantages.numpy()
         for index, first, end in zip(samples, places, places[1:], strict=False):
-            made = self.samples[index].token_arrays(self.step)
-            check_bound(self.samples[index], made["loss_mask"], self.step)
+            token_arrays = self.samples[index].token_arrays(self.step)
+            check_bound(self.samples[index], token_arrays["loss_mask"], self.step)
             token_advantages: Any = advantages[index]
             if self.turns is not None:
                 token_advantages = self.turns.of_tokens(index, self.samples[index])
                 if self.turns.for_critic:
-                    made["turn_rewards"] = self.turns.token_rewards(index, self.samples[index])
-            made["advantages"] = np.where(made["loss_mask"], token_advantages, np.float32(0))
-            for name, values in made.items():
+                    token_arrays["turn_rewards"] = self.turns.token_rewards(index, self.samples[index])
+            token_arrays["advantages"] = np.where(token_arrays["loss_mask"], token_advantages, np.float32(0))
+            for name, values in token_arrays.items():
                 arrays[name][first:end] = values
         by_token: dict[str, Any] = {name: torch.from_numpy(values) for name, values in arrays.items()}
         return Batch(

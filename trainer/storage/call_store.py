@@ -125,11 +125,11 @@ def _put(connection: sqlite3.Connection, call: Call, payload: bytes, now: int) -
     holder = connection.execute("SELECT token FROM call_leases WHERE grp = ?", place[:1]).fetchone()
     if holder is None or holder[0] != call.token:
         return NOT_HELD
-    known = connection.execute(
+    stored = connection.execute(
         "SELECT payload FROM calls WHERE grp = ? AND sample = ? AND number = ?", (*place, call.number)
     ).fetchone()
-    if known is not None:
-        return "" if known[0] == payload else ANOTHER
+    if stored is not None:
+        return "" if stored[0] == payload else ANOTHER
     count, size = connection.execute(
         "SELECT COUNT(*), COALESCE(SUM(LENGTH(payload)), 0) FROM calls WHERE grp = ? AND sample = ?", place
     ).fetchone()

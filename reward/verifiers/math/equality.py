@@ -47,16 +47,16 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         RewardError: the answer is missing, empty, or over the limits.
     """
     answer = str(required(metadata, options.key))
-    gold, found = normalized(answer), final_answer(response)
+    gold, prediction = normalized(answer), final_answer(response)
     if not any(character.isalnum() for character in gold):
         raise RewardError(f"the answer {answer[:80]!r} has neither a number nor a letter")
-    if _same_text(gold, normalized(found)):
+    if _same_text(gold, normalized(prediction)):
         return 1.0
     if problem := why_too_costly(f"${answer}$"):
         raise RewardError(f"the answer {answer[:80]!r} is over the limits of math: it has {problem}")
-    if why_too_costly(f"${found}$"):
+    if why_too_costly(f"${prediction}$"):
         return 0.0
-    return float(_equal(gold, normalized(found), options.digits))
+    return float(_equal(gold, normalized(prediction), options.digits))
 
 
 def _same_text(left: str, right: str) -> bool:
@@ -64,9 +64,9 @@ def _same_text(left: str, right: str) -> bool:
     return re.sub(r"\s*([,;])\s*", r"\1", left) == re.sub(r"\s*([,;])\s*", r"\1", right)
 
 
-def _equal(gold: str, found: str, digits: int) -> bool:
+def _equal(gold: str, prediction: str, digits: int) -> bool:
     """Return whether two normalized answers are equal: as lists, as tuples, or as single items."""
-    golds, founds = items(gold), items(found)
+    golds, founds = items(gold), items(prediction)
     if len(golds) != len(founds):
         return len(golds) == 1 and len(founds) == 1
     if len(golds) > 1:
@@ -82,7 +82,7 @@ def _equal(gold: str, found: str, digits: int) -> bool:
 
 def _match_in_order(golds: Sequence[str], founds: Sequence[str], digits: int) -> bool:
     return len(golds) == len(founds) and all(
-        _equal(gold, found, digits) for gold, found in zip(golds, founds, strict=True)
+        _equal(gold, prediction, digits) for gold, prediction in zip(golds, founds, strict=True)
     )
 
 
@@ -90,7 +90,7 @@ def _match_in_any_order(golds: Sequence[str], founds: Sequence[str], digits: int
     """Return whether each item of one list equals one of the other, each item used once."""
     rest = list(founds)
     for gold in golds:
-        match = next((found for found in rest if _equal(gold, found, digits)), None)
+        match = next((prediction for prediction in rest if _equal(gold, prediction, digits)), None)
         if match is None:
             return False
         rest.remove(match)
@@ -100,34 +100,34 @@ def _match_in_any_order(golds: Sequence[str], founds: Sequence[str], digits: int
 def _items_equal(gold_text: str, found_text: str, digits: int) -> bool:
     if _same_text(gold_text, found_text):
         return True
-    gold, found = item(gold_text), item(found_text)
-    if gold.words or found.words:
-        return _words_equal(gold, found)
-    if gold.unit and found.unit and gold.unit != found.unit:
+    gold, prediction = item(gold_text), item(found_text)
+    if gold.words or prediction.words:
+        return _words_equal(gold, prediction)
+    if gold.unit and prediction.unit and gold.unit != prediction.unit:
         return False  # a unit that one side leaves out is no difference
-    if gold.number is not None and found.number is not None:
+    if gold.number is not None and prediction.number is not None:
         scales = {Fraction(1)}
-        if (gold.unit == "%") != (found.unit == "%"):
-            scales.add(Fraction(1, 100) if found.unit == "%" else Fraction(100))
-        decimal = gold.decimal or found.decimal
-        return any(_close(gold.number, found.number * scale, digits, decimal) for scale in scales)
-    return _expressions_equal(_latex(gold), _latex(found), digits)
+        if (gold.unit == "%") != (prediction.unit == "%"):
+            scales.add(Fraction(1, 100) if prediction.unit == "%" else Fraction(100))
+        decimal = gold.decimal or prediction.decimal
+        return any(_close(gold.number, prediction.number * scale, digits, decimal) for scale in scales)
+    return _expressions_equal(_latex(gold), _latex(prediction), digits)
 
 
-def _words_equal(gold: Item, found: Item) -> bool:
+def _words_equal(gold: Item, prediction: Item) -> bool:
     """Return whether letters, words or based numbers are the same text; a word of capitals keeps its case."""
-    left, right = (reading.words or normalized(reading.text) for reading in (gold, found))
+    left, right = (reading.words or normalized(reading.text) for reading in (gold, prediction))
     if left.isupper() and len(left) > 1:
         return left == right
     return left.lower() == right.lower()
 
 
-def _close(gold: Fraction, found: Fraction, digits: int, decimal: bool) -> bool:
+def _close(gold: Fraction, prediction: Fraction, digits: int, decimal: bool) -> bool:
     """Return whether two numbers are equal: exactly, or as decimals to `digits` places and by their size."""
-    difference = abs(gold - found)
+    difference = abs(gold - prediction)
     if not difference or not decimal:
         return not difference
-    size = max(abs(gold), abs(found))
+    size = max(abs(gold), abs(prediction))
     return difference <= Fraction(1, 2) / 10**digits and difference <= size / 10 ** max(0, digits - 1)
 
 
@@ -138,12 +138,12 @@ def _latex(reading: Item) -> str:
     return f"\\frac{{{reading.number.numerator}}}{{{reading.number.denominator}}}"
 
 
-def _expressions_equal(gold: str, found: str, digits: int) -> bool:
+def _expressions_equal(gold: str, prediction: str, digits: int) -> bool:
     """Return whether math-verify finds two expressions equal.
 
     It rounds to `digits` places, so that constants below 1 are also compared relative to their size.
     """
-    left, right = _parsed(gold), _parsed(found)
+    left, right = _parsed(gold), _parsed(prediction)
     if left is None or right is None:
         return False
     if not verify(left, right, float_rounding=digits, allow_set_relation_comp=True, timeout_seconds=None):
@@ -159,8 +159,8 @@ def _parsed(text: str) -> Any:
     if any(character.isdigit() and not character.isascii() for character in text):
         return None
     text = text.replace("\\degree", "^\\circ").replace("\\word", "\\text")
-    found = parse(f"${text}$", FORMULA, fallback_mode="no_fallback", parsing_timeout=None)
-    if not found:
+    prediction = parse(f"${text}$", FORMULA, fallback_mode="no_fallback", parsing_timeout=None)
+    if not prediction:
         return None
     letters = re.search(r"[a-zA-Z_]", COMMAND.sub("", text))
-    return None if letters and getattr(found[0], "is_Rational", False) else found[0]
+    return None if letters and getattr(prediction[0], "is_Rational", False) else prediction[0]

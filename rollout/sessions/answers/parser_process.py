@@ -75,7 +75,7 @@ class ParserProcess:
             raise SettingsError(f"the parsers of {self._engine} cannot be started: {error}") from None
         self._ready(ran.stdout.partition("\n")[0].encode(), ran.stderr)
 
-    async def parsed(self, asked: Mapping[str, Any], model_dir: str) -> dict[str, Any] | None:
+    async def parsed(self, request: Mapping[str, Any], model_dir: str) -> dict[str, Any] | None:
         """Return the parsers' reading of an answer; None if they failed, which is logged.
 
         Raises:
@@ -86,15 +86,15 @@ class ParserProcess:
             number = next(self._numbers)
             try:
                 async with asyncio.timeout(PARSE_S):
-                    found = await _exchanged(process, number, asked)
+                    answer = await _exchanged(process, number, request)
             except (TimeoutError, OSError, ValueError, EOFError) as error:
                 _log.warning("session.parser_failed engine=%s error=%r", self._engine, error)
                 await self._end()
                 return None
-            if failed := found.get("failed"):  # it serves the next answer as well as before
+            if failed := answer.get("failed"):  # it serves the next answer as well as before
                 _log.warning("session.parser_failed engine=%s error=%s", self._engine, failed)
                 return None
-            return found
+            return answer
 
     async def close(self) -> None:
         """End the process. Idempotent."""
@@ -132,21 +132,21 @@ class ParserProcess:
 
     def _ready(self, line: bytes, log: str) -> None:
         try:
-            found = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
             end = f": {log.strip()[-300:]}" if log.strip() else ""
             raise SettingsError(
                 f"the parsers of {self._engine} cannot be started by {' '.join(self._command)}{end}"
             ) from None
-        if refused := found.get("refused"):
+        if refused := answer.get("refused"):
             raise SettingsError(f"setting environment.options: {refused}")
 
 
 async def _exchanged(
-    process: asyncio.subprocess.Process, number: int, asked: Mapping[str, Any]
+    process: asyncio.subprocess.Process, number: int, request: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the answer to one line, leaving out those to lines whose callers were cancelled."""
-    line = await _asked(process, {**asked, "number": number})
+    line = await _asked(process, {**request, "number": number})
     while (found := await _loaded(line))["number"] != number:
         line = await _line(process)
     return found
@@ -156,10 +156,10 @@ async def _loaded(line: bytes) -> dict[str, Any]:
     return await off_loop(len(line), lambda: dict(json.loads(line)))
 
 
-async def _asked(process: asyncio.subprocess.Process, asked: Mapping[str, Any]) -> bytes:
+async def _asked(process: asyncio.subprocess.Process, request: Mapping[str, Any]) -> bytes:
     if process.stdin is None:
         raise EOFError("no pipe")
-    process.stdin.write(await off_loop(size_of(asked), lambda: json.dumps(asked).encode() + b"\n"))
+    process.stdin.write(await off_loop(size_of(request), lambda: json.dumps(request).encode() + b"\n"))
     await process.stdin.drain()
     return await _line(process)
 

@@ -102,11 +102,11 @@ class AnswerReader:
                 size, lambda: self._by_ours(ReadAnswer(renderer.text(tokens)), renderer, tokens, last, tools)
             )
         text, marked = await off_loop(size, lambda: (renderer.text(tokens), renderer.marked(tokens)))
-        asked = {
+        request = {
             "text": text, "marked": marked, "tokens": tokens, "before": last,
             "opened": renderer.marked(last), "tools": list(tools),
         }  # fmt: skip
-        parsed = await self._process.parsed(asked, str(renderer.model_dir))
+        parsed = await self._process.parsed(request, str(renderer.model_dir))
         read = await off_loop(size, lambda: _read(parsed, text))
         if ":" in self._tools or not tools:
             return read

@@ -51,10 +51,10 @@ def _tagged(text: str) -> tuple[list[str], str]:
 
 def _call(text: str) -> tuple[str, dict[str, Any]] | None:
     try:
-        found = parsed_json(text)
+        call = parsed_json(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    return (found["name"], arguments) if isinstance(arguments, dict) else None
+    arguments = call.get("arguments", call.get("parameters", {}))
+    return (call["name"], arguments) if isinstance(arguments, dict) else None

@@ -51,10 +51,10 @@ def read_messages(body: Any, *, override: bool) -> Asked:
     return read_chat(chat, override=override)
 
 
-def message_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+def message_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
     """Return the answer to a messages request, which is called `name`."""
     return {
-        **_head(asked, name, answer.prompt_tokens),
+        **_head(request, name, answer.prompt_tokens),
         "content": _content(answer),
         "stop_reason": STOP_REASONS[answer.finish_reason],
         "usage": _usage(answer),
@@ -62,10 +62,10 @@ def message_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str
 
 
 def message_events(
-    asked: Asked, answer: CallAnswer, renderer: Renderer, name: str
+    request: Asked, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed answer."""
-    yield {"type": "message_start", "message": _head(asked, name, answer.prompt_tokens)}
+    yield {"type": "message_start", "message": _head(request, name, answer.prompt_tokens)}
     for index, block in enumerate(_content(answer)):
         if block["type"] == "text":
             delta = {"type": "text_delta", "text": block["text"]}
@@ -90,13 +90,13 @@ def error_body(refusal: RequestRefused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": refusal.message}}
 
 
-def _head(asked: Asked, name: str, prompt_tokens: int) -> dict[str, Any]:
+def _head(request: Asked, name: str, prompt_tokens: int) -> dict[str, Any]:
     """Return an answer without a generated token."""
     return {
         "id": name,
         "type": "message",
         "role": "assistant",
-        "model": asked.model,
+        "model": request.model,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -128,7 +128,7 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise invalid(f"{where} must have the role user or assistant", where)
     role = message["role"]
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -140,16 +140,16 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_result" and role == "user":
             content = _joined(block.get("content"), f"{where}.content[{i}].content")
-            found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         else:
             raise invalid(f"{where}.content[{i}] of type {kind!r} is not supported", f"{where}.content[{i}]")
-    if texts or calls or not found:
+    if texts or calls or not messages:
         more = {"tool_calls": calls, "reasoning_content": "".join(thoughts)}
-        found.append({"role": role, "content": "".join(texts), **more})
-    return found
+        messages.append({"role": role, "content": "".join(texts), **more})
+    return messages
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def read_generate(body: Any, *, override: bool) -> Asked:
         raise invalid("output_mode must be 'tokens' or 'text'", "output_mode")
     if body.get("priority") == 0:
         body = {name: value for name, value in body.items() if name != "priority"}
-    left = {name: value for name, value in body.items() if name not in (*SHAPE, *WITHOUT_EFFECT)}
+    fields = {name: value for name, value in body.items() if name not in (*SHAPE, *WITHOUT_EFFECT)}
     for name, value in sampling.items():
         if name in ONLY and value is not None and value not in ONLY[name]:
             supported = " or ".join(repr(each) for each in ONLY[name])
@@ -54,9 +54,9 @@ def read_generate(body: Any, *, override: bool) -> Asked:
                 "unsupported_value",
             )
         if name not in ONLY and name not in OF_TEXT:
-            left[name] = value
+            fields[name] = value
     return replace(
-        read_text({**left, "prompt": tokens}, override=override),
+        read_text({**fields, "prompt": tokens}, override=override),
         logprobs=sampling.get("logprobs") is not None,
         name=repeated_name(body, "request_id"),
         with_text=body.get("output_mode") == "text",
@@ -64,28 +64,28 @@ def read_generate(body: Any, *, override: bool) -> Asked:
     )
 
 
-def generate_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
+def generate_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
     """Return the answer to a generate request, which is called `name` if the request has no name."""
     return {
-        "request_id": asked.name or name,
-        "model": asked.model or None,
+        "request_id": request.name or name,
+        "model": request.model or None,
         "created": int(time.time()),
-        "output_mode": "text" if asked.with_text else "tokens",
-        "choices": [_choice(asked, answer, renderer)],
+        "output_mode": "text" if request.with_text else "tokens",
+        "choices": [_choice(request, answer, renderer)],
         "usage": usage(answer),
         "prompt_logprobs": None,
-        "prompt_token_ids": asked.prompt if asked.with_prompt else None,
+        "prompt_token_ids": request.prompt if request.with_prompt else None,
     }
 
 
-def generate_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+def generate_events(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
     """Yield the events of a streamed answer: all tokens come in one."""
     head = {
-        "request_id": asked.name or name, "output_mode": "text" if asked.with_text else "tokens",
+        "request_id": request.name or name, "output_mode": "text" if request.with_text else "tokens",
     }  # fmt: skip
-    prompt = {"prompt_token_ids": asked.prompt} if asked.with_prompt else {}
-    yield {**head, **prompt, "choices": [_choice(asked, answer, renderer)]}
-    if asked.include_usage:
+    prompt = {"prompt_token_ids": request.prompt} if request.with_prompt else {}
+    yield {**head, **prompt, "choices": [_choice(request, answer, renderer)]}
+    if request.include_usage:
         yield {**head, "choices": [], "usage": usage(answer)}
 
 
@@ -96,7 +96,7 @@ def generate_error(refusal: RequestRefused) -> Body:
     return {"error": fields}
 
 
-def _choice(asked: Asked, answer: CallAnswer, renderer: Renderer) -> Body:
+def _choice(request: Asked, answer: CallAnswer, renderer: Renderer) -> Body:
     completion = answer.call.completion
     choice: Body = {
         "index": 0,
@@ -107,11 +107,11 @@ def _choice(asked: Asked, answer: CallAnswer, renderer: Renderer) -> Body:
         "routed_experts": None,
         "weight_versions": _version_spans(completion.spans),
     }
-    if asked.with_text:
+    if request.with_text:
         choice["text"] = answer.text
-    if asked.logprobs and asked.with_text:
+    if request.logprobs and request.with_text:
         choice["logprobs"] = chat_logprobs(answer, renderer)
-    elif asked.logprobs:
+    elif request.logprobs:
         each = [
             {"token_id": token, "logprob": logprob, "rank": None}
             for token, logprob in zip(completion.tokens, completion.logprobs, strict=True)

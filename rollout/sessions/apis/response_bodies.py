@@ -14,36 +14,36 @@ from rollout.sessions.session import CallAnswer, Session
 Body = dict[str, Any]
 
 
-def response_body(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
+def response_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
     """Return the answer to a responses request, which is called `name`."""
     cut = answer.finish_reason == "length"
     return {
-        **_head(asked, name),
+        **_head(request, name),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": list(_items(asked, answer, renderer, name)),
+        "output": list(_items(request, answer, renderer, name)),
         "usage": _usage(answer),
     }
 
 
-def response_start(asked: Asked, name: str) -> Body:
+def response_start(request: Asked, name: str) -> Body:
     """Return the first event of a stream, which is sent while the answer is generated."""
-    return {"type": "response.created", "sequence_number": 0, "response": _head(asked, name)}
+    return {"type": "response.created", "sequence_number": 0, "response": _head(request, name)}
 
 
-def response_events(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+def response_events(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
     """Yield the events of a streamed answer after the first."""
-    made = response_body(asked, answer, renderer, name)
-    for number, event in enumerate(_events(asked, made, name), start=1):
+    body = response_body(request, answer, renderer, name)
+    for number, event in enumerate(_events(request, body, name), start=1):
         yield {**event, "sequence_number": number}
 
 
-def kept_response(session: Session, asked: Asked, answer: CallAnswer, name: str) -> StoredResponse | None:
+def kept_response(session: Session, request: Asked, answer: CallAnswer, name: str) -> StoredResponse | None:
     """Return the response to store in a session, None if its request does not ask for storage."""
-    response = _fields(asked)
+    response = _fields(request)
     if not response.store:
         return None
-    body = response_body(asked, answer, session.renderer, name)
+    body = response_body(request, answer, session.renderer, name)
     messages: Sequence[Body] = (*response.messages, answer.message)
     if known := list(session.stored.values()):
         messages = _sharing(messages, known[-1].messages)
@@ -52,19 +52,19 @@ def kept_response(session: Session, asked: Asked, answer: CallAnswer, name: str)
     return StoredResponse(tuple(messages), body)
 
 
-def _sharing(messages: Sequence[Body], known: Sequence[Body]) -> Sequence[Body]:
+def _sharing(messages: Sequence[Body], earlier: Sequence[Body]) -> Sequence[Body]:
     """Return messages that are in memory once if an earlier response begins with the same ones."""
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(messages, known, strict=False)))
-    return (*known[:same], *messages[same:])
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(messages, earlier, strict=False)))
+    return (*earlier[:same], *messages[same:])
 
 
-def _fields(asked: Asked) -> ResponseFields:
-    if not isinstance(asked.response, ResponseFields):
+def _fields(request: Asked) -> ResponseFields:
+    if not isinstance(request.response, ResponseFields):
         raise TypeError("not a request of the responses API")
-    return asked.response
+    return request.response
 
 
-def _head(asked: Asked, name: str) -> Body:
+def _head(request: Asked, name: str) -> Body:
     """Return a response without a generated token."""
     return {
         "id": name,
@@ -74,7 +74,7 @@ def _head(asked: Asked, name: str) -> Body:
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "model": asked.model,
+        "model": request.model,
         "output": [],
         "parallel_tool_calls": True,
         "reasoning": {"effort": None, "summary": None},
@@ -83,11 +83,11 @@ def _head(asked: Asked, name: str) -> Body:
         "top_p": None,
         "truncation": "disabled",
         "usage": None,
-        **_fields(asked).fields,
+        **_fields(request).fields,
     }
 
 
-def _items(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+def _items(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
     """Yield the output items of the model: thoughts, text, calls."""
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     tail, message = name.removeprefix("resp_"), answer.message
@@ -96,7 +96,7 @@ def _items(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> I
         yield {"type": "reasoning", "id": f"rs_{tail}", "summary": [], "content": content, "status": status}
     calls = message.get("tool_calls", [])
     if message["content"] or not calls:
-        logprobs = chat_logprobs(answer, renderer)["content"] if asked.logprobs else []
+        logprobs = chat_logprobs(answer, renderer)["content"] if request.logprobs else []
         text = {
             "type": "output_text", "text": message["content"], "annotations": [], "logprobs": logprobs,
         }  # fmt: skip
@@ -110,9 +110,9 @@ def _items(asked: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> I
         }  # fmt: skip
 
 
-def _events(asked: Asked, made: Body, name: str) -> Iterator[Body]:
-    yield {"type": "response.in_progress", "response": _head(asked, name)}
-    for index, item in enumerate(made["output"]):
+def _events(request: Asked, body: Body, name: str) -> Iterator[Body]:
+    yield {"type": "response.in_progress", "response": _head(request, name)}
+    for index, item in enumerate(body["output"]):
         place = {"output_index": index, "item_id": item["id"]}
         empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         begun = {**item, "status": "in_progress", **empty}
@@ -127,7 +127,7 @@ def _events(asked: Asked, made: Body, name: str) -> Iterator[Body]:
         else:
             yield from _text_events({**place, "content_index": 0}, item["content"][0])
         yield {"type": "response.output_item.done", "output_index": index, "item": item}
-    yield {"type": f"response.{made['status']}", "response": made}
+    yield {"type": f"response.{body['status']}", "response": body}
 
 
 def _text_events(place: Body, part: Body) -> Iterator[Body]:
@@ -140,11 +140,11 @@ def _text_events(place: Body, part: Body) -> Iterator[Body]:
 
 
 def _usage(answer: CallAnswer) -> Body:
-    counted = usage(answer)
+    counts = usage(answer)
     return {
-        "input_tokens": counted["prompt_tokens"],
+        "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": counted["completion_tokens"],
+        "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": counted["total_tokens"],
+        "total_tokens": counts["total_tokens"],
     }

@@ -111,13 +111,13 @@ def _earlier(name: Any, stored: Mapping[str, StoredResponse]) -> tuple[Message, 
     return stored[name].messages
 
 
-def _messages(given: Any) -> Iterator[Message]:
+def _messages(value: Any) -> Iterator[Message]:
     """Yield the chat messages of the input; reasoning, text and calls in a row are one answer."""
-    if isinstance(given, str):
-        yield {"role": "user", "content": given}
+    if isinstance(value, str):
+        yield {"role": "user", "content": value}
         return
     answer: Message = {}
-    for i, item in enumerate(_listed(given, "input")):
+    for i, item in enumerate(_listed(value, "input")):
         where = f"input[{i}]"
         kind = item.get("type", "message")
         if kind == "function_call" or kind == "reasoning" or item.get("role") == "assistant":

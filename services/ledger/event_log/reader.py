@@ -70,15 +70,15 @@ def with_journal_events(
         yield event, event
 
 
-def committed_steps(events: Iterable[LedgerEvent], wanted: range) -> dict[int, LoggedStep]:
-    """Return the steps in `wanted` on the path to the committed version, by number.
+def committed_steps(events: Iterable[LedgerEvent], steps: range) -> dict[int, LoggedStep]:
+    """Return the steps in `steps` on the path to the committed version, by number.
 
     Steps that a rewind abandoned are left out.
 
     Raises:
         SettingsError: if an event contradicts the ones before it.
     """
-    builder = _StepsBuilder(wanted)
+    builder = _StepsBuilder(steps)
     for place, event in with_journal_events(events):
         try:
             builder.apply(event)
@@ -92,9 +92,9 @@ def committed_steps(events: Iterable[LedgerEvent], wanted: range) -> dict[int, L
 class _StepsBuilder:
     """Collects committed steps from events, oldest first."""
 
-    def __init__(self, wanted: range) -> None:
+    def __init__(self, steps: range) -> None:
         self.steps: dict[int, LoggedStep] = {}
-        self._wanted = wanted
+        self._wanted = steps
         self._leases: dict[int, LeaseEvent | JournalAccept] = {}
         """Group -> its last lease, of groups that are not trained."""
         self._counts: dict[int, Mapping[int, int]] = {}

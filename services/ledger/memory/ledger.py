@@ -220,15 +220,15 @@ class MemoryLedger:
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:
         run = self.run_state
-        found = run.held(group, token)
-        if found.state is not _S.LEASED:
-            raise Refused(Reason.NOT_HELD, f"group {group} is {found.state}")
+        held_group = run.held(group, token)
+        if held_group.state is not _S.LEASED:
+            raise Refused(Reason.NOT_HELD, f"group {group} is {held_group.state}")
         run.expire_leases()
-        self._readmit(run, found)
-        run.transition(found, Event.EXTEND)
-        found.expires_ms = self.clock() + lease_ms
-        if found.expired:
-            found.expired = False
+        self._readmit(run, held_group)
+        run.transition(held_group, Event.EXTEND)
+        held_group.expires_ms = self.clock() + lease_ms
+        if held_group.expired:
+            held_group.expired = False
             run.append(ExtendEvent(group=group, token=token))
 
     def _readmit(self, run: RunState, group: Group) -> None:
@@ -256,16 +256,16 @@ class MemoryLedger:
         self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None
     ) -> TakenGroup:
         run = self.run_state
-        found = run.held(group, token, forgotten=Reason.DUPLICATE)
-        if found.state in (_S.SCORED, _S.TAKEN, _S.TRAINED):
-            return found.taken()
-        if found.state is _S.LEASED:
+        held_group = run.held(group, token, forgotten=Reason.DUPLICATE)
+        if held_group.state in (_S.SCORED, _S.TAKEN, _S.TRAINED):
+            return held_group.taken()
+        if held_group.state is _S.LEASED:
             run.expire_leases()
-            self._readmit(run, found)
-        run.transition(found, Event.ACCEPT)
-        found.counts = dict(counts)
+            self._readmit(run, held_group)
+        run.transition(held_group, Event.ACCEPT)
+        held_group.counts = dict(counts)
         run.append(AcceptEvent(group=group, token=token, counts=dict(counts), reward=reward))
-        return found.taken()
+        return held_group.taken()
 
     async def lost(self, group: int, token: str) -> None:
         self._hand_back(group, token, Event.LOST, "lost")
@@ -347,29 +347,29 @@ class MemoryLedger:
         check_bound(max_staleness, groups_per_step)
         run = self.run_state
         base = run.pending or run.bound
-        wanted = Bound(
+        bound = Bound(
             base.max_staleness if max_staleness is None else max_staleness,
             base.groups_per_step if groups_per_step is None else groups_per_step,
             base.policy if policy is None else policy,
         )
         run.expire_leases()
-        if wanted == run.bound:
+        if bound == run.bound:
             if run.pending is not None:
                 run.pending = None
-                run.append(bound_event(wanted))
+                run.append(bound_event(bound))
             return None
-        known, run.pending = wanted == run.pending, wanted
+        is_pending, run.pending = bound == run.pending, bound
         if run.apply_pending():
             return None
-        if not known:
+        if not is_pending:
             run.append(
                 BoundPendingEvent(
-                    max_staleness=wanted.max_staleness,
-                    groups_per_step=wanted.groups_per_step,
-                    policy=wanted.policy,
+                    max_staleness=bound.max_staleness,
+                    groups_per_step=bound.groups_per_step,
+                    policy=bound.policy,
                 )
             )
-        return wanted
+        return bound
 
     async def drain(self, on: bool = True) -> None:
         run = self.run_state

@@ -198,12 +198,12 @@ class RunState:
 
         Refuses UNKNOWN_GROUP, NOT_HELD, and `forgotten` for a group that is finished and forgotten.
         """
-        found = self.groups.get(group)
-        if found is None:
+        state = self.groups.get(group)
+        if state is None:
             raise Refused(Reason.UNKNOWN_GROUP if group >= self.issued else forgotten, f"group {group}")
-        if found.token != token:
+        if state.token != token:
             raise Refused(Reason.NOT_HELD, f"group {group} is not held by {token}")
-        return found
+        return state
 
     def has_ended(self, group: int) -> bool:
         """Return whether a group is DROPPED, or finished and forgotten."""

@@ -60,17 +60,17 @@ def resume(run: RunState, epoch: str, version: int, digest: int) -> bool:
         raise Refused(Reason.WRONG_STATE, f"epoch {epoch} has resumed at version {run.resumed[1]}")
     if not run.checkpoint <= version <= run.version:
         raise Refused(Reason.WRONG_STATE, f"version {version} is not in {run.checkpoint}..{run.version}")
-    known = run.digest
+    recorded = run.digest
     if version < run.version:
-        known = run.steps[version - 1].digest if version - 1 in run.steps else digest
-    continued = version == run.version and (version == 0 or known == digest)
+        recorded = run.steps[version - 1].digest if version - 1 in run.steps else digest
+    continued = version == run.version and (version == 0 or recorded == digest)
     run.resumed = (epoch, version, digest, continued)
     run.digest = digest
     if continued:
         run.lineage.add(epoch)
         run.append(ResumeEvent(epoch=epoch, version=version, digest=str(digest), continued=True))
     else:
-        waiting = _rewind(run, version, version if known == digest else version - 1)
+        waiting = _rewind(run, version, version if recorded == digest else version - 1)
         if version - 1 in run.steps:
             run.steps[version - 1] = replace(run.steps[version - 1], digest=digest)
         run.lineage = {epoch}
@@ -136,15 +136,15 @@ def _drop_stale(run: RunState) -> None:
 
 def _select_batch(run: RunState) -> list[Group]:
     """Return the scored groups to take: B, or all there are if no more can come."""
-    scored, wanted = run.scored(), run.bound.groups_per_step
-    if len(scored) < wanted:
+    scored, count = run.scored(), run.bound.groups_per_step
+    if len(scored) < count:
         blocked = (run.pending is not None or run.draining) and not run.live()
         ended = run.exhausted() and not run.of(_S.LEASED, _S.WAITING)
         if not (blocked or ended):
-            raise Refused(Reason.NOT_ENOUGH, f"{len(scored)} of {wanted} groups are scored")
+            raise Refused(Reason.NOT_ENOUGH, f"{len(scored)} of {count} groups are scored")
         if not scored:
             raise Refused(Reason.EXHAUSTED, "no group is left")
-    return scored[:wanted]
+    return scored[:count]
 
 
 def _resolve_stragglers(run: RunState, batch: list[Group]) -> None:

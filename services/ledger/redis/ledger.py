@@ -237,11 +237,11 @@ class RedisLedger:
     async def _steps(self, name: str, first: int) -> list[bytes]:
         """Return the values of a hash by step, from `first` up to the committed version."""
         version = int(await self._connection.command("HGET", self.keys.of("run"), "version") or 0)
-        found: list[bytes] = []
+        values: list[bytes] = []
         for start in range(max(first, 0), version, _READ):
             steps = [str(step) for step in range(start, min(start + _READ, version))]
-            found += await self._connection.command("HMGET", self.keys.of(name), *steps)
-        return [data for data in found if data is not None]
+            values += await self._connection.command("HMGET", self.keys.of(name), *steps)
+        return [data for data in values if data is not None]
 
     async def checkpointed(self, version: int) -> None:
         while (await self._run("checkpointed", version))[0]:

@@ -24,11 +24,11 @@ def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
     """
     try:
         parts = urlsplit(url)
-        given = parts.password
+        password_in_url = parts.password
     except ValueError:
         raise refused_url(url) from None
     if password_file:
-        if given is not None:
+        if password_in_url is not None:
             raise SettingsError(
                 "setting ledger.password_file: the ledger's URL holds a password, too; give one of them"
             )

@@ -171,12 +171,12 @@ class Rules:
         if new == state.bound:
             return
         step = state.next_step()
-        taken = [state.group(number).deadline for number in state.running or ()]
-        untaken = [*state.holding.values(), *taken]
+        deadlines = [state.group(number).deadline for number in state.running or ()]
+        untaken = [*state.holding.values(), *deadlines]
         if (
             not holds(state.holding.values(), step, new)
-            or len(taken) > new.groups_per_step
-            or (taken and not holds(untaken, state.version, new))
+            or len(deadlines) > new.groups_per_step
+            or (deadlines and not holds(untaken, state.version, new))
         ):
             state.report(f"{new} is in force at step {step}, but rule F does not hold with it")
 
@@ -260,20 +260,23 @@ class Rules:
         if self._resumed == event.epoch:
             state.report(f"epoch {event.epoch} resumes twice")
         self._resumed = event.epoch
-        known = digest
+        recorded = digest
         if version == state.version or version > state.checkpoint:
-            known = self._digests.get(version, digest)
-        same = known == digest
+            recorded = self._digests.get(version, digest)
+        same = recorded == digest
         if version == state.version and event.continued != (version == 0 or same):
             state.report(
-                f"continued is {event.continued} at version {version} with digest {digest}, which was {known}"
+                f"continued is {event.continued} at version {version} with digest {digest}, "
+                f"which was {recorded}"
             )
         if event.continued:
             self._lineage.add(event.epoch)
         else:
             self._lineage = {event.epoch}
             self._check_rewind(event, version if same else version - 1)
-        self._digests = {v: known for v, known in self._digests.items() if v < version} | {version: digest}
+        self._digests = {v: recorded for v, recorded in self._digests.items() if v < version} | {
+            version: digest
+        }
 
     def _check_rewind(self, event: ResumeEvent, newest: int) -> None:
         """Report a rewind that does not undo exactly the leases and the abandoned branch's groups.

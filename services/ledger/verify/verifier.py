@@ -264,21 +264,21 @@ class Verifier:
         for number, counts in event.groups.items():
             state.train(number, step, counts)
         state.version, state.running = step + 1, None
-        found = (*state.counters()[1:], len(state.groups) - state.trained - state.dropped)
+        counted = (*state.counters()[1:], len(state.groups) - state.trained - state.dropped)
         stated = (event.issued, event.trained, event.dropped, event.active)
-        if stated != found or stated[0] != sum(stated[1:]):
+        if stated != counted or stated[0] != sum(stated[1:]):
             self.violation(
-                f"issued, trained, dropped, active are {stated} in the event and {found} in the log"
+                f"issued, trained, dropped, active are {stated} in the event and {counted} in the log"
             )
 
-    def result(self, missing: str | None = None) -> AuditResult:
-        """Return the counters at the end of the log; `missing` says which events the log has lost there."""
+    def result(self, gap: str | None = None) -> AuditResult:
+        """Return the counters at the end of the log; `gap` says which events the log has lost there."""
         state = self._state
         trained = [group for _, group in state.in_state(GroupState.TRAINED)]
         active = state.active()
         self._label = "end"
-        if missing:
-            self.violation(missing)
+        if gap:
+            self.violation(gap)
         if len(state.groups) != len(trained) + state.dropped + active:
             self.violation(
                 f"{len(state.groups)} groups issued, "

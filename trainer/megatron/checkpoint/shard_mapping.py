@@ -148,10 +148,10 @@ def is_complete(shards: Iterable[Shard], size: int) -> bool:
     return end == size
 
 
-def sorted_shards(found: Iterable[tuple[Key, Shard]]) -> Mapping[Key, list[Shard]]:
+def sorted_shards(named_shards: Iterable[tuple[Key, Shard]]) -> Mapping[Key, list[Shard]]:
     """Return the shards of each parameter, sorted by their start."""
     result: dict[Key, list[Shard]] = {}
-    for key, shard in found:
+    for key, shard in named_shards:
         result.setdefault(key, []).append(shard)
     for shards in result.values():
         shards.sort(key=lambda shard: (shard.start, shard.stop))

@@ -47,17 +47,17 @@ def windows_of(
 
 def _has_windows(path: Path, config: dict[str, Any], family: Family, layers: int) -> list[bool]:
     """Return whether each layer has a window."""
-    named = config.get("layer_types")
-    if named is None:
+    types = config.get("layer_types")
+    if types is None:
         return [_has_window_by_default(config, family, layer) for layer in range(layers)]
-    if len(named) != layers or set(named) - set(KINDS):
+    if len(types) != layers or set(types) - set(KINDS):
         raise SettingsError(
-            f"{path}: layer_types must name {layers} layers, each {' or '.join(sorted(KINDS))}: {named}"
+            f"{path}: layer_types must name {layers} layers, each {' or '.join(sorted(KINDS))}: {types}"
         )
-    kinds = [KINDS[kind] for kind in named]
+    kinds = [KINDS[kind] for kind in types]
     if family.windows == "all" and not all(kinds) and config.get("sliding_window") is not None:
         raise SettingsError(
-            f"{path}: layer_types is not supported in {config['model_type']}, whose layers are alike: {named}"
+            f"{path}: layer_types is not supported in {config['model_type']}, whose layers are alike: {types}"
         )
     return kinds
 
