@@ -28,7 +28,7 @@ class WorkerSlot:
         self._worker: WorkerClient | None = None
         self._starting = asyncio.Lock()
         self._start: asyncio.Timeout | None = None
-        """Of the start that is under way; `close` makes it expire."""
+        """Time limit of the start that is under way; `close` makes it expire."""
         self._closed = False
 
     async def worker(self) -> WorkerClient:

@@ -16,7 +16,7 @@ from trainer.weights.publish import publish
 
 NUMBER = 16
 SHAPE = (3, 617)
-"""Of each tensor, and of no other in the process."""
+"""Shape of each tensor, and of no other in the process."""
 
 
 class GatheringBackend(ScriptedBackend):
