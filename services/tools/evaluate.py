@@ -23,6 +23,7 @@ from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_s
 from services.observability.redirect_output import redirect_output
 from services.run_record.evaluations import Evaluation, describe_scores
 from services.runtime.event_loop import run_loop
+from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
@@ -64,6 +65,7 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
         SettingsError: there are no held-out prompts or no checkpoint.
         EngineError: the engine failed.
     """
+    add_user_modules(settings)
     sets = await asyncio.to_thread(read_sets, settings)
     initial = await asyncio.to_thread(fetch_model, settings)
     models = [initial, *(checkpoints or [newest_export(settings.run_dir)])]
