@@ -1,5 +1,6 @@
 """Checks everything of a run that can be checked before anything starts, and describes what would start."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from rollout.prompts.registry import make_source
 from services.preflight.critic import critic_problems
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
+from services.preflight.engines import engine_problems
+from services.preflight.machine import attention_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, model_problems, read_model
 from services.preflight.own_code import own_code_problems
@@ -18,6 +21,7 @@ from services.preflight.problem import Problem
 from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems, length_problems
 from services.runtime.user_modules import add_user_modules
+from services.settings.automatic import visible_gpus
 from services.settings.evaluation import read_sets
 from services.settings.sections import Settings
 from services.settings.tracking import missing_libraries
@@ -71,13 +75,16 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
+        problems += engine_problems(settings, model)
         problems += critic_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
     problems += _error_of_remote(settings)
     if local:
         problems += local_problems(settings)
-        problems += host_memory_problems(settings, model) if model else ()
+        if model:
+            problems += host_memory_problems(settings, model)
+            problems += attention_problems(settings, model, visible_gpus(os.environ))
     return Findings(tuple(_each_once(problems)), model, source)
 
 

@@ -85,7 +85,7 @@ def read_facts(place: Path) -> ModelFacts:
 def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     """Yield what trainer or engines cannot do with the model."""
     yield from _trainer_problems(settings, model)
-    for engine in _engines(settings):
+    for engine in engines_of(settings):
         yield from _engine_problems(settings, engine, model)
 
 
@@ -179,7 +179,7 @@ def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator
 def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
     """Compare the context with the one up to which engines and trainer rotate alike."""
     originals = [rope.original_max_position_embeddings for rope in architecture.ropes if rope.long_factor]
-    longest = max(engine.max_model_len for engine in _engines(settings))
+    longest = max(engine.max_model_len for engine in engines_of(settings))
     if originals and longest > min(originals):
         yield Problem(
             f"longrope rotates otherwise beyond {min(originals)} tokens: an engine decides it by this limit, "
@@ -208,7 +208,8 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
         yield from _windows_in_vllm(model)
 
 
-def _engines(settings: Settings) -> list[EngineConfig]:
+def engines_of(settings: Settings) -> list[EngineConfig]:
+    """Return the settings of each kind of engine that generates for the run."""
     pool = settings.services.pool
     return [dataclasses.replace(settings.engine, **entry.engine) for entry in pool] or [settings.engine]
 

@@ -31,6 +31,7 @@ from trainer.megatron.families.reading import read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
+from trainer.megatron.layers.attention.core import choose_backend
 from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
@@ -376,4 +377,5 @@ def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Posi
     if trainer.threads > 0:
         torch.set_num_threads(trainer.threads)
     cpu.install()
+    choose_backend(trainer.attention_backend)
     return parallel.initialize(config, trainer.device, trainer.seed)
