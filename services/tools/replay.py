@@ -7,17 +7,13 @@ nearest checkpoint up to K.
 import json
 import os
 import signal
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from protocol.errors import SettingsError, TetherError
+from protocol.errors import SettingsError
 from protocol.host.parent_death import die_with_parent
-from protocol.weights.buckets import manifest_digest
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
 from services.ledger.interface import Taken
@@ -28,15 +24,14 @@ from services.runtime.user_modules import add_user_modules
 from services.settings.load import run_settings
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
-from trainer.execution.commands import CopyWeightsCommand, ExitCommand, KeepReferenceCommand, RestoreCommand
+from trainer.execution.commands import DigestWeightsCommand, ExitCommand, KeepReferenceCommand, RestoreCommand
 from trainer.execution.executor import Executor
-from trainer.ranks.launch import torchrun
+from trainer.ranks.launch import result_of_ranks
 from trainer.step.train_command import TrainCommand, plan_command
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
-from trainer.weights.bucket_writer import fill_buckets
 
 LOSS_TOLERANCE = 1e-4
 """Allowed difference of a repeated loss, relative to the larger of the recorded one and 1.
@@ -187,7 +182,7 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
             start.verify()
             executor.lead(RestoreCommand(str(start.directory)))
         loss = [executor.train(recorded.command(number))[1].loss for number in range(first, step + 1)][-1]
-        weights = _weights_digest(executor, settings)
+        weights = executor.lead(DigestWeightsCommand(settings.engine.dtype))
         executor.lead(ExitCommand())
     finally:
         executor.close()
@@ -209,16 +204,6 @@ def _is_same_loss(loss: float | None, recorded: float | None) -> bool:
     if loss is None or recorded is None:
         return loss is recorded
     return abs(loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded))
-
-
-def _weights_digest(executor: Executor, settings: Settings) -> int:
-    """Return the digest that a manifest of the present weights would have."""
-    entries, _ = fill_buckets(
-        executor.lead(CopyWeightsCommand(settings.engine.dtype)).items(),
-        settings.weights.bucket_mb << 20,
-        lambda _, size: torch.empty(size, dtype=torch.uint8),
-    )
-    return manifest_digest(entries)
 
 
 def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
@@ -248,7 +233,8 @@ def replay_step(settings: Settings, step: int, *, train: bool) -> dict[str, Any]
     recorded = RecordedRun(settings, range(first, step + 1))
     facts = replay(recorded, step)
     if train and settings.parallel.world_size > 1:
-        facts["train"] = _retrain_under_torchrun(settings, step)
+        ranks, run_dir = settings.parallel.world_size, str(settings.run_dir)
+        facts["train"] = result_of_ranks(ranks, "services.tools.replay", run_dir, str(step))
     elif train:
         facts["train"] = retrain(recorded, step, start)
     return facts
@@ -278,21 +264,6 @@ def render_replay(facts: dict[str, Any]) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-def _retrain_under_torchrun(settings: Settings, step: int) -> dict[str, Any]:
-    """Run `retrain` on as many ranks as the trainer has; returns what rank 0 printed."""
-    command = torchrun(
-        settings.parallel.world_size, "services.tools.replay", str(settings.run_dir), str(step)
-    )
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise TetherError(
-            f"the trainer's ranks failed with exit code {done.returncode}; see their output above"
-        )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
-    facts: dict[str, Any] = json.loads(lines[-1])
-    return facts
 
 
 def main() -> None:
