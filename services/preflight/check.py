@@ -1,5 +1,6 @@
 """Checks everything of a run that can be checked before anything starts, and describes what would start."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,13 @@ from rollout.prompts.base import PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from services.preflight.critic import critic_problems
-from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
+from services.preflight.data import (
+    first_prompts,
+    rendered_prompt,
+    rendering_problems,
+    stream_problems,
+    verifier_problems,
+)
 from services.preflight.endpoints import local_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, model_problems, read_model
@@ -23,6 +30,9 @@ from services.settings.sections import Settings
 from services.settings.tracking import missing_libraries
 from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.remote import RemoteDirectory
+
+SHOWN = 1000
+"""Characters of the first prompt that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     return [
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{made}",
         f"prompts  {mixed or prompts.source}: {stream}; {prompts.held_out:,} held out",
+        f"first    {_first_prompt(settings, model, source)}",
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
@@ -118,6 +129,13 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         ),
         *describe_memory(settings, model),
     ]
+
+
+def _first_prompt(settings: Settings, model: ModelFacts, source: PromptSource) -> str:
+    """Return the beginning of the first prompt as the model will read it, quoted."""
+    text = rendered_prompt(settings, model, source.at(0))
+    more = f" and {len(text) - SHOWN:,} more characters" if len(text) > SHOWN else ""
+    return json.dumps(text[:SHOWN], ensure_ascii=not text.isprintable()) + more
 
 
 def _on(gpus: str) -> str:
