@@ -32,10 +32,16 @@ LARGEST = frozenset({"lag_max", "logprob_error_max", "pause_ms", "token_mult_pro
 """A point keeps the largest value of these fields, and of every field whose name ends with `_max`."""
 LATEST = frozenset({"time"})
 """A point keeps the last value of these fields."""
-MAX_SERIES = 64
+MAX_SERIES = 128
 """Names that are kept; further ones are ignored, so that a foreign file cannot fill the memory."""
 MAX_LAGS = 64
 """Largest lag that is counted for itself; larger ones count as this one."""
+BY_NAME: Mapping[str, str] = {
+    "dropped_by_reason": "dropped_for_",
+    "reward_by_source": "reward_of_",
+    "score_by_verifier": "score_by_",
+}
+"""Field with a table of numbers -> beginning of the names that its entries have as numbers of a line."""
 _DECODER = msgspec.json.Decoder()
 
 
@@ -136,11 +142,15 @@ def epoch_starts(path: Path) -> dict[str, int]:
 def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the names and values of a step's line that can be drawn: finite numbers, no flags, no nulls.
 
-    Drops by reason become a field each, `dropped_for_REASON`.
+    Entries of the tables in `BY_NAME` become a field each, such as `dropped_for_REASON`.
     """
-    reasons = line.get("dropped_by_reason")
-    drops = {f"dropped_for_{reason}": n for reason, n in reasons.items()} if isinstance(reasons, dict) else {}
-    for name, value in {**line, **drops}.items():
+    parts = {
+        f"{prefix}{key}": value
+        for table, prefix in BY_NAME.items()
+        if isinstance(found := line.get(table), dict)
+        for key, value in found.items()
+    }
+    for name, value in {**line, **parts}.items():
         kind = type(value)
         if (kind is float or kind is int) and name not in PLACING and -1e100 < value < 1e100:
             yield name, value

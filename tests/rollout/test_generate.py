@@ -249,10 +249,13 @@ async def test_scores_of_an_environments_turns_become_advantages_of_their_tokens
     assert [values.tolist() for values in made.turns.returns] == returns
 
 
-async def test_texts_are_sent_where_a_verifier_may_ask_for_them(tmp_path: Path) -> None:
+async def test_texts_of_turns_are_sent_where_no_row_has_its_text_or_a_verifier_may_ask(
+    tmp_path: Path,
+) -> None:
     rollout = await generated(tmp_path, texts=False)
-    assert (rollout.turn_texts, rollout.turn_contexts) == ((), ())
-    assert rollout.turns is not None
+    assert len(rollout.turn_texts) == 9
+    assert rollout.turn_contexts == ("", "12", "3") * 3
+    assert rollout.row_texts == ()
     assert RewardConfig(verifiers=(VerifierConfig("function"),)).may_score_turns
     assert not RewardConfig(verifiers=(VerifierConfig("math"),)).may_score_turns
 
