@@ -1,5 +1,6 @@
 """Converts text to tokens and back; the only module that uses a tokenizer."""
 
+import bisect
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,9 @@ class RenderConfig:
     suffix: str = ""
     """Text appended to each prompt, such as " Answer with only the number."."""
     stop: tuple[str, ...] = ()
-    """Strings that end a sample besides the end-of-sequence token. Each must be one token."""
+    """Strings that end a sample besides the end-of-sequence token, at the token that completes one. A string
+    of one token ends generation at once. Engines know tokens alone: at a longer one they generate on, to the
+    end of the sequence or `sampling.max_tokens`, and what follows it is thrown away."""
     stop_at_eos: bool = True
     """Whether the end-of-sequence token ends a sample."""
     max_prompt_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
@@ -68,7 +71,7 @@ class Renderer:
 
         Raises:
             SettingsError: there is none, it has no chat template although the settings require one, the
-                template takes no such variable, or a stop string is not a single token.
+                template takes no such variable, or a stop string is empty.
         """
         self._config = config
         self.model_dir = Path(config.tokenizer or model_dir)
@@ -153,6 +156,11 @@ class Renderer:
         return self._chat
 
     @property
+    def has_stop_strings(self) -> bool:
+        """Whether `render.stop` has strings."""
+        return bool(self._config.stop)
+
+    @property
     def max_prompt_tokens(self) -> int:
         """`RenderConfig.max_prompt_tokens`; 0 is no limit."""
         return self._config.max_prompt_tokens
@@ -208,6 +216,22 @@ class Renderer:
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def stopped_length(self, tokens: tuple[int, ...]) -> int:
+        """Return how many of some sampled tokens there are up to the one that completes a string of `stop`.
+
+        That is all of them if none is in their text.
+        """
+
+        def stops(count: int) -> bool:
+            text = self._tokenizer.decode(
+                list(tokens[:count]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            return any(stop in text for stop in self._config.stop)
+
+        if not stops(len(tokens)):
+            return len(tokens)
+        return bisect.bisect_left(range(len(tokens)), True, key=stops)
 
     def marked(self, tokens: tuple[int, ...]) -> str:
         """Detokenize with special tokens, but for one that has ended a sample."""
@@ -268,13 +292,12 @@ class Renderer:
     def _stop_ids(self, model_dir: Path) -> tuple[int, ...]:
         ids = set(end_ids(model_dir, self._tokenizer)) if self._config.stop_at_eos else set()
         for stop in self._config.stop:
-            tokens = self._encode(stop)
-            if len(tokens) != 1:
+            if not stop:
                 raise SettingsError(
-                    f"setting render.stop: {stop!r} is {len(tokens)} tokens of this tokenizer; "
-                    "only a single token can end a sample"
+                    "setting render.stop: an empty string would end every sample; leave it out"
                 )
-            ids.add(tokens[0])
+            tokens = self._encode(stop)
+            ids.update(tokens if len(tokens) == 1 else ())
         return tuple(sorted(ids))
 
 

@@ -273,3 +273,29 @@ async def test_texts_of_turns_are_sent_where_no_row_has_its_text_or_a_verifier_m
 )
 def test_only_what_is_wrong_with_the_request_is_blamed_on_the_prompt(error: Exception, reason: str) -> None:
     assert failure_reason(error) == reason
+
+
+async def test_a_stop_string_of_several_tokens_ends_a_sample_at_its_last_one(model_dir: Path) -> None:
+    """The tokens are those that the engine sampled without the string, up to the first match."""
+    engine = Watched(model_dir)
+    await engine.start()
+
+    async def samples(stop: tuple[str, ...]) -> Rollout:
+        return await generate_group(
+            engine, Renderer(model_dir, RenderConfig(stop=stop, stop_at_eos=False)),
+            make_environment(EnvironmentConfig(name="single_turn")), PROMPT, group=1, token="t", n=4,
+            sampling=Sampling(max_tokens=24), engine_name="e",
+        )  # fmt: skip
+
+    try:
+        whole = decode_rollout(await samples(()))
+        renderer = Renderer(model_dir, RenderConfig())
+        stop = "".join(map(renderer.piece, whole.rows[0].tokens[9:13].tolist()))
+        cut = decode_rollout(await samples((stop,)))
+    finally:
+        await engine.close()
+    assert len(cut.rows[0].tokens) == 13
+    assert [sample.finish_reason for sample in cut.rows] == ["stop", "length", "length", "length"]
+    for short, long in zip(cut.rows, whole.rows, strict=True):
+        assert short.tokens.tolist() == long.tokens.tolist()[: len(short.tokens)]
+        assert short.logprobs.tolist() == long.logprobs.tolist()[: len(short.tokens)]

@@ -73,8 +73,10 @@ def test_stop_tokens_come_from_the_tokenizer_the_generation_config_and_the_setti
     assert Renderer(model, RenderConfig()).stop_token_ids == (1, 4)
     newline = len(CHARACTERS) + 5
     assert Renderer(model, RenderConfig(stop=("\n",), stop_at_eos=False)).stop_token_ids == (newline,)
-    with pytest.raises(SettingsError, match=r"'ab' is 2 tokens"):
-        Renderer(model, RenderConfig(stop=("ab",)))
+    longer = Renderer(model, RenderConfig(stop=("\n", "ab"), stop_at_eos=False))
+    assert longer.stop_token_ids == (newline,)
+    with pytest.raises(SettingsError, match=r"render\.stop: an empty string would end every sample"):
+        Renderer(model, RenderConfig(stop=("",)))
     (model / "generation_config.json").write_text("{")
     with pytest.raises(SettingsError, match=r"generation_config\.json"):
         Renderer(model, RenderConfig())
@@ -203,3 +205,18 @@ def test_a_tokenizer_of_its_own_directory_replaces_the_models(
     assert renderer.model_dir == chat
     with pytest.raises(SettingsError, match="no tokenizer in"):
         Renderer(plain, RenderConfig(tokenizer=str(tmp_path)))
+
+
+@given(
+    st.text(alphabet="ab?<", max_size=12),
+    st.lists(st.text(alphabet="ab?", min_size=1, max_size=3), min_size=1),
+)
+def test_stopped_length_is_that_of_the_shortest_text_with_a_stop(
+    chat: Path, text: str, stop: list[str]
+) -> None:
+    renderer = Renderer(chat, RenderConfig(stop=tuple(stop)))
+    tokens = (*renderer.encode(text), renderer.stop_token_ids[0])
+    kept = "".join(char for char in text if char in CHARACTERS)
+    ends = [n for n in range(len(text) + 1) if any(item in text[:n] for item in stop)]
+    if kept == text:
+        assert renderer.stopped_length(tokens) == (ends[0] if ends else len(tokens))
