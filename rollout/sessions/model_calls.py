@@ -35,7 +35,8 @@ class ModelCalls:
         """
         self._stopped_length = stopped_length
         self.record = record
-        self._engine, self._sampling, self._config = engine, sampling, config
+        self.sampling = sampling
+        self._engine, self._config = engine, config
         self.max_model_len, self.name, self._ended = max_model_len, name, ended
         self._asked = 0
         self._over = False
@@ -61,7 +62,7 @@ class ModelCalls:
             raise RuntimeError(OVER)
         limit = self._limit(len(tokens), max_tokens)
         request = Request(
-            self.name.replace("{turn}", str(self._asked)), tokens, replace(self._sampling, max_tokens=limit)
+            self.name.replace("{turn}", str(self._asked)), tokens, replace(self.sampling, max_tokens=limit)
         )
         self._asked += 1
         try:
@@ -114,7 +115,7 @@ class ModelCalls:
 
     def _limit(self, context: int, max_tokens: int | None) -> int:
         """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
-        most = self._sampling.max_tokens
+        most = self.sampling.max_tokens
         if self._asked:
             if 0 < self._config.max_turns <= self._asked:
                 raise EpisodeOver(f"environment.max_turns {self._config.max_turns} are used up")

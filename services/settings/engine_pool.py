@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from msgspec import Meta
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
 from rollout.engines.base import EngineConfig
@@ -64,7 +63,7 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
         raise SettingsError(describe_problem(problem, EngineConfig, prefix)) from None
     check_ranges(engine, prefix)
     if "name" in changes:  # `[engine]`'s name is checked there
-        checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
+        ENGINES.find(engine.name, f"setting {prefix}.name:")
     if engine.dtype != base.dtype:
         raise SettingsError(
             f"setting {prefix}.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"

@@ -16,13 +16,13 @@ from openai import AsyncOpenAI
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, Engine, EngineConfig, Sampling
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.registry import make_engine
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.session import SessionLimits
-from tests.contracts.engine_models import tiny_model
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import HELLO, USER, served, thinks
 
@@ -200,15 +200,6 @@ async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
         packed = {"data": b"no gzip", "headers": {"Content-Encoding": "gzip"}}
         async with http.post(endpoint.url(key) + "/chat/completions", **packed) as response:
             assert (response.status, (await response.json())["error"]["code"]) == (400, "invalid_body")
-
-
-async def test_sampling_parameters_may_be_left_to_the_run() -> None:
-    async with served(override=True) as (client, session, _, _):
-        raw = await client.chat.completions.with_raw_response.create(
-            model="m", messages=[USER], temperature=0.0, seed=7
-        )
-        assert raw.headers["x-tether-not-applied"] == "seed, temperature"
-        assert session.overridden == 1
 
 
 async def test_a_key_is_of_one_session_and_dies_with_it() -> None:
