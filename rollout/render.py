@@ -243,11 +243,15 @@ class Renderer:
 
     def _check_variables(self) -> None:
         """Check that the chat template reads each variable of `render.chat_template_kwargs`."""
-        given = self._config.chat_template_kwargs
-        if given and not self._chat:
+        given, file = self._config.chat_template_kwargs, self._config.chat_template_file
+        if (given or file) and not self._chat:
+            switched = self._config.chat_template is ChatTemplate.OFF
+            remedy = (
+                "set render.chat_template to auto" if switched else "give one by render.chat_template_file"
+            )
             raise SettingsError(
-                "setting render.chat_template_kwargs: prompts are rendered without a chat template, which "
-                "alone takes variables; leave it empty, or give one by render.chat_template_file"
+                f"setting render.{'chat_template_kwargs' if given else 'chat_template_file'}: prompts are "
+                f"rendered without a chat template, so it would change nothing; leave it empty, or {remedy}"
             )
         for name in given:
             if name in inspect.signature(self._tokenizer.apply_chat_template).parameters:

@@ -188,7 +188,14 @@ def test_a_template_of_a_file_with_variables_gives_the_tokens_of_transformers(tm
             {"chat_template_kwargs": {"add_generation_prompt": False}},
             "add_generation_prompt is given by tether",
         ),
-        ({"chat_template": ChatTemplate.OFF, "chat_template_kwargs": {"a": 1}}, "without a chat template"),
+        (
+            {"chat_template": ChatTemplate.OFF, "chat_template_kwargs": {"a": 1}},
+            r"set render\.chat_template to auto",
+        ),
+        (
+            {"chat_template": ChatTemplate.OFF, "chat_template_file": __file__},
+            r"render\.chat_template_file: .*auto",
+        ),
         ({"chat_template_file": "/nowhere/own.jinja"}, r"render\.chat_template_file: .*/nowhere/own\.jinja"),
     ],
 )

@@ -247,6 +247,5 @@ async def test_the_status_says_how_stale_the_last_step_was(tmp_path: Path, drive
             "lag mean 0.50 max 1, masked tokens 25.0%" if fields else "lag mean - max -, masked tokens -"
         )
         assert f"step to version {version}: {expected}" in render_status(status)
-        assert (
-            status["last_step"].items() >= {"version": version, **dict.fromkeys(staleness), **fields}.items()
-        )
+        expected_step = {"version": version, **dict.fromkeys(staleness), **fields}
+        assert status["last_step"].items() >= expected_step.items()
