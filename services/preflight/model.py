@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError, SettingsError
+from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem
@@ -193,6 +194,10 @@ def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterat
 def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
     if engine.name == "scripted":
         return
+    try:
+        check_known(engine, "engine.arguments")
+    except SettingsError as error:
+        yield Problem(str(error))
     try:
         check_fits(engine, dict(model.config), model.place)
         if model.is_made:

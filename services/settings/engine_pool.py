@@ -15,6 +15,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
+from rollout.engines.arguments import check_arguments
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
 from services.settings.sources import describe_problem, to_toml
@@ -65,6 +66,7 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
     check_ranges(engine, prefix)
     if "name" in changes:  # `[engine]`'s name is checked there
         checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
+    check_arguments(engine, f"{prefix}.arguments")
     if engine.dtype != base.dtype:
         raise SettingsError(
             f"setting {prefix}.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"

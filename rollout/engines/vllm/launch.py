@@ -224,6 +224,7 @@ def engine_arguments(
         **memory,
         **kernels,
         **lora_arguments(lora),
+        **config.arguments,
     }
 
 
