@@ -8,6 +8,7 @@ from rollout.environments.registry import make_environment
 from rollout.prompts.base import PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
+from services.preflight.adapters import adapter_problems
 from services.preflight.critic import critic_problems
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
@@ -69,6 +70,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
+        problems += adapter_problems(settings, model)
         problems += critic_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)

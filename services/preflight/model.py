@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -290,17 +291,24 @@ def count_parameters(directory: Path) -> int | None:
     Raises:
         SettingsError: a file cannot be read.
     """
+    shapes = tensor_shapes(directory)
+    return sum(prod(shape) for shape in shapes.values()) if shapes else None
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors in a directory's safetensors.
+
+    Raises:
+        SettingsError: a file cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
-    total, files = 0, sorted(directory.glob("*.safetensors"))
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        for path in files:
+        for path in sorted(directory.glob("*.safetensors")):
             with safe_open(str(path), framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                    size = 1
-                    for length in file.get_slice(name).get_shape():
-                        size *= length
-                    total += size
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
         raise SettingsError(f"{directory}: {error}") from None
-    return total if files else None
+    return shapes

@@ -25,19 +25,22 @@ SLOT = 0
 def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
     """Return AsyncEngineArgs' arguments for an adapter of this rank; empty without adapters.
 
+    The slot has the next rank that vLLM has kernels for; what the adapter does not fill of it is zero.
+
     Raises:
-        EngineSettingsError: if vLLM has no kernels for the rank.
+        EngineSettingsError: if the rank is above all of these.
     """
     if not lora.rank:
         return {}
     from vllm.config.lora import MaxLoRARanks
 
     ranks = sorted(get_args(MaxLoRARanks))
-    if lora.rank not in ranks:
+    if lora.rank > ranks[-1]:
         raise EngineSettingsError(
-            f"setting lora.rank: {lora.rank} is not a rank that vLLM supports: {', '.join(map(str, ranks))}"
+            f"setting lora.rank: {lora.rank} is above {ranks[-1]}, the highest rank that vLLM supports"
         )
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.rank}
+    slot = next(rank for rank in ranks if rank >= lora.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": slot}
 
 
 def first_adapter(
@@ -55,16 +58,17 @@ def first_adapter(
     """
     from vllm.lora.request import LoRARequest
 
+    targets = adapter_targets(shapes, lora)
     tensors = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, shape in adapter_shapes(adapter_targets(shapes, lora), lora.rank).items()
+        for name, shape in adapter_shapes(targets, lora.rank).items()
     }
     safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.rank,
-        "target_modules": list(lora.target_modules),
+        "target_modules": sorted({target.last for target in targets}),
         "bias": "none",
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -110,6 +114,10 @@ def trace_adapter(
             layer.reset_lora = lambda index: None
             a, b = ([pair[side] for pair in pairs] for side in (0, 1))
             layer.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
+            for part, tensor in enumerate(a):
+                if tensor is not None:  # ranks that the slot has more than the adapter stay zero
+                    layer.lora_a_stacked[part][:, :, len(tensor) :].zero_()
+                    layer.lora_b_stacked[part][..., len(tensor) :].zero_()
 
     plan = trace(load, parameters.items(), shapes, dtype, staging_mb)
     for layer in manager.modules.values():

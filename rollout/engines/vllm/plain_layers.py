@@ -47,11 +47,13 @@ def _apply(
     activation: Any,
     *unused: Any,
     apply_router_weight_on_input: bool = False,
+    expert_map: torch.Tensor | None = None,
     **also_unused: Any,
 ) -> None:
-    """Take the place of the experts' method that computes a layer."""
+    """Take the place of the experts' method that computes a layer, or this rank's share of it."""
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-    output.copy_(mixture(hidden_states, w1, w2, weights, topk_ids, ACTIVATIONS[activation.value]))
+    chosen = topk_ids if expert_map is None else expert_map[topk_ids]
+    output.copy_(mixture(hidden_states, w1, w2, weights, chosen, ACTIVATIONS[activation.value]))
 
 
 def mixture(
@@ -69,11 +71,11 @@ def mixture(
         gates_and_ups: [E, 2 I, H].
         downs: [E, H, I].
         weights: float [N, K]: of each row's experts.
-        chosen: int [N, K]: each row's experts.
+        chosen: int [N, K]: each row's experts; -1: one that another rank has.
         activation: of the gate.
     """
     output = torch.zeros_like(rows)
-    for expert in chosen.unique().tolist():
+    for expert in chosen[chosen >= 0].unique().tolist():
         row, place = (chosen == expert).nonzero(as_tuple=True)
         gate, up = F.linear(rows[row], gates_and_ups[expert]).chunk(2, dim=-1)
         made = F.linear(activation(gate) * up, downs[expert])

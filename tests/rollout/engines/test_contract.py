@@ -80,7 +80,13 @@ SETUPS = [
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
     engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE),
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE, SLOW),
-    engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), ENGINE, SLOW),
+    engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
+    engine_under_test(
+        "vllm-lora-experts",
+        Setup("vllm", KvPolicy.KEEP, lora=LoraConfig(rank=3), experts=True),
+        ENGINE,
+        SLOW,
+    ),
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
     engine_under_test(
         "vllm-ep2",
