@@ -1,4 +1,4 @@
-"""Reads what a directory in PEFT's format says of its adapter, and checks that training can start from it."""
+"""Checks that training can start from the adapter in a directory of PEFT's format."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
 def check_peft(targets: Sequence[AdapterTarget], config: LoraConfig) -> None:
     """Check that `config.path` has an adapter with the settings of `config`, for just these weights.
 
-    Nothing is checked if `config.path` is empty.
+    An empty `config.path` passes.
 
     Raises:
         SettingsError: it has another one, or none; names the field or tensor.

@@ -1,4 +1,4 @@
-"""Checks `[engine.arguments]`: what a user passes to the engine's own library, less what would break a run.
+"""Checks `[engine.arguments]`, which a user passes to the engine's own library.
 
 Each engine that takes arguments has a module with a table of the refused ones. It imports no engine: names
 are read from the source of the installed one.
@@ -66,7 +66,7 @@ def annotated_fields(paths: Iterable[Path], classes: Iterable[str] = ()) -> list
 
 
 def _module_of(config: EngineConfig, setting: str) -> ModuleType | None:
-    """Return the module with the engine's table; None: there is nothing to check."""
+    """Return the module with the engine's table; None: it has no arguments."""
     if not config.arguments or config.name not in ENGINES:
         return None
     path = ENGINES[config.name].arguments

@@ -8,12 +8,11 @@ from rollout.environments.registry import make_environment
 from rollout.prompts.base import PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
-from services.preflight.adapters import adapter_problems
 from services.preflight.critic import critic_problems
 from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
 from services.preflight.endpoints import local_problems
 from services.preflight.memory import describe_memory, host_memory_problems
-from services.preflight.model import ModelFacts, model_problems, read_model
+from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
 from services.preflight.problem import Problem
 from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems, length_problems

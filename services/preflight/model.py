@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError, SettingsError
+from protocol.weights.lora import adapter_targets
+from protocol.weights.peft import check_peft
 from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
@@ -89,6 +91,21 @@ def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     yield from _trainer_problems(settings, model)
     for engine in _engines(settings):
         yield from _engine_problems(settings, engine, model)
+
+
+def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    """Yield reasons why the model cannot have the adapters of `[lora]`, or begin with the one in its path."""
+    lora = settings.lora
+    if lora.path and not lora.rank:
+        cause, remedy = "it is the adapter that training starts from, and lora.rank is 0", "set lora.rank"
+        yield Problem(cause, remedy, "lora.path", lora.path)
+    shapes = tensor_shapes(model.place) if lora.rank and model.is_made else {}
+    if not shapes:  # made at the start, or refused without weights
+        return
+    try:
+        check_peft(adapter_targets(shapes, lora), lora)
+    except SettingsError as error:
+        yield Problem(str(error))
 
 
 def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:

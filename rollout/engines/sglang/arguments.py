@@ -1,6 +1,6 @@
 """Names the arguments of SGLang's server that are refused in `[engine.arguments]`, and why.
 
-Imports nothing of SGLang, which may be installed for another interpreter.
+SGLang is not imported: it may be installed for another interpreter.
 """
 
 import json
@@ -53,7 +53,7 @@ _MOVED = (
 _OFFLOADED = "parameters would be copied from where no version is written"
 _OTHER_KV = "keys and values would be kept where an update does not drop those of the old weights"
 _OTHER_UPDATES = "weights change only by a commit of the run's own version"
-_LOOPBACK = "the server is this worker's own, on loopback, with a key that no one else has"
+_LOOPBACK = "the server is this worker's own, on loopback, with a key of its own"
 _START = "tether starts the server and waits for it"
 
 REFUSED: Mapping[str, str] = {

@@ -1,6 +1,6 @@
 """Names the arguments of vLLM's AsyncEngineArgs that are refused in `[engine.arguments]`, and why.
 
-Imports nothing of vLLM.
+vLLM is not imported.
 """
 
 from collections.abc import Mapping
