@@ -15,7 +15,8 @@ BRIDGE := $(VENV)-bridge
 VERIFIERS := $(VENV)-verifiers
 BIN := $(VENV)/bin
 LOCK := deploy/locks/cpu.txt
-JOBS ?= 2
+# test processes: one more than the least number of cores, since tests wait for services half of their time
+JOBS ?= 3
 SEED ?= 1
 MINUTES ?= 2
 # the others import what the GPU environment does not have

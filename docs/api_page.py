@@ -34,6 +34,26 @@ FORMS = {
         "rollout/environments/agent.py",
         "A coroutine ([agents](agents.md#a-function)).",
     ),
+    "Algorithms": (
+        "trainer/algorithms/registry.py",
+        "A class ([your own code](own_code.md#an-algorithm)).",
+    ),
+    "Group filters": (
+        "trainer/data/group_filter.py",
+        "A function ([your own code](own_code.md#a-group-filter)).",
+    ),
+    "Prompt sources": (
+        "rollout/prompts/registry.py",
+        "A function or a class ([your own code](own_code.md#a-prompt-source)).",
+    ),
+    "Schedules of the learning rate": (
+        "trainer/functional/learning_rate.py",
+        "A function ([your own code](own_code.md#a-schedule-of-the-learning-rate)).",
+    ),
+    "Optimizers": (
+        "trainer/optimizers/registry.py",
+        "A class or a function ([your own code](own_code.md#an-optimizer)).",
+    ),
 }
 """Section -> module whose docstring has the signatures, and what they are."""
 EPISODE = {"prompt", "metadata", "turns", "reward", "generate", "insert", "once"}
@@ -49,6 +69,15 @@ CLASSES: dict[str, tuple[tuple[str, str, set[str] | None], ...]] = {
         ("rollout/sample.py", "Sample", SAMPLE),
     ),
     "Agents": (("rollout/environments/session.py", "Task", TASK),),
+    "Algorithms": (
+        ("trainer/algorithms/base.py", "Algorithm", None),
+        ("trainer/algorithms/base.py", "TokenLoss", None),
+        ("trainer/batch.py", "TrainedTokens", None),
+    ),
+    "Group filters": (),
+    "Prompt sources": (("rollout/prompts/base.py", "PromptSource", None),),
+    "Schedules of the learning rate": (),
+    "Optimizers": (),
 }
 """Section -> (module, class, its members on the page; None: all public ones)."""
 ARGUMENTS = (

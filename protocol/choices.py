@@ -1,7 +1,7 @@
 """Finds what a user named in a registry, checks options, and suggests the nearest known name."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -26,7 +26,21 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(dict[str, E]):
-    """Implementations by name. The module of one is imported when it is loaded."""
+    """Implementations by name. The module of one is imported when it is loaded.
+
+    Where users may bring their own, `MODULE:NAME` is a name, too, and has an entry.
+    """
+
+    def __init__(self, entries: Mapping[str, E], own: Callable[[str], E] | None = None) -> None:
+        """Args: entries: by name; own: makes the entry of a `MODULE:NAME`, None where there can be none."""
+        super().__init__(entries)
+        self._own = own
+
+    def __missing__(self, name: str) -> E:
+        """Return the entry of a user's own implementation; called by `[]` for other names."""
+        if self._own is None or not is_own(name):
+            raise KeyError(name)
+        return self._own(name)
 
     def find(self, name: str, what: str) -> E:
         """Return the entry called `name`.
@@ -34,11 +48,16 @@ class Registry(dict[str, E]):
         Raises:
             SettingsError: there is none; arguments and message are those of `checked_name`.
         """
-        return self[checked_name(name, self, what)]
+        return self[name if self._own is not None and is_own(name) else checked_name(name, self, what)]
 
     def having(self, capability: str) -> tuple[str, ...]:
         """Return the names of the entries whose field `capability` is neither false nor empty."""
         return tuple(name for name, entry in self.items() if getattr(entry, capability))
+
+
+def is_own(name: str) -> bool:
+    """Return whether a name is a user's `MODULE:NAME`, which `protocol.user_code` imports."""
+    return ":" in name
 
 
 def load(path: str) -> Any:

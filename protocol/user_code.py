@@ -1,9 +1,11 @@
 """Finds the object that a user names as `MODULE:NAME`, and checks its number or locates its exception."""
 
 import importlib
+import inspect
 import math
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,38 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
     if not callable(found):
         raise SettingsError(f"{what}: {path} in {file} is neither a class nor a function")
     return found, file
+
+
+def taken_names(
+    what: str, function: Callable[..., Any], known: Sequence[str], *, never: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Return which of the arguments `known` a function takes; they are passed by name.
+
+    Args:
+        what: the beginning of errors.
+        function: the user's.
+        known: arguments that there are.
+        never: names that it may not have, even with a default.
+
+    Raises:
+        SettingsError: it cannot be called with these arguments.
+    """
+    parameters = inspect.signature(function).parameters
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
+        return tuple(known)
+    names = []
+    for name, item in parameters.items():
+        if item.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
+        if item.kind is inspect.Parameter.POSITIONAL_ONLY:
+            raise SettingsError(
+                f"{what}: parameter {name!r} is positional-only; arguments are passed by name"
+            )
+        if name in known:
+            names.append(name)
+        elif name in never or item.default is inspect.Parameter.empty:
+            raise SettingsError(f"{what}: there is no parameter {name!r}; {did_you_mean(name, known)}")
+    return tuple(names)
 
 
 def returned_number(value: Any) -> float:

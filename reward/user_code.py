@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.choices import did_you_mean
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute
+from protocol.user_code import import_attribute, taken_names
 from reward.group import ResponseGroup
 
 EACH = ("prompt", "response", "metadata", "token_count", "finish_reason")
@@ -100,20 +99,5 @@ def _checked_parameters(
             f"{what} must take a parameter `response` (scores one) or `responses` (scores all of a prompt)"
             f"{more}"
         )
-    other: tuple[str, ...] = EACH if whole else WHOLE
     known = (WHOLE if whole else EACH) + (turn_names if by_turn else ())
-    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
-        return known
-    names = []
-    for name, item in parameters.items():
-        if item.kind is inspect.Parameter.VAR_POSITIONAL:
-            continue
-        if item.kind is inspect.Parameter.POSITIONAL_ONLY:
-            raise SettingsError(
-                f"{what}: parameter {name!r} is positional-only; arguments are passed by name"
-            )
-        if name in known:
-            names.append(name)
-        elif name in other or item.default is inspect.Parameter.empty:
-            raise SettingsError(f"{what}: there is no parameter {name!r}; {did_you_mean(name, known)}")
-    return tuple(names)
+    return taken_names(what, function, known, never=EACH if whole else WHOLE)

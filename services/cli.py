@@ -5,14 +5,15 @@ command imports what it uses when it runs, so that `tether --help` and `tether s
 """
 
 import functools
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from protocol.errors import EngineError, TetherError
+from protocol.errors import SettingsError, TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 
@@ -28,6 +29,12 @@ app = typer.Typer(
 )
 RunDir = Annotated[Path, typer.Argument(metavar="D", help="run directory, such as runs/demo")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+Config = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
+]
 
 
 @app.command()
@@ -43,36 +50,24 @@ def init(
 
 @app.command()
 def up(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
-    ],
+    config: Config,
     steps: Annotated[int | None, typer.Option(help="stop after so many steps")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="where the run writes; continues what is there")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
-    ] = None,
+    set_: Overrides = None,
     rollouts: Annotated[int | None, typer.Option(help="rollout workers")] = None,
     rewards: Annotated[int | None, typer.Option(help="reward workers")] = None,
 ) -> None:
     """Run all services on this machine until the steps are done or Ctrl-C."""
     import asyncio
-    import json
 
     from services.launcher.live_progress import open_progress
     from services.launcher.supervisor import run_up
     from services.settings.load import load_settings, run_settings
 
-    overrides = list(set_ or [])
-    for dotted, value in (
-        ("run.steps", steps),
-        ("run.dir", run_dir),
-        ("services.rollouts", rollouts),
-        ("services.rewards", rewards),
-    ):
-        if value is not None:
-            overrides.append(f"{dotted}={json.dumps(str(value)) if isinstance(value, Path) else value}")
+    counts = {"services.rollouts": rollouts, "services.rewards": rewards}
+    overrides = [*(set_ or []), *_given({"run.steps": steps, "run.dir": run_dir, **counts})]
     configure_logging("up")
     compose = functools.partial(load_settings, str(config), overrides)
     settings = compose()
@@ -90,12 +85,8 @@ def up(
 
 @app.command()
 def check(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
-    ],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
-    ] = None,
+    config: Config,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Find all problems that would keep a run from starting, without starting it; then exit with 2."""
@@ -109,6 +100,23 @@ def check(
     )
     if found.problems:
         raise typer.Exit(2)
+
+
+@app.command()
+def size(
+    config: Config,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=4096, metavar="N", help="GPUs of the trainer")],
+    gpu_memory: Annotated[
+        float, typer.Option("--gpu-memory", min=1, max=4096, metavar="GIB", help="memory of one GPU, GiB")
+    ],
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute which layouts of the trainer fit, and how many samples an engine holds; needs no GPU."""
+    from services.tools.size import render_sizes, size_run
+
+    sizes = size_run(str(config), set_ or [], gpus=gpus, gpu_gb=gpu_memory)
+    _show(sizes.as_dict(), as_json, lambda _: render_sizes(sizes))
 
 
 @app.command("check-model")
@@ -132,6 +140,25 @@ def check_model(
     _show(found.as_dict(), as_json, lambda _: render_checked_model(found))
     if not found.works:
         raise typer.Exit(1)
+
+
+@app.command("check-algorithm")
+def check_algorithm(
+    name: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="your algorithm, or a built-in one")],
+    run_dir: Annotated[
+        Path | None, typer.Option("--run", metavar="D", help="run with the batch; else one is made")
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="K", help="the run's step; by default its last")] = None,
+    like: Annotated[str, typer.Option(metavar="NAME", help="algorithm to compare with")] = "",
+    set_: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Try an algorithm on a batch, without a model; exit code 2 if it fails, with file and line."""
+    from services.tools.check_algorithm import check_algorithm as run_check
+    from services.tools.check_algorithm import render_checked_algorithm
+
+    facts = run_check(name, run_dir=run_dir, step=step, like=like, overrides=set_ or [])
+    _show(facts, as_json, render_checked_algorithm)
 
 
 @app.command()
@@ -200,25 +227,25 @@ def replay(
 @app.command()
 def trace(
     run_dir: RunDir,
-    group: Annotated[int, typer.Argument(help="number of the group")],
+    group: Annotated[int | None, typer.Argument(help="number of the group")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write the whole run for ui.perfetto.dev instead")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show one group's life with times, and the model's text, from the run's files alone."""
-    import dataclasses
+    if perfetto is not None:
+        from services.tools.perfetto import write_perfetto
 
-    from services.ledger.event_log.trace import render_trace
-    from services.run_record.call_audit import call_facts, calls_of_group, render_calls
-    from services.run_record.events import group_moments
-    from services.tools.samples import render_group_samples
-
-    moments = group_moments(run_dir, group)
-    found = calls_of_group(run_dir, group)
-    facts = [*(dataclasses.asdict(moment) for moment in moments), *call_facts(found)]
-    if as_json:
-        _show(facts, as_json, str)
+        print(f"wrote {write_perfetto(run_dir, perfetto):,} records; open {perfetto} in ui.perfetto.dev")
         return
-    text = render_group_samples(run_dir, group, moments)
-    _show(facts, as_json, lambda _: f"{render_trace(group, moments)}\n{render_calls(found)}{text}")
+    if group is None:
+        raise SettingsError("give the number of a GROUP, or --perfetto FILE for the whole run")
+
+    from services.tools.samples import trace_group
+
+    facts, render = trace_group(run_dir, group)
+    _show(facts, as_json, lambda _: render())
 
 
 @app.command()
@@ -286,22 +313,13 @@ def scale(
 
     A worker that is removed hands back what it holds.
     """
-    from protocol.topics import Role
-    from services.launcher.scaling import parse_counts, request_scale
-    from services.run_record.end import is_up
-    from services.settings.checks import check_workers
-    from services.settings.load import run_settings
+    from services.launcher.scaling import parse_counts, scale_run
     from services.tools.run_commands import refuse_if_over
 
-    wanted, drain_s = parse_counts(counts), 0.0
-    if is_up(run_dir):
-        settings = run_settings(run_dir)
-        check_workers(settings.weights, wanted.get(Role.ROLLOUT, 0))
-        drain_s = settings.rollout.drain_s
-    elif (run_dir / "settings.json").is_file():
+    wanted = parse_counts(counts)
+    if (run_dir / "settings.json").is_file():
         refuse_if_over(run_dir, "scale")
-    request_scale(run_dir, wanted, drain_s)
-    print(", ".join(f"{role}s {count}" for role, count in wanted.items()))
+    print(scale_run(run_dir, wanted))
 
 
 @app.command()
@@ -343,34 +361,25 @@ def evaluate(
     """Score models on prompts that were never trained on: greedy, sampled, and the best constant answer."""
     from services.settings.load import run_settings
 
-    overrides = [
-        f"eval.{key}={value}"
-        for key, value in (("prompts", prompts), ("samples", samples))
-        if value is not None
-    ]
+    overrides = _given({"eval.prompts": prompts, "eval.samples": samples})
     configure_logging("eval")
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
 
 
+def _given(options: Mapping[str, object]) -> list[str]:
+    """Return the options that were given as overrides of their settings."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return [f"{name}={json.dumps(value, default=str)}" for name, value in given.items()]
+
+
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
-    from services.observability.redirect_output import redirect_output
-    from services.runtime.event_loop import run_loop
+    from services.tools.evaluate import render_scores, score_run
 
-    log = settings.run_dir / "logs/eval.log"
-    try:
-        with redirect_output(log):
-            from services.tools.evaluate import evaluate_run, render_scores
-
-            scores = run_loop(evaluate_run(settings, checkpoints))
-    except EngineError:
-        print(f"tether: engine output: {log}", file=sys.stderr)
-        raise
+    scores = score_run(settings, checkpoints)
     _show(scores, as_json, render_scores)
 
 
 def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
-    import json
-
     from services.observability.printable import printable
 
     print(json.dumps(facts, indent=2) if as_json else printable(render(facts)), flush=True)

@@ -1,7 +1,7 @@
 """The settings of the trainer, a section each. No torch here: every process reads settings."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -53,9 +53,12 @@ class ParallelConfig:
 class OptimizerConfig:
     """Section `[optimizer]`: steps of fp32 masters. Names as in Megatron-core."""
 
-    name: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    name: str = "adamw"
     """adamw; reference only: muon (Muon on the matrices of hidden layers, AdamW on everything else, with the
-    same lr) or adamw_8bit (AdamW with moments of 8 bits, of bitsandbytes)."""
+    same lr), adamw_8bit (AdamW with moments of 8 bits, of bitsandbytes), or `MODULE:NAME`, an optimizer of
+    torch or of your own (docs/own_code.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own optimizer."""
     muon_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     """muon: decay of the momentum, which is Nesterov's."""
     lr: Annotated[float, Meta(ge=0, le=1e3)] = set_first(1e-5)
@@ -63,9 +66,10 @@ class OptimizerConfig:
     lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Updates in which the learning rate rises linearly from 0. Skipped ones do not count. 0 is off. A
     step is one update, unless `trainer.epochs_per_batch` or `num_mini_batches` is above 1."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"
+    lr_decay_style: str = "constant"
     """How the learning rate goes from `lr` to `min_lr` after the warm-up: constant (it stays), linear,
-    cosine, or WSD (it stays, and falls linearly in the last `lr_wsd_decay_steps`)."""
+    cosine, or WSD (it stays, and falls linearly in the last `lr_wsd_decay_steps`); or `MODULE:FUNCTION`, a
+    schedule of your own (docs/own_code.md)."""
     lr_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
     """Update at which it has reached `min_lr`, warm-up included. Needed unless it is constant."""
     lr_wsd_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
@@ -174,10 +178,17 @@ class TrainerConfig:
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of a GPU's memory that training may take. auto: what `engine.memory_fraction` leaves where
     engines are on the same GPU, else all of it."""
+    profile_steps: tuple[Annotated[int, Meta(ge=0, le=10**9)], ...] = ()
+    """First and last step that torch.profiler watches on every rank, such as [10, 12]; the traces are
+    RUN_DIR/profiles/step_K.rank_R.json.gz. Empty: none. A watched step is slower."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     """Seed of the trainer's random numbers."""
     step_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """scripted: seconds that a step sleeps."""
+
+    def is_profiled(self, step: int) -> bool:
+        """Return whether a step is among `profile_steps`."""
+        return bool(self.profile_steps) and self.profile_steps[0] <= step <= self.profile_steps[-1]
 
     @property
     def updates(self) -> int:
@@ -191,7 +202,10 @@ class AlgorithmConfig:
 
     name: str = set_first("grpo")
     """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo."""
+    reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo; or `MODULE:NAME`,
+    one of your own (docs/own_code.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own algorithm."""
     clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
     """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
     clip_high: Annotated[float, Meta(ge=0, le=1e6)] = 0.2
@@ -267,6 +281,9 @@ class AlgorithmConfig:
     filter_groups: bool = False
     """DAPO's dynamic sampling: drop groups whose rewards are all equal before a step takes them, and generate
     groups of other prompts in their place."""
+    group_filter: str = ""
+    """With `filter_groups`: `MODULE:FUNCTION`, your own function that says which groups are kept, in place of
+    the comparison of rewards (docs/own_code.md)."""
     max_filtered_batches: Annotated[int, Meta(ge=0, le=10**6)] = 10
     """The run halts when `filter_groups` has dropped so many batches (of `bound.groups_per_step` groups)
     since the last step. 0: it never does."""

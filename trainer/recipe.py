@@ -1,5 +1,6 @@
 """Checks the settings of a recipe against each other. No torch here."""
 
+from protocol.choices import is_own
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
@@ -33,10 +34,40 @@ def check_recipe(
             raise SettingsError(f"setting {problem}")
 
 
+def check_schedule(optimizer: OptimizerConfig) -> None:
+    """Check what the learning rate's decay requires of the other numbers.
+
+    Raises:
+        SettingsError: names the setting that does not fit.
+    """
+    style, steps = optimizer.lr_decay_style, optimizer.lr_decay_steps
+    if style == "constant" or is_own(style):
+        return
+    if steps <= optimizer.lr_warmup_steps:
+        raise SettingsError(
+            f"setting optimizer.lr_decay_steps: {steps} is not after the warm-up of "
+            f"{optimizer.lr_warmup_steps}; with lr_decay_style {style!r} it says when the learning rate has "
+            "reached min_lr"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        raise SettingsError(f"setting optimizer.min_lr: {optimizer.min_lr:g} is above lr, {optimizer.lr:g}")
+    if style == "WSD" and not 0 < optimizer.lr_wsd_decay_steps <= steps - optimizer.lr_warmup_steps:
+        raise SettingsError(
+            f"setting optimizer.lr_wsd_decay_steps: {optimizer.lr_wsd_decay_steps} has to be between 1 and "
+            f"{steps - optimizer.lr_warmup_steps}, the steps from the warm-up to lr_decay_steps"
+        )
+
+
 def _problems_of_algorithm(
     algorithm: AlgorithmConfig, trainer: TrainerConfig, samples: int
 ) -> tuple[tuple[bool, str], ...]:
+    watched = trainer.profile_steps
     return (
+        (
+            bool(watched) and (len(watched) != 2 or watched[0] > watched[1]),
+            f"trainer.profile_steps: {list(watched)} is not the first and the last step to watch, such as "
+            "[10, 12]",
+        ),
         (
             trainer.num_mini_batches > samples,
             f"trainer.num_mini_batches: {trainer.num_mini_batches} mini-batches for the {samples} samples of "
@@ -82,8 +113,8 @@ def _problems_of_optimizer(
         (
             optimizer.name != "adamw" and trainer.backend != "reference",
             f"optimizer.name: {optimizer.name!r} is for trainer.backend 'reference', and it is "
-            f"{trainer.backend!r}, which divides matrices and moments between ranks; use adamw, or change "
-            "the backend",
+            f"{trainer.backend!r}, which divides matrices and AdamW's two moments between ranks, also in "
+            "checkpoints; use adamw, or change the backend",
         ),
         (
             optimizer.name == "muon" and lora.rank > 0,

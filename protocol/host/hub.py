@@ -96,11 +96,17 @@ def resolve_commit(kind: Kind, name: str, revision: str) -> str:
     return Path(found).name
 
 
-def fetch(kind: Kind, name: str, commit: str) -> Path:
+def fetch(kind: Kind, name: str, commit: str, files: Sequence[str] = ()) -> Path:
     """Return the directory with a repository's files at a commit; they are fetched unless the cache has them.
 
     Several processes may fetch the same at once. After an interruption complete files stay in the cache, and
     the next call continues from there.
+
+    Args:
+        kind: the repository's kind.
+        name: OWNER/NAME.
+        commit: commit, branch or tag.
+        files: patterns of the only files that are needed; empty: `FILES`.
 
     Raises:
         SettingsError: a file can neither be fetched nor be found in the cache.
@@ -111,13 +117,13 @@ def fetch(kind: Kind, name: str, commit: str) -> Path:
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
-        return Path(snapshot_download(name, repo_type=kind, revision=commit, **_patterns(kind)))
+        return Path(snapshot_download(name, repo_type=kind, revision=commit, **_patterns(kind, files)))
     except Exception as error:
         raise _refusal(kind, name, commit, error) from error
 
 
-def _patterns(kind: Kind) -> dict[str, Any]:
-    return {"allow_patterns": list(FILES[kind]), "ignore_patterns": list(NOT_FETCHED[kind])}
+def _patterns(kind: Kind, files: Sequence[str] = ()) -> dict[str, Any]:
+    return {"allow_patterns": list(files or FILES[kind]), "ignore_patterns": list(NOT_FETCHED[kind])}
 
 
 def _is_no_answer(error: Exception) -> bool:

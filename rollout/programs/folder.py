@@ -34,11 +34,12 @@ class ProgramFolder:
             parent.chmod(0o711)  # the owner reaches its own, and cannot list others
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{secrets.token_hex(8)}-", dir=parent))
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.exists():
-                break
-            os.close(self._lock)  # another worker took it for one that was left, before it was locked
+            with suppress(FileNotFoundError):  # another worker took it for one that was left
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    break
+                os.close(self._lock)  # the same, after it was opened
         self._hand_over(self.path)
 
     def write(self, name: str, text: str) -> Path:

@@ -12,7 +12,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from protocol.paths import HubPath, set_first
-from rollout.prompts.named_source import PLACE, UNUSED, MixtureConfig, SourceConfig
+from rollout.prompts.named_source import PLACE, MixtureConfig, SourceConfig, unused_by
 
 NOT_IN_FINGERPRINT = frozenset(
     {
@@ -24,6 +24,7 @@ NOT_IN_FINGERPRINT = frozenset(
         "template",
         "answer_pattern",
         "mixture",
+        "options",
         "min_pass_rate",
         "max_pass_rate",
     }
@@ -39,7 +40,9 @@ class PromptConfig:
 
     source: str = set_first("jsonl")
     """Where prompts come from, a name of `rollout/prompts/registry.py`: jsonl, hf, reasoning_gym or
-    textarena."""
+    textarena; or `MODULE:NAME`, a source of your own (docs/own_code.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of your own source."""
     path: HubPath = set_first("")
     """jsonl: a file. hf: the name of a data set on the Hugging Face hub, such as "openai/gsm8k", a directory
     of the same form, one made by `save_to_disk`, or a Parquet or JSON file."""
@@ -193,7 +196,7 @@ def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
     source does not use is taken only where the fingerprint covers it.
     """
     place = () if own.path is None else PLACE
-    unused = {*UNUSED.get(own.source or prompts.source, ())}
+    unused = {*unused_by(own.source or prompts.source)}
     left_out = {*place, *unused & (NOT_IN_FINGERPRINT | NOT_IN_FINGERPRINT_BY_DEFAULT)}
     prompts = replace(prompts, **{name: DEFAULTS[name] for name in left_out})
     given = {

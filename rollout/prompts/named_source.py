@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from protocol.choices import is_own
 from protocol.errors import SettingsError
 from protocol.paths import HUB_NAME, PathMark
 
@@ -24,14 +25,13 @@ _OF_ROWS = (
     "max_pass_rate",
     "easy_first",
 )
-UNUSED: Mapping[str, Sequence[str]] = {
-    "hf": ("families", "params"),
-    "jsonl": ("subset", "split", "revision", "families", "params"),
-    "reasoning_gym": _OF_ROWS,
-    "textarena": (*_OF_ROWS, "held_out_path"),
+_UNUSED: Mapping[str, Sequence[str]] = {
+    "hf": ("families", "params", "options"),
+    "jsonl": ("subset", "split", "revision", "families", "params", "options"),
+    "reasoning_gym": (*_OF_ROWS, "options"),
+    "textarena": (*_OF_ROWS, "held_out_path", "options"),
 }
-"""Source -> settings that it does not use. They are refused where they are given; a named source may inherit
-them."""
+_UNUSED_BY_OWN = ("path", "held_out_path", "subset", "split", "revision", "families", "params")
 GENERATED = ("reasoning_gym", "textarena")
 """Sources that generate prompts, and other ones for evaluation than for training."""
 PLACE = ("subset", "split", "revision")
@@ -68,6 +68,8 @@ class SourceConfig:
     """As `prompts.families`."""
     params: dict[str, dict[str, Any]] | None = None
     """As `prompts.params`."""
+    options: dict[str, Any] | None = None
+    """As `prompts.options`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,14 @@ class HeldOutConfig(SourceConfig):
 
     limit: Annotated[int, Meta(ge=0, le=2**20)] = 0
     """Prompts of the set, at most: a choice that is always the same. 0: as `eval.prompts`."""
+
+
+def unused_by(source: str) -> Sequence[str]:
+    """Return the settings that a source does not use.
+
+    They are refused where they are given; a named source may inherit them.
+    """
+    return _UNUSED_BY_OWN if is_own(source) else _UNUSED.get(source, ())
 
 
 def check_names(entries: Sequence[SourceConfig], what: str) -> None:

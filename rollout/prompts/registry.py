@@ -1,10 +1,17 @@
-"""Makes prompt sources by name."""
+"""Makes prompt sources by name, or one of the user by `MODULE:NAME`.
+
+    def rows(*, most: int = 100) -> Iterable[dict]: ...          rows, as a file of them has
+    class Stream:                                                or a `PromptSource`
+        def __init__(self, config: PromptConfig, *, most: int = 100): ...
+
+`[prompts] options` are the keyword arguments. docs/own_code.md describes both.
+"""
 
 from protocol.choices import Entry, Registry, load
 from protocol.errors import SettingsError
 from rollout.prompts import mixture
 from rollout.prompts.base import DEFAULTS, PromptConfig, PromptSource
-from rollout.prompts.named_source import UNUSED, SourceConfig
+from rollout.prompts.named_source import SourceConfig, unused_by
 
 SOURCES = Registry(
     {
@@ -12,7 +19,8 @@ SOURCES = Registry(
         "jsonl": Entry("rollout.prompts.jsonl:make"),
         "reasoning_gym": Entry("rollout.prompts.reasoning_gym:make"),
         "textarena": Entry("rollout.prompts.textarena:make"),
-    }
+    },
+    own=lambda name: Entry("rollout.prompts.own:make"),
 )
 """Source -> the function that makes it of section `[prompts]`."""
 
@@ -38,7 +46,7 @@ def make_source(config: PromptConfig, own: SourceConfig | None = None) -> Prompt
 
 def _refuse_unused(given: PromptConfig | SourceConfig, source: str) -> None:
     """Raise SettingsError for the first setting that is given and that the source does not use."""
-    for name in UNUSED.get(source, ()):
+    for name in unused_by(source):
         value = getattr(given, name, None)
         if value is not None and value != DEFAULTS[name]:
             raise SettingsError(

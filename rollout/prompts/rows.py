@@ -31,25 +31,25 @@ class RowSource:
         if config.answer_pattern and not config.answer_field:
             raise SettingsError("setting prompts.answer_pattern: set prompts.answer_field, which it searches")
         prompts = read(config.path, "path")
-        own = config.held_out_path
+        own, place = config.held_out_path, config.path or config.source
         available = len(prompts) - (0 if own else config.held_out)
         if available < max(1, config.count):
             raise SettingsError(
-                f"{config.path}: {len(prompts)} prompts leave {max(0, available)} to train on; "
+                f"{place}: {len(prompts)} prompts leave {max(0, available)} to train on; "
                 "lower prompts.held_out or prompts.count, or add data"
             )
         candidates = read(own, "held_out_path")[: config.held_out or None] if own else prompts[available:]
         kept = within_rates(prompts[:available], config)
         if len(kept) < max(1, config.count):
             raise SettingsError(
-                f"{config.path}: {len(kept)} of {available} prompts are within prompts.min_pass_rate and "
+                f"{place}: {len(kept)} of {available} prompts are within prompts.min_pass_rate and "
                 f"max_pass_rate, fewer than {max(1, config.count)}; widen them, or lower prompts.count"
             )
         self._train = kept[: config.count or None]
         self._held_out = unseen(candidates, (p.text for p in self._train))
         if candidates and not self._held_out:
             raise SettingsError(
-                f"{own or config.path}: all {len(candidates)} held-out prompts also occur in training"
+                f"{own or place}: all {len(candidates)} held-out prompts also occur in training"
             )
         self._order = Order(
             len(self._train),

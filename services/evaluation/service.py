@@ -39,6 +39,7 @@ from services.run_record.evaluations import (
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import check_stream
+from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import BestScore, HeldOutSets, best_score, eval_engine, read_sets
 
 log = logging.getLogger("tether.evaluation")
@@ -63,6 +64,7 @@ async def serve(process: Process) -> None:
     settings = process.settings
     if not settings.eval.every:
         raise SettingsError("setting eval.every: 0, so the trainer writes no versions to score; set it")
+    add_user_modules(settings)
     source = await asyncio.to_thread(make_source, settings.prompts)
     if not await check_stream(process, source):
         return

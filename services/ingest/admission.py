@@ -11,8 +11,10 @@ from services.ledger.interface import TakenGroup
 from services.ledger_recovery.journal_entries import accept_entry
 from services.observability.busy import BusyMeter
 from services.runtime.process import Process
+from services.runtime.user_modules import add_user_modules
 from services.runtime.writing import until_written
-from trainer.data.samples import check_scored, has_signal, mean_reward
+from trainer.data.group_filter import group_filter
+from trainer.data.samples import check_scored, mean_reward
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.ingest")
@@ -37,7 +39,8 @@ class Admission:
         self._receiver = receiver
         self._spool = spool
         self._meter = BusyMeter()
-        self._filter_groups = process.settings.algorithm.filter_groups
+        add_user_modules(process.settings)
+        self._keeps = group_filter(process.settings.algorithm)
         process.on_heartbeat.append(lambda: process.info.update(self._meter.reading()))
 
     async def admit_loop(self) -> None:
@@ -91,17 +94,17 @@ class Admission:
         return checked
 
     async def _with_signal(self, checked: Sequence[Checked]) -> list[Checked]:
-        """Return the groups to train on; with `algorithm.filter_groups` those without signal are dropped."""
+        """Return the groups to train on; with `algorithm.filter_groups` the others are dropped."""
         kept = []
         for delivery, message, counts in checked:
-            if self._filter_groups and not has_signal(message):
+            if not self._keeps(message):
                 await self._filter(delivery, message, sum(counts.values()))
             else:
                 kept.append((delivery, message, counts))
         return kept
 
     async def _filter(self, delivery: Delivery, message: ScoredRollout, tokens: int) -> None:
-        """Have the ledger drop a group whose rewards are all equal, and acknowledge it without storing it."""
+        """Have the ledger drop a group that is not to be trained, and acknowledge it without storing it."""
         process, rollout = self._process, message.rollout
         most = process.settings.algorithm.max_filtered_batches
         try:

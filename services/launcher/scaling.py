@@ -21,6 +21,8 @@ from protocol.ranges import check_range
 from protocol.topics import Role
 from services.launcher.fleet import SCALABLE, Fleet
 from services.run_record.end import LOCK, is_up
+from services.settings.checks import check_workers
+from services.settings.load import run_settings
 from services.settings.placement import ServicesConfig
 
 log = logging.getLogger("tether.up")
@@ -67,6 +69,21 @@ def parse_counts(arguments: list[str]) -> dict[Role, int]:
         check_range(ServicesConfig, name, int(text), repr(argument))
         counts[names[name]] = int(text)
     return counts
+
+
+def scale_run(run_dir: Path, wanted: Mapping[Role, int]) -> str:
+    """Have a `tether up` keep other numbers of workers; return a line about them.
+
+    Raises:
+        SettingsError: it is not on, or may not have so many.
+    """
+    drain_s = 0.0
+    if is_up(run_dir):
+        settings = run_settings(run_dir)
+        check_workers(settings.weights, wanted.get(Role.ROLLOUT, 0))
+        drain_s = settings.rollout.drain_s
+    request_scale(run_dir, wanted, drain_s)
+    return ", ".join(f"{role}s {count}" for role, count in wanted.items())
 
 
 def request_scale(run_dir: Path, counts: Mapping[Role, int], drain_s: float = 0.0) -> None:

@@ -294,7 +294,7 @@ class Ledger(Protocol):
         """Drop a group; `token` is its current one. Refuses NOT_HELD, WRONG_STATE (for TAKEN groups, too)."""
 
     async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
-        """Drop a LEASED group whose rewards are all equal, before a take: its place in rule F is free again.
+        """Drop a LEASED group that the ingest's filter leaves out: its place in rule F is free again.
 
         Its reason is `no_signal`, which `drop_share` does not count; the run halts for it once so many groups
         as `most_batches` steps take were filtered since the last commit, 0: never. A group that was accepted

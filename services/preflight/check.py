@@ -13,6 +13,7 @@ from services.preflight.data import first_prompts, rendering_problems, stream_pr
 from services.preflight.endpoints import local_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
+from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem
 from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems, length_problems
@@ -66,6 +67,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         problems += stream_problems(settings, source)
     problems += verifier_problems(settings, prompts)
     problems += algorithm_problems(settings)
+    problems += own_code_problems(settings)
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)

@@ -55,6 +55,7 @@ async def serve(process: Process) -> None:
     fetch_with_keys(settings.bus.curve_dir)
     refuse(distribution_problems(settings.sampling))
     await asyncio.to_thread(fetch_model, settings)
+    add_user_modules(settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)
     if not await check_stream(process, prompts):
         return
@@ -95,7 +96,6 @@ async def serve(process: Process) -> None:
 
 async def _environment(settings: Settings) -> Environment:
     """Make the environment for the engine of the settings, with the open files that its samples need."""
-    add_user_modules(settings)
     environment = await asyncio.to_thread(make_environment, settings.environment)
     group_size = settings.sampling.samples_per_prompt
     allow_open_files(settings.rollout.groups_in_flight, group_size, environment.files_per_sample)

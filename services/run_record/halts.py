@@ -46,10 +46,10 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
         "set bound.staleness_policy to mask, raise bound.max_staleness, or lower sampling.max_tokens",
     ),
     NO_SIGNAL: (
-        "the rewards of a group were all equal, which teaches nothing",
+        "groups were filtered: their rewards were all equal, or algorithm.group_filter kept them out",
         "`tether monitor`, and `tether samples` for steps before",
         "choose prompts that are neither too easy nor too hard (prompts.min_pass_rate), draw more samples of "
-        "each, correct the reward, or raise the limit",
+        "each, correct the reward or the filter, or raise the limit",
     ),
     "lost": (
         "records of groups were lost from the spool",
@@ -65,7 +65,7 @@ def describe_halt(halted: str) -> str:
     if " " in halted:
         return halted
     if halted == NO_SIGNAL:
-        return "too many groups since the last step had equal rewards only"
+        return "too many groups since the last step were filtered (algorithm.filter_groups)"
     return f"too many of the last groups were dropped for the reason {halted!r}"
 
 

@@ -85,7 +85,7 @@ def _lease(event: LeaseEvent) -> str:
 def _drop(event: DropEvent) -> str:
     wasted = f"{_count(event.wasted_tokens, 'token')} wasted"
     if event.reason == NO_SIGNAL and event.reward is not None:
-        return f"Group {event.group} was filtered: all its rewards were {event.reward:.3g}; {wasted}."
+        return f"Group {event.group} was filtered: its mean reward was {event.reward:.3g}; {wasted}."
     detail = f" ({event.detail})" if event.detail else ""
     return f"Group {event.group} was dropped: {event.reason}{detail}; {wasted}."
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from protocol.device.shared_layout import TRANSPORT
 from services.ledger.interface import Taken
+from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, make_algorithm
@@ -19,6 +20,7 @@ from trainer.step.train_command import TrainCommand
 
 def build_models(settings: Settings) -> RankModels:
     """Return this rank's parts of the run's models, loaded."""
+    add_user_modules(settings)
     policy, algorithm = build_backend(settings), make_algorithm(settings.algorithm)
     control = EntropyControl(settings.algorithm) if settings.algorithm.entropy_target else None
     roles = {

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
-from protocol.choices import Entry, checked_name
+from protocol.choices import Registry, is_own
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
@@ -21,18 +22,24 @@ from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import WeightConfig
+from trainer.functional.learning_rate import STYLES
 from trainer.hosts.place import check_cluster
-from trainer.recipe import check_recipe
+from trainer.optimizers.registry import OPTIMIZERS
+from trainer.recipe import check_recipe, check_schedule
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
-REGISTRIES: Mapping[str, Mapping[str, Entry]] = {
+REGISTRIES: Mapping[str, Registry[Any]] = {
     "engine.name": ENGINES,
     "trainer.backend": BACKENDS,
     "algorithm.name": ALGORITHMS,
     "weights.transport": TRANSPORTS,
+    "optimizer.name": OPTIMIZERS,
+    "optimizer.lr_decay_style": STYLES,
 }
 """Setting -> the registry that it names an entry of."""
+OWN_OPTIONS = {"algorithm.name": "algorithm.options", "optimizer.name": "optimizer.options"}
+"""Setting that may name code of the user -> the code's keyword arguments."""
 
 
 def check_settings(settings: Settings) -> None:
@@ -62,7 +69,18 @@ def _errors(check: Callable[[Settings], object], settings: Settings) -> Iterator
 
 
 def _check_name(dotted: str, settings: Settings) -> None:
-    checked_name(attrgetter(dotted)(settings), REGISTRIES[dotted], f"setting {dotted}:")
+    REGISTRIES[dotted].find(attrgetter(dotted)(settings), f"setting {dotted}:")
+
+
+def _check_own_options(settings: Settings) -> None:
+    """Check that only code of the user has options."""
+    for name, options in OWN_OPTIONS.items():
+        value = attrgetter(name)(settings)
+        if attrgetter(options)(settings) and not is_own(value):
+            raise SettingsError(
+                f"setting {options}: they are arguments of your own code, and {name} is {value!r}; leave "
+                "them out, or name a MODULE:NAME"
+            )
 
 
 def _check_mismatch(settings: Settings) -> None:
@@ -86,12 +104,23 @@ def _check_recipe(settings: Settings) -> None:
 
 
 def _check_filter(settings: Settings) -> None:
-    """Check that a group whose rewards are all equal has no signal, where such groups are filtered."""
+    """Check that a group whose rewards are all equal has no signal, where such groups are filtered.
+
+    A filter of the user may have other reasons.
+    """
     name, samples = settings.algorithm.name, settings.sampling.samples_per_prompt
+    own_filter = settings.algorithm.group_filter
     if not settings.algorithm.filter_groups:
+        if own_filter:
+            raise SettingsError(
+                f"setting algorithm.group_filter: {own_filter!r} is not asked; set algorithm.filter_groups, "
+                "or leave it out"
+            )
+        return
+    if own_filter:
         return
     group_relative = ALGORITHMS.having("group_relative")
-    if name not in group_relative:
+    if name not in group_relative and not is_own(name):
         raise SettingsError(
             f"setting algorithm.filter_groups: {name!r} does not compare the samples of a group with each "
             f"other, so equal rewards are a signal, too; leave it out, or use "
@@ -138,26 +167,6 @@ def _check_memory(settings: Settings) -> None:
         raise SettingsError(
             "setting optimizer.grad_reduce_in_fp32: gradients that are added up in float16 overflow; leave "
             "it on with trainer.dtype 'float16'"
-        )
-
-
-def _check_learning_rate(settings: Settings) -> None:
-    optimizer = settings.optimizer
-    style, steps = optimizer.lr_decay_style, optimizer.lr_decay_steps
-    if style == "constant":
-        return
-    if steps <= optimizer.lr_warmup_steps:
-        raise SettingsError(
-            f"setting optimizer.lr_decay_steps: {steps} is not after the warm-up of "
-            f"{optimizer.lr_warmup_steps}; with lr_decay_style {style!r} it says when the learning rate has "
-            "reached min_lr"
-        )
-    if optimizer.min_lr > optimizer.lr:
-        raise SettingsError(f"setting optimizer.min_lr: {optimizer.min_lr:g} is above lr, {optimizer.lr:g}")
-    if style == "WSD" and not 0 < optimizer.lr_wsd_decay_steps <= steps - optimizer.lr_warmup_steps:
-        raise SettingsError(
-            f"setting optimizer.lr_wsd_decay_steps: {optimizer.lr_wsd_decay_steps} has to be between 1 and "
-            f"{steps - optimizer.lr_warmup_steps}, the steps from the warm-up to lr_decay_steps"
         )
 
 
@@ -376,11 +385,12 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_weights_host,
     check_evaluation,
     _check_mismatch,
+    _check_own_options,
     _check_recipe,
     _check_filter,
     _check_overlong,
     _check_memory,
-    _check_learning_rate,
+    lambda settings: check_schedule(settings.optimizer),
     _check_critic,
     _check_alternatives,
     _check_model,

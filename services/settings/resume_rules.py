@@ -83,6 +83,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "optimizer": (ResumeRule.REPEATED, _STEP),
     "algorithm": (ResumeRule.REPEATED, _STEP),
     "algorithm.filter_groups": (ResumeRule.FREE, "groups that are scored from then on"),
+    "algorithm.group_filter": (ResumeRule.FREE, "groups that are scored from then on"),
     "algorithm.max_filtered_batches": (ResumeRule.FREE, "groups that are scored from then on"),
     "critic": (ResumeRule.REPEATED, _STEP),
     "critic.path": (ResumeRule.FIXED, "checkpoints hold the critic that was made of it"),

@@ -5,6 +5,7 @@ that scores versions while a run is on. Weights reach the engine as in training:
 """
 
 import asyncio
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -14,12 +15,15 @@ from typing import Any
 import msgspec
 from safetensors.torch import load_file
 
-from protocol.errors import SettingsError
+from protocol.errors import EngineError, SettingsError
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import paired_difference
 from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_scorer
+from services.observability.redirect_output import redirect_output
 from services.run_record.evaluations import Evaluation, describe_scores
+from services.runtime.event_loop import run_loop
+from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
@@ -31,6 +35,21 @@ from trainer.weights.files import disk_sender
 CONSTANTS = 50
 """Most frequent held-out answers that are tried as a constant answer."""
 KINDS = ("greedy", "sampled")
+
+
+def score_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[str, Any]:
+    """Return the scores as `evaluate_run`; engines and libraries write to RUN_DIR/logs/eval.log meanwhile.
+
+    Raises:
+        SettingsError, EngineError: as `evaluate_run`; where the log is, is printed before an `EngineError`.
+    """
+    log = settings.run_dir / "logs/eval.log"
+    try:
+        with redirect_output(log):
+            return run_loop(evaluate_run(settings, checkpoints))
+    except EngineError:
+        print(f"tether: engine output: {log}", file=sys.stderr)
+        raise
 
 
 async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[str, Any]:
@@ -46,6 +65,7 @@ async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[
         SettingsError: there are no held-out prompts or no checkpoint.
         EngineError: the engine failed.
     """
+    add_user_modules(settings)
     sets = await asyncio.to_thread(read_sets, settings)
     initial = await asyncio.to_thread(fetch_model, settings)
     models = [initial, *(checkpoints or [newest_export(settings.run_dir)])]

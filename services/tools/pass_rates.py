@@ -14,6 +14,7 @@ from rollout.prompts.registry import make_source
 from rollout.prompts.rows import encoded_prompt
 from services.run_record.events import observed_rates, prompt_fingerprint
 from services.runtime.prompt_stream import check_fingerprint
+from services.runtime.user_modules import add_user_modules
 from services.settings.sections import Settings
 
 FIELD = "pass_rate"
@@ -80,6 +81,7 @@ def _source_of_run(settings: Settings) -> PromptSource:
     Raises:
         SettingsError: the prompts differ from the ones with which the run was created.
     """
+    add_user_modules(settings)
     source = make_source(settings.prompts)
     remedy = f"put back the prompts that the run in {settings.run_dir} was started with"
     if recorded := prompt_fingerprint(settings.run_dir):

@@ -24,6 +24,7 @@ from services.ledger.interface import Taken
 from services.run_record.steps import read_steps
 from services.runtime.errors import configure_logging
 from services.runtime.training import build_models, train_command
+from services.runtime.user_modules import add_user_modules
 from services.settings.load import run_settings
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
@@ -57,6 +58,7 @@ class RecordedRun:
             SettingsError: there is no log, or events are missing in it.
         """
         self.settings = settings
+        add_user_modules(settings)
         self._steps = committed_steps(read_events(settings.run_dir / FILE), wanted)
         self._archive = Archive(settings.run_dir / "archive")
 

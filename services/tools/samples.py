@@ -1,18 +1,33 @@
 """Prints the samples of a run as text, for `tether samples` and `tether trace`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.lifecycle import NO_SIGNAL
-from services.ledger.event_log.trace import Moment
+from services.ledger.event_log.trace import Moment, render_trace
 from services.observability.printable import printable
+from services.run_record.call_audit import call_facts, calls_of_group, render_calls
+from services.run_record.events import group_moments
 from services.run_record.samples import samples_of_group
 
 MAX_FILTERED = 20
 """Filtered groups printed."""
+
+
+def trace_group(run_dir: Path, group: int) -> tuple[list[dict[str, Any]], Callable[[], str]]:
+    """Return a group's moments and calls, and a function that renders them as text, with its samples."""
+    moments = group_moments(run_dir, group)
+    calls = calls_of_group(run_dir, group)
+
+    def render() -> str:
+        samples = render_group_samples(run_dir, group, moments)
+        return f"{render_trace(group, moments)}\n{render_calls(calls)}{samples}"
+
+    return [*map(dataclasses.asdict, moments), *call_facts(calls)], render
 
 
 def render_group_samples(run_dir: Path, group: int, moments: Sequence[Moment]) -> str:
@@ -88,7 +103,7 @@ def _texts(sample: Mapping[str, Any]) -> Iterator[str]:
 def _filtered_line(group: Mapping[str, Any]) -> str:
     before = "" if group["step"] is None else f", before step {group['step']} was made"
     return (
-        f"group {group['group']} was filtered{before} ({NO_SIGNAL}): all its rewards were "
+        f"group {group['group']} was filtered{before} ({NO_SIGNAL}): its mean reward was "
         f"{_number(group['reward'])}, {group['tokens']} tokens; its text is not kept"
     )
 

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, Reason, Refused, TetherError
 from protocol.messages import (
@@ -183,6 +185,10 @@ class TrainLoop:
         command = await asyncio.to_thread(
             self._run.read_command, taken, mask_late=bound.policy is Policy.MASK
         )
+        settings = self._process.settings
+        if settings.trainer.is_profiled(taken.step):
+            profile = settings.run_dir / "profiles" / f"step_{taken.step:08d}"
+            command = msgspec.structs.replace(command, profile=str(profile))
         with self._clock.part("train"):
             try:
                 plan, stats = await self._runner.train(

@@ -54,11 +54,16 @@ FOREIGN_NAMES: frozenset[str] = frozenset()
 MADE_PATHS = frozenset(
     {
         "my_agent.py",
+        "my_algorithm.py",
         "my_game.py",
+        "my_loss.py",
+        "my_optimizer.py",
+        "my_parts.py",
         "my_program.py",
         "my_reward.py",
         "my_server.py",
         "my_standing_program.py",
+        "my_stream.py",
         "my_tool_agent.py",
     }
 )

@@ -79,26 +79,20 @@ def test_a_service_that_is_given_up_ends_the_run_drained_and_leaves_nothing(
     assert (result["code"], result["violations"], result["steps"]) == (0, [], made + 3)
 
 
-def test_a_run_that_is_killed_by_a_second_ctrl_c_leaves_no_weights(tmp_path: Path) -> None:
+def test_a_run_outlives_its_page_and_leaves_no_weights_at_a_second_ctrl_c(tmp_path: Path) -> None:
     run, run_dir, output = f"ends-killed-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
     with tether_up(*arguments(run_dir, run), output=output) as up:
-        os.kill(services(run_dir, run, up, output)["trainer"], signal.SIGSTOP)  # it cannot drain
+        alive = services(run_dir, run, up, output)
+        os.kill(alive["monitor"], signal.SIGKILL)
+        until(lambda: "service.given_up name=monitor" in output.read_text(), seconds=60, what="its end")
+        made = len(read_steps(run_dir / "metrics.jsonl"))
+        until(lambda: len(read_steps(run_dir / "metrics.jsonl")) > made + 2, seconds=60, what="more steps")
+        os.kill(alive["trainer"], signal.SIGSTOP)  # it cannot drain
         up.send_signal(signal.SIGINT)
         until(lambda: "Ctrl-C again" in output.read_text(), seconds=60, what="the drain")
         up.send_signal(signal.SIGINT)
         assert up.wait(60) == 0, output.read_text()
     assert (processes_of(run_dir), shared_memory(run)) == ([], [])
-
-
-def test_the_page_does_not_end_a_run(tmp_path: Path) -> None:
-    run, run_dir, output = f"ends-page-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
-    with tether_up(*arguments(run_dir, run), output=output) as up:
-        os.kill(services(run_dir, run, up, output)["monitor"], signal.SIGKILL)
-        until(lambda: "service.given_up name=monitor" in output.read_text(), seconds=60, what="its end")
-        made = len(read_steps(run_dir / "metrics.jsonl"))
-        until(lambda: len(read_steps(run_dir / "metrics.jsonl")) > made + 2, seconds=60, what="more steps")
-        up.send_signal(signal.SIGINT)
-        assert up.wait(120) == 0, output.read_text()
 
 
 def test_setting_refused_at_the_start_of_an_engine_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ import signal
 from pathlib import Path
 
 from services.run_record.steps import read_steps
-from tests.integration.command import audit, pids, processes_of, tether_up, until
+from tests.integration.command import audit, pids, processes_of, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 
-STEPS = 40
+STEPS = 100_000
+"""More than the run makes: it is drained once both services are back."""
+MORE = 3
+"""Steps after their return."""
 KILLED = ("trainer", "rollout.1")
 OVERRIDES = (
     "engine.name=hf",
@@ -57,13 +60,19 @@ def test_a_spare_replaces_a_trainer_and_a_rollout_worker_that_are_killed(tmp_pat
         )
         assert spares.items() <= spare_pids(log).items()
         assert not {*now.values()} & {*spares.values()}
-        assert up.wait(400) == 0, log.read_text()
+        made = len(read_steps(run_dir / "metrics.jsonl"))
+        until(
+            lambda: len(read_steps(run_dir / "metrics.jsonl")) >= made + MORE, seconds=120, what="more steps"
+        )
+        assert tether_here("drain", run_dir).returncode == 0
+        assert up.wait(120) == 0, log.read_text()
     said = log.read_text()
     for name in KILLED:
         assert f"service.died name={name} code=-9 restarts=1" in said
         assert f"service.from_spare name={name} pid={now[name]}" in said
     assert (run_dir / "logs/rollout.1.log").read_text().count("ready part=engine") == 2
-    assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    steps = [step["step"] for step in read_steps(run_dir / "metrics.jsonl")]
+    assert steps == list(range(len(steps)))
     result = audit(run_dir)
-    assert (result["code"], result["violations"], result["steps"]) == (0, [], STEPS)
+    assert (result["code"], result["violations"], result["steps"]) == (0, [], len(steps))
     assert processes_of(run_dir) == []

@@ -1,8 +1,18 @@
-"""Makes an algorithm by name. Its module, and with it torch, is imported when it is chosen."""
+"""Makes an algorithm by name, or one of the user by `MODULE:NAME`.
+
+    class Mine:                                                     or inherit from a built-in one
+        def __init__(self, config: AlgorithmConfig, *, tau: float = 1.0): ...
+        def advantages(self, rewards, group_index): ...                 [N], [N] -> [N]
+        def sample_weights(self, sampled_tokens): ...                   [N] -> [N]
+        def token_loss(self, tokens, logprobs, entropy=None): ...       k tokens, [k], [k] -> TokenLoss
+
+`[algorithm] options` are the keyword arguments. docs/own_code.md describes them. The module of an
+algorithm, and with it torch, is imported when it is chosen.
+"""
 
 from dataclasses import dataclass
 
-from protocol.choices import Entry, Registry, load
+from protocol.choices import Entry, Registry, is_own, load
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
 from trainer.algorithms.base import Algorithm
@@ -45,7 +55,8 @@ ALGORITHMS = Registry(
         ),
         "rloo": AlgorithmEntry("trainer.algorithms.rloo:Rloo", group_relative=True),
         "sft": AlgorithmEntry("trainer.algorithms.sft:Sft", on_data=True),
-    }
+    },
+    own=AlgorithmEntry,
 )
 DISTILLATION = "on_policy_distillation"
 """The algorithm with a teacher."""
@@ -55,10 +66,13 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     """Return the algorithm that `config` names.
 
     Raises:
-        SettingsError: no algorithm has that name, or a coefficient is out of its range.
+        SettingsError: no algorithm has that name, a coefficient is out of its range, or an algorithm of the
+            user cannot be made.
     """
     entry = ALGORITHMS.find(config.name, "setting algorithm.name:")
     check_ranges(config, "algorithm")
+    if is_own(config.name):
+        return load("trainer.algorithms.own.checked:load_algorithm")(config)
     algorithm: Algorithm = load(entry.path)(config)
     return algorithm
 

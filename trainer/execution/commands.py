@@ -38,6 +38,8 @@ class StepCommand(RankCommand[StepStats], frozen=True, tag="step"):
     """Make the updates of a step. Each rank is sent the part of its replica."""
 
     schedule: UpdateSchedule
+    profile: str = ""
+    """As `TrainCommand.profile`."""
 
 
 class CopyWeightsCommand(RankCommand[dict[str, torch.Tensor]], frozen=True, tag="copy_weights"):

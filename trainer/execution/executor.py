@@ -1,12 +1,16 @@
 """Carries out commands on one rank. Every rank does the same; rank 0 sends each command to the others."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
+from protocol.host.atomic_file import written_aside
 from trainer.backends.base import StepStats
 from trainer.backends.early_export import Tensors
 from trainer.batch import Batch
@@ -45,7 +49,7 @@ T = TypeVar("T")
 
 
 class Executor:
-    """One rank's models and sender. Every method blocks, and all but `finish_save` belong to one thread."""
+    """One rank's models and sender. Every method blocks, and all but `await_part` belong to one thread."""
 
     def __init__(self, models: RankModels, sender: WeightSender | None = None) -> None:
         """Take over loaded models.
@@ -89,7 +93,7 @@ class Executor:
         algorithm, policy = self.models.algorithm, self.models.policy
         plan = plan_command(command, algorithm)
         pieces, imbalance = plan.mini_batches.divide(policy.costs(plan.lengths), len(policy.replicas))
-        step = StepCommand(schedule_updates(command, plan, algorithm))
+        step = StepCommand(schedule_updates(command, plan, algorithm), command.profile)
         own, *others = [plan.part(piece) for piece in pieces]  # before any rank begins: it may refuse
         broadcast_command(step)
         for ranks, part in zip(policy.replicas[1:], others, strict=True):
@@ -109,7 +113,9 @@ class Executor:
         models, sender = self.models, self._sender
         match command:
             case StepCommand():
-                return make_updates(models, receive_part() if part is None else part, command.schedule)
+                batch = receive_part() if part is None else part
+                with _profiled(command.profile):
+                    return make_updates(models, batch, command.schedule)
             case CopyWeightsCommand():
                 return self._weights.copy_all(published(models.policy, command.dtype))
             case CopyModelCommand():
@@ -154,3 +160,28 @@ class Executor:
         self.models.offload()
         if is_distributed():
             dist.barrier()
+
+
+@contextmanager
+def _profiled(file: str) -> Iterator[None]:
+    """Profile a block with torch.profiler, and write this rank's trace; does nothing without a file.
+
+    Args:
+        file: path without the ending, which names rank and format: FILE.rank_00000.json.gz.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if not file:
+        yield
+        return
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as result:
+        yield
+    rank = dist.get_rank() if is_distributed() else 0
+    path = Path(f"{file}.rank_{rank:05d}.json.gz")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path, aside=path.with_name(f"aside.{path.name}")) as aside:
+        result.export_chrome_trace(str(aside))

@@ -1,8 +1,25 @@
-"""Computes the learning rate of a step. No torch here."""
+"""Computes the learning rate of a step, or asks a function of the user. No torch here.
+
+    def rate(update: int, config: OptimizerConfig) -> float
+
+`update` counts the updates that were made before, from 0; the warm-up comes before it is asked.
+"""
 
 import math
 
+from protocol.choices import Entry, Registry, is_own
+from protocol.errors import SettingsError
+from protocol.user_code import import_attribute, located, returned_number
 from trainer.config import OptimizerConfig
+
+STYLES = Registry(
+    {
+        name: Entry("trainer.functional.learning_rate:learning_rate")
+        for name in ("constant", "linear", "cosine", "WSD")
+    },
+    own=Entry,
+)
+"""`optimizer.lr_decay_style` -> the function that computes it."""
 
 
 def learning_rate(config: OptimizerConfig, made: int) -> float:
@@ -10,10 +27,15 @@ def learning_rate(config: OptimizerConfig, made: int) -> float:
 
     Linear warm-up, then as `lr_decay_style` says, `min_lr` from `lr_decay_steps` on: as in Megatron-core's
     OptimizerParamScheduler, but that the first step of the warm-up is not lost on a rate of 0.
+
+    Raises:
+        SettingsError: a schedule of the user cannot be loaded, raises, or returns no rate.
     """
     step = made + 1
     if step <= config.lr_warmup_steps:
         return config.lr * step / config.lr_warmup_steps
+    if is_own(config.lr_decay_style):
+        return _own_rate(config, made)
     if config.lr_decay_style == "constant":
         return config.lr
     first = config.lr_warmup_steps
@@ -22,3 +44,20 @@ def learning_rate(config: OptimizerConfig, made: int) -> float:
     progress = min(max((step - first) / max(config.lr_decay_steps - first, 1), 0.0), 1.0)
     kept = (1 + math.cos(math.pi * progress)) / 2 if config.lr_decay_style == "cosine" else 1 - progress
     return config.min_lr + kept * (config.lr - config.min_lr)
+
+
+def _own_rate(config: OptimizerConfig, made: int) -> float:
+    setting = "setting optimizer.lr_decay_style"
+    function, file = import_attribute(config.lr_decay_style, setting)
+    what = f"{setting}: {config.lr_decay_style} in {file}"
+    try:
+        found = function(made, config)
+    except Exception as error:  # the user's code may raise anything
+        raise SettingsError(f"{what} raised for update {made} at {located(error)}") from error
+    try:
+        rate = returned_number(found)
+    except ValueError as error:
+        raise SettingsError(f"{what} returned {error} for update {made}; return a finite number") from None
+    if rate < 0:
+        raise SettingsError(f"{what} returned {rate:g} for update {made}; return 0 or more")
+    return rate

@@ -159,10 +159,13 @@ class ReferenceBackend(Backend):
         yield from checkpoint_views(self._model, tensors).items()
 
     def copy_state(self) -> HostState:
-        return copy_state(self._copies, self._masters, self._optimizer, self._identity(), self._device)
+        steps = self._stepper.steps
+        return copy_state(self._copies, self._masters, self._optimizer, steps, self._identity(), self._device)
 
     def restore(self, directory: Path) -> None:
-        load_state(directory, self._masters, self._optimizer, self._identity(), self._device)
+        self._stepper.steps = load_state(
+            directory, self._masters, self._optimizer, self._identity(), self._device
+        )
         self._stepper.publish()
 
     def offload(self) -> int:

@@ -118,10 +118,13 @@ class ReferenceCritic(Critic):
 
     def copy_state(self) -> HostState:
         optimizer = self._stepper.optimizer
-        return copy_state(self._copies, self._masters, optimizer, self._identity(), self._device)
+        steps = self._stepper.steps
+        return copy_state(self._copies, self._masters, optimizer, steps, self._identity(), self._device)
 
     def restore(self, directory: Path) -> None:
-        load_state(directory, self._masters, self._stepper.optimizer, self._identity(), self._device)
+        self._stepper.steps = load_state(
+            directory, self._masters, self._stepper.optimizer, self._identity(), self._device
+        )
         self._stepper.publish()
 
     def offload(self) -> int:

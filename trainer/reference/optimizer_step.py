@@ -6,7 +6,7 @@ import torch
 
 from trainer.config import OptimizerConfig
 from trainer.functional.learning_rate import learning_rate
-from trainer.optimizers.registry import make_optimizer, steps_made
+from trainer.optimizers.registry import make_optimizer
 
 
 class MasterStepper:
@@ -25,6 +25,8 @@ class MasterStepper:
         """
         self._trained, self._masters, self._config = trained, masters, config
         self.optimizer = make_optimizer(masters, config, embeddings)
+        self.steps = 0
+        """Steps that were made; skipped ones do not count."""
         self.publishes = True
         """Whether a step copies the masters to the parameters; an engine may do so instead."""
 
@@ -47,8 +49,9 @@ class MasterStepper:
         finite = torch.isfinite(torch.tensor(norm)).item()
         if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = self._learning_rate() * lr_scale
+                group["lr"] = learning_rate(self._config, self.steps) * lr_scale
             self.optimizer.step()
+            self.steps += 1
             self.publish()
         self.optimizer.zero_grad()
         return norm, "" if finite else f"the gradient's norm is {norm}"
@@ -64,7 +67,3 @@ class MasterStepper:
         """Return masters and moments."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*self._masters.values(), *(value for value in states if isinstance(value, torch.Tensor))]
-
-    def _learning_rate(self) -> float:
-        """Return the learning rate of the next step, by the steps that were not skipped."""
-        return learning_rate(self._config, steps_made(self.optimizer))

@@ -7,31 +7,35 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
-from trainer.optimizers.registry import STATE_KEYS
 from trainer.storage.host_state import HostCopies, HostState
 
 PART = "rank_00000.safetensors"
 IDENTITY = "identity"
-MASTER, OPTIMIZER, RNG = "master.", "optimizer.", "rng."
+MASTER, OPTIMIZER, RNG, STEPS = "master.", "optimizer.", "rng.", "steps"
 
 
 def copy_state(
     copies: HostCopies,
     masters: dict[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
+    steps: int,
     identity: dict[str, str],
     device: torch.device,
 ) -> HostState:
     """Return what goes into `PART`, copied to host memory.
 
-    Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `rng.cpu` and `rng.cuda`;
-    `identity` goes into the file's metadata.
+    Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `steps` that were made,
+    `rng.cpu` and `rng.cuda`; `identity` goes into the file's metadata.
+
+    Raises:
+        SettingsError: an optimizer keeps something else than tensors and numbers of a parameter.
     """
     tensors = {MASTER + name: parameter.detach() for name, parameter in masters.items()}
     for name, parameter in masters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            # bitsandbytes counts steps in an int
-            tensors[f"{OPTIMIZER}{key}.{name}"] = torch.as_tensor(value)
+            if value is not None:  # torch's SGD has a momentum of None where it has none
+                tensors[f"{OPTIMIZER}{key}.{name}"] = _as_tensor(value, f"{key!r} of {name}")
+    tensors[STEPS] = torch.tensor(steps)
     tensors[RNG + "cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
@@ -47,8 +51,11 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     identity: dict[str, str],
     device: torch.device,
-) -> None:
+) -> int:
     """Load what `copy_state` returned; checks the whole file against the model before it changes anything.
+
+    Returns:
+        The steps that were made.
 
     Raises:
         SettingsError: no such file, or one of another model or layout; names both.
@@ -68,19 +75,34 @@ def load_state(
     with torch.no_grad():
         for name, parameter in masters.items():
             parameter.copy_(tensors[MASTER + name])
-            for key in STATE_KEYS:
-                value = tensors.get(f"{OPTIMIZER}{key}.{name}")
-                if value is not None:
-                    optimizer.state[parameter][key] = _on(device, key, value)
+    for name, value in tensors.items():
+        if name.startswith(OPTIMIZER):
+            key, _, of = name.removeprefix(OPTIMIZER).partition(".")
+            optimizer.state[masters[of]][key] = _on(device, value)
     torch.set_rng_state(tensors[RNG + "cpu"])
     if device.type == "cuda" and RNG + "cuda" in tensors:
         torch.cuda.set_rng_state(tensors[RNG + "cuda"], device)
+    return int(tensors[STEPS])
 
 
-def _on(device: torch.device, key: str, value: torch.Tensor) -> torch.Tensor | int:
-    """Return an entry of a parameter's state where its optimizer has it."""
-    if key == "step":
-        return value if value.is_floating_point() else int(value)
+def _as_tensor(value: object, what: str) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, int | float):
+        raise SettingsError(
+            f"setting optimizer.name: its state {what} is a {type(value).__name__}, which no checkpoint can "
+            "hold; keep tensors and numbers"
+        )
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+
+def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor | int | float:
+    """Return an entry of a parameter's state where its optimizer has it.
+
+    int64 and float64 without a dimension were Python's numbers; torch keeps its counts on the CPU.
+    """
+    if value.ndim == 0:
+        return value.item() if value.dtype in (torch.int64, torch.float64) else value
     return value.to(device)
 
 

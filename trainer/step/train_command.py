@@ -37,6 +37,8 @@ class TrainCommand(msgspec.Struct, frozen=True):
     """Decides the division, with the number of the step."""
     max_tokens: int = 0
     """Limit of one generation, tokens."""
+    profile: str = ""
+    """Path of the profiles of the updates; each rank adds .rank_R.json.gz. Empty: none is made."""
 
 
 class UpdateSchedule(msgspec.Struct, frozen=True):

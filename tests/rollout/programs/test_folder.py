@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,22 @@ def test_only_a_folder_that_nobody_has_is_cleared(temporary: Path, caplog: pytes
         [used.path.name, f"{PREFIX}file", f"{PREFIX}link", "other"]
     )
     used.close()
+
+
+def test_a_folder_that_is_cleared_before_it_is_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, cleared = tempfile.mkdtemp, []
+
+    def make_and_clear(**where: Any) -> str:
+        path = make(**where)
+        if not cleared:
+            cleared.append(clear_left_folders())
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_clear)
+    folder = ProgramFolder()
+    assert cleared == [1]
+    assert folder.path.exists()
+    folder.close()
 
 
 def test_folders_are_where_no_other_user_can_change_or_list_them(temporary: Path) -> None:

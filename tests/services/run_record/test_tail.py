@@ -138,4 +138,4 @@ def test_a_filtered_group_has_a_sentence_of_its_own() -> None:
     drop = {"event": "drop", "seq": 1, "time_ms": 1, "group": 5, "token": "t", "from": "leased"}
     fields = {**drop, "reason": "no_signal", "detail": "", "wasted_tokens": 9, "reward": 1.0}
     sentence = sentence_of(decode_fields(fields))
-    assert sentence.text == "Group 5 was filtered: all its rewards were 1; 9 tokens wasted."
+    assert sentence.text == "Group 5 was filtered: its mean reward was 1; 9 tokens wasted."

@@ -50,3 +50,10 @@ def test_environments_without_an_endpoint_have_no_such_limits() -> None:
     load_settings(None, [*FULL, *LONG], environ={})
     edge = ["rollout.groups_in_flight=1024", "sampling.samples_per_prompt=8", "environment.max_turns=256"]
     load_settings(None, [*edge, "environment.name=server"], environ={})
+
+
+@pytest.mark.parametrize("steps", ["[3]", "[5,4]", "[1,2,3]"])
+def test_profile_steps_are_the_first_and_the_last(steps: str) -> None:
+    with pytest.raises(SettingsError, match=r"setting trainer\.profile_steps: .*first and the last step"):
+        load_settings(None, [f"trainer.profile_steps={steps}"], environ={})
+    assert load_settings(None, ["trainer.profile_steps=[4,4]"], environ={}).trainer.is_profiled(4)

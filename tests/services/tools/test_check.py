@@ -22,11 +22,11 @@ def test_check_configuration_lists_every_setting_that_is_wrong_by_itself() -> No
 
 
 def test_check_configuration_lists_every_unknown_name_and_choice_at_once() -> None:
-    found = check_configuration(DEMO, ["run.stps=1", "optimizer.name=adam", "bound.staleness_policy=drp"])
+    found = check_configuration(DEMO, ["run.stps=1", "trainer.dtype=flot32", "bound.staleness_policy=drp"])
     assert found.problems == [
         "setting run.stps is not known; did you mean 'steps'?",
         "setting bound.staleness_policy: 'drp' is not known; did you mean 'drop'?",
-        "setting optimizer.name: 'adam' is not known; did you mean 'adamw'?",
+        "setting trainer.dtype: 'flot32' is not known; did you mean 'float32'?",
     ]
 
 

@@ -224,7 +224,7 @@ def test_a_filtered_group_is_shown_with_its_reason(run_dir: Path) -> None:
     }
     text = render_samples(facts)
     assert text == (
-        "group 22 was filtered (no_signal): all its rewards were 1.000, 30 tokens; its text is not kept"
+        "group 22 was filtered (no_signal): its mean reward was 1.000, 30 tokens; its text is not kept"
     )
     assert render_group_samples(run_dir, 22, trace(read_events(run_dir / "audit.jsonl"), 22)) == text
 
@@ -242,7 +242,7 @@ def test_groups_that_were_filtered_before_a_step_are_shown_with_it(run_dir: Path
     facts = find_samples(run_dir, 0, None, 1)
     assert [group["group"] for group in facts["filtered"]] == list(range(100, 122))
     text = render_samples(facts)
-    assert "\ngroup 100 was filtered, before step 0 was made (no_signal): all its rewards" in text
+    assert "\ngroup 100 was filtered, before step 0 was made (no_signal): its mean reward" in text
     assert text.endswith("\n2 more groups were filtered: see --json")
 
 

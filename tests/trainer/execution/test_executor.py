@@ -1,8 +1,11 @@
 """Tests commands on one rank: the batch of a step, its statistics, refusals, and a checkpoint."""
 
+import gzip
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -78,3 +81,15 @@ def test_a_checkpoint_is_made_and_restored_by_commands(tmp_path: Path) -> None:
     executor.lead(RestoreCommand(str(tmp_path)))
     assert weights(executor) == before
     executor.close()
+
+
+def test_a_profiled_step_leaves_a_trace_of_its_updates(tmp_path: Path) -> None:
+    backend = WritingBackend(tmp_path, 0, 2)
+    backend.replicas = ((0,),)
+    executor = Executor(RankModels(backend))
+    file = tmp_path / "profiles" / "step_00000001"
+    executor.train(msgspec.structs.replace(command(1), profile=str(file)))
+    (written,) = file.parent.iterdir()
+    assert written.name == "step_00000001.rank_00000.json.gz"
+    names = {event.get("name") for event in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]}
+    assert any(str(name).startswith("aten::") for name in names)

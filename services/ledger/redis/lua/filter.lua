@@ -1,4 +1,4 @@
--- LEASED -> DROPPED for the reason no_signal, by the ingest: the rewards of the group are all equal.
+-- LEASED -> DROPPED for the reason no_signal, by the ingest, whose filter leaves the group out.
 -- ARGV: 1 group, 2 token, 3 sampled tokens, 4 mean reward, for the event, 5 most steps' worth of such groups between two commits; 0: any
 -- Returns nothing; repeating it succeeds, and a group that was accepted before stays as it is.
 -- Refuses no_run, unknown_group, duplicate (finished and forgotten), not_held.

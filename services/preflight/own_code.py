@@ -1,0 +1,63 @@
+"""Loads the code of the user that a run names, and tries it, before anything starts."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from protocol.choices import is_own
+from protocol.errors import SettingsError
+from services.preflight.problem import Problem
+from services.settings.sections import Settings
+from trainer.algorithms.registry import make_algorithm
+from trainer.functional.learning_rate import learning_rate
+
+
+def own_code_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield the problem of each `MODULE:NAME` that cannot be loaded, or fails when it is tried.
+
+    Rewards, environments, agents and prompt sources are made by checks of their own.
+    """
+    for check in CHECKS:
+        try:
+            check(settings)
+        except SettingsError as error:
+            yield Problem(str(error))
+
+
+def _check_algorithm(settings: Settings) -> None:
+    """Run an algorithm of the user on a small batch that is made up."""
+    if is_own(settings.algorithm.name):
+        from trainer.step.probe import probe_made  # torch, which built-in algorithms do not need here
+
+        probe_made(make_algorithm(settings.algorithm), settings.sampling.samples_per_prompt)
+
+
+def _check_filter(settings: Settings) -> None:
+    """Ask a filter of the user about a group that is made up."""
+    if settings.algorithm.group_filter:
+        from trainer.data.group_filter import group_filter
+        from trainer.step.made_batch import made_groups
+
+        group_filter(settings.algorithm)(made_groups(settings.sampling.samples_per_prompt)[0])
+
+
+def _check_schedule(settings: Settings) -> None:
+    """Ask a schedule of the user for the first and the last learning rate of the run."""
+    if is_own(settings.optimizer.lr_decay_style):
+        for made in (settings.optimizer.lr_warmup_steps, settings.run.steps * settings.trainer.updates - 1):
+            learning_rate(settings.optimizer, made)
+
+
+def _check_optimizer(settings: Settings) -> None:
+    """Have an optimizer of the user make two steps of a matrix and a vector."""
+    if is_own(settings.optimizer.name):
+        from trainer.optimizers.libraries import probe_optimizer
+
+        probe_optimizer(settings.optimizer)
+
+
+CHECKS: Sequence[Callable[[Settings], None]] = (
+    _check_algorithm,
+    _check_filter,
+    _check_schedule,
+    _check_optimizer,
+)
+"""Checks of one kind of code each; they raise SettingsError."""

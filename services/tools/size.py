@@ -1,0 +1,169 @@
+"""Runs `tether size`: by arithmetic, the trainer's layouts that fit, and how many samples an engine holds."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import floor
+from typing import Any
+
+from protocol.errors import SettingsError
+from protocol.host.hub import Kind, fetch, is_hub_name
+from services.preflight.memory import workload_of
+from services.preflight.model import ModelFacts, read_facts, read_model
+from services.settings.automatic import ALONE
+from services.settings.load import load_settings
+from services.settings.sections import Settings
+from trainer.config import ParallelConfig
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.memory.budget import USED_SHARE, refusal
+from trainer.megatron.memory.expected import GIB, ITEM_BYTES, parameters_of_stage
+from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting_layouts
+
+ENGINE_OVERHEAD = 2 * GIB
+"""Memory that an engine takes besides weights and cache: CUDA graphs, activations of a prompt."""
+SHOWN = 6
+"""Layouts that are printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRoom:
+    """Memory of one GPU of an engine, bytes."""
+
+    tensor_ranks: int
+    memory_fraction: float
+    """`engine.memory_fraction` that leaves room for the staging copy."""
+    weights: int
+    """Live parameters, and as much again for the staging copy."""
+    cache: int
+    """Key-value cache; at most 0 if the engine does not fit."""
+    token: int
+    """Cache of one token."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return max(0, self.cache) // self.token
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Answer of `tether size`."""
+
+    model: str
+    parameters: int
+    gpus: int
+    gpu_gb: float
+    sample_tokens: int
+    """Longest sample, prompt included."""
+    layouts: Sequence[FittingLayout]
+    engines: Sequence[EngineRoom]
+    remedy: str
+    """Why no layout fits, and what would; empty if one does."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for JSON; memory in bytes."""
+        engines = [dataclasses.asdict(room) | {"tokens": room.tokens} for room in self.engines]
+        return dataclasses.asdict(self) | {"engines": engines}
+
+
+def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float) -> Sizes:
+    """Return what fits.
+
+    Args:
+        config: settings file.
+        overrides: `A.B=C` each.
+        gpus: GPUs of the trainer.
+        gpu_gb: memory of one GPU, GiB.
+
+    Raises:
+        SettingsError: a setting is wrong, or the trainer does not support the model.
+    """
+    settings = load_settings(config, overrides)
+    if settings.trainer.backend != "megatron":
+        raise SettingsError(
+            f"setting trainer.backend: {settings.trainer.backend!r} has no layouts: use megatron"
+        )
+    work = workload_of(settings, _configuration(settings))
+    whole = parameters_of_stage(dataclasses.replace(work, parallel=ParallelConfig()), 0)
+    layouts = fitting_layouts(work, gpus, int(gpu_gb * GIB), settings.context_tokens)
+    return Sizes(
+        model=settings.model.path or "[model.scratch]",
+        parameters=whole,
+        gpus=gpus,
+        gpu_gb=gpu_gb,
+        sample_tokens=settings.context_tokens,
+        layouts=layouts,
+        engines=list(_engine_rooms(settings, whole, work.architecture, int(gpu_gb * GIB))),
+        remedy="" if layouts else refusal(work, gpu_gb * GIB * USED_SHARE),
+    )
+
+
+def _configuration(settings: Settings) -> ModelFacts:
+    """Return the model's facts without its weights, which need not be on this host.
+
+    Raises:
+        SettingsError: config.json cannot be read or fetched.
+    """
+    name = settings.model.path
+    if settings.model.scratch is None and is_hub_name(name):
+        return read_facts(fetch(Kind.MODEL, name, settings.model.revision, ("config.json",)))
+    return read_model(settings)
+
+
+def cache_bytes(architecture: Architecture, item: int, tensor_ranks: int) -> int:
+    """Return the key-value cache of one token on one rank, bytes; layers with a window count whole."""
+    if low := architecture.latent:  # every rank keeps the compressed vector
+        return architecture.layers * (low.kv_rank + low.rope) * item
+    heads = max(1, architecture.kv_heads // tensor_ranks)
+    return architecture.layers * heads * (architecture.head_dim + architecture.value_dim) * item
+
+
+def _engine_rooms(
+    settings: Settings, parameters: int, architecture: Architecture, gpu_bytes: int
+) -> Iterator[EngineRoom]:
+    item = ITEM_BYTES[settings.engine.dtype]
+    for ranks in TENSOR_RANKS:
+        if architecture.heads % ranks:
+            continue
+        weights = parameters * item // ranks
+        staged = 0 if settings.lora.rank else weights
+        fraction = min(ALONE, floor(100 * (1 - (staged + ENGINE_OVERHEAD) / gpu_bytes)) / 100)
+        cache = int(gpu_bytes * fraction) - weights - ENGINE_OVERHEAD
+        yield EngineRoom(ranks, fraction, weights + staged, cache, cache_bytes(architecture, item, ranks))
+
+
+def render_sizes(sizes: Sizes) -> str:
+    """Return the answer as text."""
+    lines = [
+        f"model    {sizes.model}: {sizes.parameters:,} parameters; samples of at most "
+        f"{sizes.sample_tokens:,} tokens",
+        f"trainer  {sizes.gpus} GPU(s) of {sizes.gpu_gb:g} GiB"
+        + (f": {sizes.remedy}" if sizes.remedy else ", layouts that fit, the fewest ranks a model first:"),
+    ]
+    if sizes.layouts:
+        lines.append(f"  {'TP':>3} {'PP':>3} {'CP':>3} {'EP':>3} {'DP':>3}  micro-batch  expected peak")
+    for layout in sizes.layouts[:SHOWN]:
+        p = layout.parallel
+        ranks = (
+            p.tensor_model_parallel_size,
+            p.pipeline_model_parallel_size,
+            p.context_parallel_size,
+            p.expert_model_parallel_size,
+            p.data_parallel_size,
+        )
+        numbers = " ".join(f"{number:>3}" for number in ranks)
+        lines.append(f"  {numbers}  {layout.tokens:>7,} tok  {layout.memory}")
+    lines.append("engine   with its staging copy, by its tensor ranks:")
+    for room in sizes.engines:
+        lines.append(f"  {_engine_line(room, sizes.sample_tokens)}")
+    return "\n".join(lines)
+
+
+def _engine_line(room: EngineRoom, sample_tokens: int) -> str:
+    weights = f"TP {room.tensor_ranks}: weights {room.weights / GIB:.1f} GiB a GPU"
+    if room.tokens < sample_tokens:
+        return f"{weights}; does not fit"
+    return (
+        f"{weights}, memory_fraction {room.memory_fraction:g}, cache {room.cache / GIB:.1f} GiB "
+        f"= {room.tokens:,} tokens, {room.tokens // sample_tokens:,} samples of full length at once"
+    )

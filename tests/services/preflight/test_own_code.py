@@ -1,0 +1,56 @@
+"""Tests that code of the user is loaded and tried before anything starts, each kind by its setting."""
+
+from pathlib import Path
+
+import pytest
+
+from services.preflight.own_code import own_code_problems
+from services.settings.load import load_settings
+
+MODULE = """
+import torch
+from trainer.algorithms.grpo import Grpo
+
+class Good(Grpo): ...
+
+class Bad(Grpo):
+    def advantages(self, rewards, group_index):
+        return rewards / 0
+
+def keep(rewards): return True
+def keep_no(rewards): return rewards
+def rate(update, config): return config.lr
+def rate_no(update, config): return 1 / (99 - update)
+"""
+GOOD = (
+    "algorithm.name=own_code_of_test:Good", "algorithm.filter_groups=true",
+    "algorithm.group_filter=own_code_of_test:keep", "optimizer.lr_decay_style=own_code_of_test:rate",
+    "optimizer.name=torch.optim:SGD", "optimizer.options={momentum=0.9}", "trainer.backend=reference",
+)  # fmt: skip
+
+
+def problems(*overrides: str) -> list[str]:
+    settings = load_settings(None, [*GOOD, *overrides], environ={})
+    return [str(problem) for problem in own_code_problems(settings)]
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_code_of_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_code_of_the_user_that_works_has_no_problem() -> None:
+    assert problems() == []
+
+
+def test_code_that_fails_is_named_all_of_it_at_once() -> None:
+    algorithm, filter_, schedule, optimizer = problems(
+        "algorithm.name=own_code_of_test:Bad", "algorithm.group_filter=own_code_of_test:keep_no",
+        "optimizer.lr_decay_style=own_code_of_test:rate_no", "optimizer.options={momentum=-1}",
+    )  # fmt: skip
+    assert "advantages() has inf for sample 0" in algorithm
+    assert filter_.startswith("setting algorithm.group_filter: own_code_of_test:keep_no in /")
+    assert "raised for update 99 at" in schedule
+    assert schedule.endswith("own_code_of_test.py:14: ZeroDivisionError: division by zero")
+    assert "Invalid momentum value: -1" in optimizer

@@ -1,0 +1,90 @@
+"""Tests `tether size`: by config.json alone, and against Hugging Face's own counts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from typer.testing import CliRunner
+
+from protocol.errors import SettingsError
+from services.cli import app
+from services.tools.size import size_run
+from tests.integration.loop import ROOT
+from trainer.megatron.memory.expected import GIB
+
+CONFIG = str(ROOT / "deploy/examples/gsm8k/eight_gpus.toml")
+DEMO = str(ROOT / "deploy/configs/demo.toml")
+QWEN_7B = Qwen2Config(
+    vocab_size=152_064, hidden_size=3584, intermediate_size=18_944, num_hidden_layers=28,
+    num_attention_heads=28, num_key_value_heads=4, max_position_embeddings=32_768, tie_word_embeddings=False,
+    architectures=["Qwen2ForCausalLM"],
+)  # fmt: skip
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    """Settings of a 7B model whose weights are not here."""
+    QWEN_7B.save_pretrained(tmp_path)
+    return [
+        f'model.path="{tmp_path}"', "engine.max_model_len=4096", "engine.dtype=bfloat16",
+        "trainer.dtype=bfloat16",
+    ]  # fmt: skip
+
+
+def test_parameters_and_cache_are_the_sizes_that_hugging_face_makes(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    sizes = size_run(CONFIG, overrides, gpus=4, gpu_gb=80)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    assert sizes.parameters == sum(weight.numel() for weight in model.parameters())
+    one = sizes.engines[0]
+    keys_and_values = 2 * 28 * 4 * 128  # numbers of a token: layers, key heads, dimensions
+    assert one.token == 2 * keys_and_values
+    assert one.weights == 2 * 2 * sizes.parameters
+    assert one.cache == int(80 * GIB * one.memory_fraction) - 2 * sizes.parameters - 2 * GIB
+    assert one.weights // 2 + int(80 * GIB * one.memory_fraction) < 80 * GIB
+
+
+def test_layouts_use_all_gpus_hold_a_sample_and_come_with_the_fewest_ranks_first(
+    overrides: list[str],
+) -> None:
+    sizes = size_run(CONFIG, overrides, gpus=8, gpu_gb=80)
+    assert sizes.layouts
+    assert sizes.remedy == ""
+    for layout in sizes.layouts:
+        assert layout.parallel.world_size == 8
+        assert layout.parallel.tensor_model_parallel_size in (1, 2, 4)  # 8 does not divide 28 heads
+        assert layout.tokens >= 4096
+        assert layout.memory.peak <= 0.9 * 80 * GIB
+    ranks = [layout.model_ranks for layout in sizes.layouts]
+    assert ranks == sorted(ranks)
+
+
+def test_a_model_that_fits_nowhere_gets_the_reason_and_a_remedy(overrides: list[str]) -> None:
+    sizes = size_run(CONFIG, overrides, gpus=1, gpu_gb=24)
+    assert not sizes.layouts
+    assert "does not fit" in sizes.remedy
+    answer = CliRunner().invoke(
+        app,
+        ["size", CONFIG, "--gpus", "1", "--gpu-memory", "24", *(w for o in overrides for w in ("--set", o))],
+    )
+    assert answer.exit_code == 0, answer.output
+    assert sizes.remedy in answer.output
+    assert "TP 1: weights 28.4 GiB a GPU; does not fit" in answer.output
+
+
+def test_json_has_the_layouts(overrides: list[str]) -> None:
+    words = [w for o in overrides for w in ("--set", o)]
+    answer = CliRunner().invoke(app, ["size", CONFIG, "--gpus", "2", "--gpu-memory", "141", "--json", *words])
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.output)
+    assert found["layouts"][0]["parallel"]["data_parallel_size"] >= 1
+    assert found["engines"][0]["tokens"] > 0
+
+
+def test_a_backend_without_layouts_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"trainer\.backend: 'reference' has no layouts"):
+        size_run(DEMO, ["trainer.backend=reference"], gpus=1, gpu_gb=80)

@@ -1,0 +1,1 @@
+"""Loads an algorithm of the user, and checks all that it returns."""

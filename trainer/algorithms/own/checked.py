@@ -1,0 +1,115 @@
+"""Calls an algorithm of the user, and refuses what does not fit, naming its file.
+
+Shapes: N samples of the whole batch, k trained tokens of a micro-batch.
+"""
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+
+from protocol.errors import SettingsError
+from protocol.user_code import import_attribute, located
+from trainer.algorithms.base import TokenLoss
+from trainer.batch import TrainedTokens
+from trainer.config import AlgorithmConfig
+
+METHODS = ("advantages", "sample_weights", "token_loss")
+"""Methods of an `Algorithm`."""
+
+
+class CheckedAlgorithm:
+    """Algorithm of the user, whose shapes, types and numbers are checked at every call."""
+
+    def __init__(self, config: AlgorithmConfig, made: Any, what: str) -> None:
+        """Wrap `made`; `what` names it in errors: setting, path and file."""
+        self.config, self._made, self._what = config, made, what
+
+    def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
+        """Return the user's advantages, float32 [N], all finite."""
+        found = self._call("advantages", rewards, group_index)
+        return self._numbers("advantages()", found, len(rewards))
+
+    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the user's weights, float32 [N], all finite."""
+        found = self._call("sample_weights", sampled_tokens)
+        return self._numbers("sample_weights()", found, len(sampled_tokens))
+
+    def token_loss(
+        self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> TokenLoss:
+        """Return the user's loss of each token.
+
+        Its numbers are not checked here, where a GPU would be waited for: a step whose gradient is not finite
+        is skipped.
+        """
+        found = self._call("token_loss", tokens, logprobs, entropy)
+        if not isinstance(found, TokenLoss):
+            raise self._error(f"token_loss() returned {_described(found)}; return a TokenLoss")
+        for field in dataclasses.fields(found):
+            self._check(f"{field.name} of token_loss()", getattr(found, field.name), len(logprobs))
+        if logprobs.requires_grad and len(logprobs) and not found.loss.requires_grad:
+            raise self._error("loss of token_loss() has no gradient; compute it from the argument logprobs")
+        return found
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the user's algorithm. Too little memory stays an error of its own."""
+        try:
+            return getattr(self._made, method)(*arguments)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise self._error(f"{method}() raised at {located(error)}") from error
+
+    def _numbers(self, where: str, found: Any, count: int) -> torch.Tensor:
+        """Return float32 [count]; refuse another shape or type, nan and infinities."""
+        self._check(where, found, count)
+        values: torch.Tensor = found.detach().float()
+        wrong = (~torch.isfinite(values)).nonzero()[:, 0]
+        if len(wrong):
+            first = int(wrong[0])
+            raise self._error(f"{where} has {float(values[first])} for sample {first}; return finite numbers")
+        return values
+
+    def _check(self, where: str, found: Any, count: int) -> None:
+        if not isinstance(found, torch.Tensor) or not found.is_floating_point() or found.shape != (count,):
+            raise self._error(f"{where} is {_described(found)}; return float32 of the shape [{count}]")
+
+    def _error(self, text: str) -> SettingsError:
+        return SettingsError(f"{self._what}: {text}")
+
+
+def load_algorithm(config: AlgorithmConfig) -> CheckedAlgorithm:
+    """Return the algorithm that `config.name`, a `MODULE:NAME`, names.
+
+    Raises:
+        SettingsError: module or class is missing, either raises, options do not fit, or a method is missing;
+            names the file.
+    """
+    found, file = import_attribute(config.name, "setting algorithm.name")
+    what = f"setting algorithm.name: {config.name} in {file}"
+    try:
+        inspect.signature(found).bind(config, **config.options)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"{what}: {error}; it is called with the section [algorithm] and algorithm.options"
+        ) from None
+    try:
+        made = found(config, **config.options)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise SettingsError(f"{what}: {located(error)}") from None
+    for method in METHODS:
+        if not callable(getattr(made, method, None)):
+            raise SettingsError(
+                f"{what}: it has no {method}(); write it, or inherit it from an algorithm of "
+                "trainer.algorithms"
+            )
+    return CheckedAlgorithm(config, made, what)
+
+
+def _described(found: Any) -> str:
+    """Return type and shape of a value as text."""
+    if isinstance(found, torch.Tensor):
+        return f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+    return type(found).__name__

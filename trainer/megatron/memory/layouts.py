@@ -1,0 +1,92 @@
+"""Lists the layouts of some GPUs in which a model fits, by the expected peak of a step. No torch here."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from protocol.errors import SettingsError
+from trainer.config import ParallelConfig
+from trainer.megatron.families.experts import check_ranks
+from trainer.megatron.families.stages import export_plan
+from trainer.megatron.layout import Layout
+from trainer.megatron.memory.budget import USED_SHARE, largest_budget
+from trainer.megatron.memory.expected import ExpectedMemory, Workload, expected_memory
+
+TENSOR_RANKS = (1, 2, 4, 8)
+"""Tensor ranks exchange activations in every layer, so they are on one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class FittingLayout:
+    """A layout in which a step fits, and its largest micro-batch."""
+
+    parallel: ParallelConfig
+    tokens: int
+    """Largest micro-batch of a rank, tokens."""
+    memory: ExpectedMemory
+    """Expected memory with that micro-batch."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that share one copy of the model."""
+        return self.parallel.world_size // self.parallel.data_parallel_size
+
+
+def fitting_layouts(work: Workload, gpus: int, gpu_bytes: int, sample_tokens: int) -> list[FittingLayout]:
+    """Return the layouts of all GPUs that fit, the ones with the fewest ranks a model first.
+
+    Args:
+        work: the run; tensor, pipeline, data and expert ranks of its layout are replaced.
+        gpus: GPUs of the trainer.
+        gpu_bytes: memory of one GPU, bytes. A peak may take `USED_SHARE` of it.
+        sample_tokens: longest sample, prompt included, which a micro-batch has to hold.
+    """
+    fitting = []
+    for parallel in _layouts(work, gpus):
+        changed = dataclasses.replace(work, parallel=parallel)
+        tokens = largest_budget(changed, gpu_bytes * USED_SHARE)
+        if tokens * parallel.context_parallel_size >= sample_tokens:
+            fitting.append(FittingLayout(parallel, tokens, expected_memory(changed, tokens)))
+    return sorted(
+        fitting, key=lambda layout: (layout.model_ranks, layout.parallel.pipeline_model_parallel_size)
+    )
+
+
+def _layouts(work: Workload, gpus: int) -> Iterator[ParallelConfig]:
+    """Yield the layouts of `gpus` ranks that divide the model."""
+    architecture, context = work.architecture, work.parallel.context_parallel_size
+    expert_ranks = _divisors(architecture.experts.count) if architecture.experts.count else [1]
+    for tensor in TENSOR_RANKS:
+        for pipeline in _divisors(architecture.layers):
+            data, rest = divmod(gpus, tensor * pipeline * context)
+            if rest or not data or architecture.heads % tensor:
+                continue
+            for expert in expert_ranks:
+                if (tensor * context * data) % expert:
+                    continue
+                parallel = dataclasses.replace(
+                    work.parallel,
+                    tensor_model_parallel_size=tensor,
+                    pipeline_model_parallel_size=pipeline,
+                    data_parallel_size=data,
+                    virtual_pipeline_model_parallel_size=1,
+                    expert_model_parallel_size=expert,
+                    expert_tensor_parallel_size=1,
+                    sequence_parallel=tensor > 1,
+                )
+                if _is_possible(work, parallel):
+                    yield parallel
+
+
+def _is_possible(work: Workload, parallel: ParallelConfig) -> bool:
+    """Return whether the trainer supports a layout of the model."""
+    try:
+        check_ranks(work.architecture.experts, parallel)
+        export_plan(work.architecture, Layout.of(parallel, work.architecture.layers))
+    except SettingsError:
+        return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

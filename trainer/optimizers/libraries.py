@@ -1,0 +1,131 @@
+"""Makes the optimizers of libraries, and the user's; arguments and errors are as in `make_optimizer`."""
+
+import importlib
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from protocol.errors import SettingsError
+from protocol.user_code import import_attribute, located
+from trainer.config import OptimizerConfig
+from trainer.optimizers.muon import MuonWithAdamW, is_hidden_matrix
+
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations that make an update of Muon orthogonal."""
+PROBE_STEPS = 2
+"""The first step makes an optimizer's state, the second one uses it."""
+Masters = Mapping[str, torch.nn.Parameter]
+
+
+def adamw(
+    masters: Masters, config: OptimizerConfig, embeddings: Collection[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Return torch's AdamW."""
+    return torch.optim.AdamW(_groups(list(masters.values()), config), **_adam_options(config))
+
+
+def adamw_8bit(
+    masters: Masters, config: OptimizerConfig, embeddings: Collection[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Return bitsandbytes' AdamW with moments of 8 bits."""
+    made: torch.optim.Optimizer = _eight_bit()(
+        _groups(list(masters.values()), config), **_adam_options(config)
+    )
+    return made
+
+
+def muon(
+    masters: Masters, config: OptimizerConfig, embeddings: Collection[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Return Muon on the matrices of hidden layers, AdamW on everything else."""
+    for name, parameter in masters.items():
+        if parameter.ndim > 2:
+            raise SettingsError(
+                f"setting optimizer.name: 'muon' steps matrices, and {name} has the shape "
+                f"{tuple(parameter.shape)}; use adamw"
+            )
+    matrices = [p for p in masters.values() if is_hidden_matrix(p, embeddings)]
+    hidden = {id(p) for p in matrices}
+    others = [p for p in masters.values() if id(p) not in hidden]
+    stepper = torch.optim.Muon(
+        matrices,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.muon_momentum,
+        ns_steps=NEWTON_SCHULZ_STEPS,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return MuonWithAdamW(stepper, torch.optim.AdamW(_groups(others, config), **_adam_options(config)))
+
+
+def own(
+    masters: Masters, config: OptimizerConfig, embeddings: Collection[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Return the optimizer that the user's `MODULE:NAME` makes."""
+    found, file = import_attribute(config.name, "setting optimizer.name")
+    what = f"setting optimizer.name: {config.name} in {file}"
+    given, options = _groups(list(masters.values()), config), {"lr": config.lr, **config.options}
+    try:
+        inspect.signature(found).bind(given, **options)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(
+            f"{what}: {error}; it is called with groups of parameters, lr and optimizer.options"
+        ) from None
+    try:
+        made = found(given, **options)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise SettingsError(f"{what}: {located(error)}") from None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise SettingsError(f"{what} made a {type(made).__name__}, which is no torch.optim.Optimizer")
+    return made
+
+
+def probe_optimizer(config: OptimizerConfig) -> None:
+    """Have an optimizer of the user step a matrix and a vector.
+
+    Raises:
+        SettingsError: it cannot be made, raises, changes nothing, or makes numbers that are not finite.
+    """
+    masters = {"matrix": torch.nn.Parameter(torch.eye(4)), "vector": torch.nn.Parameter(torch.ones(4))}
+    optimizer = own(masters, config, ())
+    what = f"setting optimizer.name: {config.name}"
+    for step in range(PROBE_STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr or 1.0
+        for parameter in masters.values():
+            parameter.grad = torch.full_like(parameter, 0.5 + step)
+        try:
+            optimizer.step()
+        except Exception as error:  # the user's code may raise anything
+            raise SettingsError(f"{what} raised in step {step} at {located(error)}") from error
+    if torch.equal(masters["matrix"].detach(), torch.eye(4)):
+        raise SettingsError(f"{what} changed nothing in {PROBE_STEPS} steps")
+    for name, parameter in masters.items():
+        if not torch.isfinite(parameter).all():
+            raise SettingsError(f"{what} made the {name} {parameter.detach().flatten().tolist()}")
+
+
+def _groups(parameters: Collection[torch.nn.Parameter], config: OptimizerConfig) -> list[dict[str, Any]]:
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
+    return {"lr": config.lr, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+
+
+def _eight_bit() -> Any:
+    try:
+        return importlib.import_module("bitsandbytes.optim").AdamW8bit
+    except ImportError as error:
+        raise SettingsError(
+            f"setting optimizer.name: 'adamw_8bit' needs bitsandbytes, which cannot be imported ({error}); "
+            "install tether-rl[bitsandbytes], or use adamw"
+        ) from error

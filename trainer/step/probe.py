@@ -1,0 +1,86 @@
+"""Computes what an algorithm makes of a batch, without a model: advantages, weights, loss and gradient.
+
+Shapes: N samples of the batch, k trained tokens.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+
+from protocol.errors import SettingsError
+from trainer.algorithms.base import Algorithm
+from trainer.batch import TrainedTokens, trained_tokens
+from trainer.step.made_batch import made_groups
+from trainer.step.measures import StepMeasures
+from trainer.step.plan import StepPlan, plan_step
+from trainer.step.token_loss import micro_batch_loss
+
+MOVED = 0.1
+"""Standard deviation by which the policy's log-probabilities differ from the engine's, nats."""
+SEED = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Result of an algorithm on a batch."""
+
+    groups: int
+    advantages: torch.Tensor
+    """float32 [N]."""
+    weights: torch.Tensor
+    """float32 [N]: of each trained token of a sample in the loss."""
+    loss: float
+    """Sum over the k tokens of loss times weight."""
+    gradient: torch.Tensor
+    """float32 [k]: of the loss, by the log-probability of each trained token."""
+
+
+def probe(algorithm: Algorithm, plan: StepPlan) -> Probed:
+    """Compute the loss of a planned batch under a policy that is a little off the engine's, always the same.
+
+    Raises:
+        SettingsError: the loss or its gradient is not finite; names the first such token.
+    """
+    batch = plan.part(range(len(plan.samples)))
+    if algorithm.config.kl_coef:
+        batch = dataclasses.replace(batch, reference_logprobs=batch.behaviour_logprobs - MOVED)
+    tokens = trained_tokens(batch)
+    noise = torch.randn(len(tokens.place), generator=torch.Generator().manual_seed(SEED))
+    logprobs = (tokens.behaviour_logprobs + MOVED * noise).clamp_max(0.0).requires_grad_()
+    measures = StepMeasures.of_batch(batch, algorithm.config)
+    loss, _ = micro_batch_loss(algorithm, measures, tokens, logprobs, -logprobs)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    _check_finite(algorithm, tokens, logprobs.detach(), float(loss.detach()), gradient)
+    groups = len(plan.group_index.unique())
+    return Probed(groups, plan.advantages, plan.weights, float(loss.detach()), gradient)
+
+
+def probe_made(algorithm: Algorithm, samples: int) -> Probed:
+    """Compute what an algorithm makes of a small batch of groups of `samples` samples.
+
+    Raises:
+        SettingsError: as `probe`, or the algorithm raises or returns what does not fit.
+    """
+    groups = [(group, 1) for group in made_groups(samples)]
+    return probe(algorithm, plan_step(groups, step=1, algorithm=algorithm, max_tokens=1))
+
+
+def _check_finite(
+    algorithm: Algorithm,
+    tokens: TrainedTokens,
+    logprobs: torch.Tensor,
+    loss: float,
+    gradient: torch.Tensor,
+) -> None:
+    wrong = (~torch.isfinite(gradient)).nonzero()[:, 0]
+    if len(wrong):
+        first = int(wrong[0])
+        raise SettingsError(
+            f"algorithm {algorithm.config.name}: the gradient of token_loss() is {float(gradient[first])} at "
+            f"trained token {first} (log-probability {float(logprobs[first]):.4g}, the engine's "
+            f"{float(tokens.behaviour_logprobs[first]):.4g}, advantage {float(tokens.advantages[first]):.4g})"
+        )
+    if not math.isfinite(loss):
+        raise SettingsError(f"algorithm {algorithm.config.name}: the loss of token_loss() is {loss}")
