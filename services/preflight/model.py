@@ -20,6 +20,7 @@ from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem
+from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
@@ -233,7 +234,8 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
 
 def _engines(settings: Settings) -> list[EngineConfig]:
     pool = settings.services.pool
-    return [dataclasses.replace(settings.engine, **entry.engine) for entry in pool] or [settings.engine]
+    engines = [dataclasses.replace(settings.engine, **entry.engine) for entry in pool] or [settings.engine]
+    return [*engines, eval_engine(settings)] if settings.eval.every else engines
 
 
 def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Iterator[Problem]:

@@ -66,7 +66,8 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
     check_ranges(engine, prefix)
     if "name" in changes:  # `[engine]`'s name is checked there
         checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
-    check_arguments(engine, f"{prefix}.arguments")
+    if changes.keys() & {"name", "arguments"}:  # else they are `[engine]`'s, which are checked there
+        check_arguments(engine, f"{prefix}.arguments")
     if engine.dtype != base.dtype:
         raise SettingsError(
             f"setting {prefix}.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"

@@ -153,7 +153,7 @@ CHANGEABLE = frozenset(
 """Arguments that the engine has a value for, and that may be given another one."""
 
 
-def argument_names(config: EngineConfig) -> list[str]:
+def argument_names(config: EngineConfig | None = None) -> list[str]:
     """Return the arguments of the installed vLLM, which is not imported; empty if there is none."""
     spec = find_spec("vllm")
     places = spec.submodule_search_locations if spec is not None else None

@@ -12,8 +12,10 @@ from typing import Any, get_args
 import safetensors.torch
 import torch
 
+from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
+from rollout.engines.vllm.arguments import argument_names
 from rollout.staging.loader_trace import StagingPlan, trace
 
 NAME = "policy"
@@ -22,10 +24,11 @@ NUMBER = 1
 SLOT = 0
 
 
-def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
-    """Return AsyncEngineArgs' arguments for an adapter of this rank; empty without adapters.
+def lora_arguments(lora: LoraConfig, model_dir: Path) -> dict[str, Any]:
+    """Return AsyncEngineArgs' arguments for adapters of a model; empty without adapters.
 
-    The slot has the next rank that vLLM has kernels for; what the adapter does not fill of it is zero.
+    The slot has the next rank that vLLM has kernels for, and zeros where the adapter does not fill it. Layers
+    without an adapter, such as experts, keep the kernels that they have without adapters.
 
     Raises:
         EngineSettingsError: if the rank is above all of these.
@@ -40,7 +43,11 @@ def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
             f"setting lora.rank: {lora.rank} is above {ranks[-1]}, the highest rank that vLLM supports"
         )
     slot = next(rank for rank in ranks if rank >= lora.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": slot}
+    arguments = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": slot}
+    if "lora_target_modules" not in argument_names():  # an older release
+        return arguments
+    shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(model_dir).items()}
+    return {**arguments, "lora_target_modules": sorted({t.last for t in adapter_targets(shapes, lora)})}
 
 
 def first_adapter(

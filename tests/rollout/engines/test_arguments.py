@@ -50,3 +50,6 @@ def test_entry_of_a_pool_has_arguments_of_its_own(tmp_path: Path) -> None:
     dump_settings(settings, tmp_path / "settings.json")
     with pytest.raises(SettingsError, match=r"services\.pool\.0\.engine\.arguments\.seed: refused"):
         load_settings(overrides=[pool.replace("block_size", "seed")], environ={})
+    inherited = ["engine.arguments={ block_size = 32 }", "services.pool=[{ engine = { name = 'hf' } }]"]
+    with pytest.raises(SettingsError, match=r"pool\.0\.engine\.arguments: engine 'hf' takes no arguments"):
+        load_settings(overrides=inherited, environ={})
