@@ -4,6 +4,7 @@ Linear layers and experts are computed by torch instead, from the weights as the
 another release of vLLM repacks nevertheless is found at start (`rollout/staging/loaded_weights.py`).
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,21 @@ def keep_weights_plain() -> None:
     CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
     CPUUnquantizedExperts.apply = _apply
+    _compute_beside_adapters()
+
+
+def _compute_beside_adapters() -> None:
+    """Have experts computed so beside adapters, too, where vLLM chooses kernels for adapters of experts."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    select: Callable[[Any], Any] = method.select_unquantized_moe_backend
+
+    def without_adapters(config: Any) -> Any:
+        plain = copy.copy(config)
+        plain.is_lora_enabled = False
+        return select(plain)
+
+    method.select_unquantized_moe_backend = without_adapters
 
 
 def _apply(
