@@ -54,6 +54,10 @@ FORMS = {
         "trainer/optimizers/registry.py",
         "A class or a function ([your own code](own_code.md#an-optimizer)).",
     ),
+    "Engines": (
+        "rollout/engines/registry.py",
+        "A class ([your own code](own_code.md#an-engine)).",
+    ),
 }
 """Section -> module whose docstring has the signatures, and what they are."""
 EPISODE = {"prompt", "metadata", "turns", "reward", "generate", "insert", "once"}
@@ -78,6 +82,14 @@ CLASSES: dict[str, tuple[tuple[str, str, set[str] | None], ...]] = {
     "Prompt sources": (("rollout/prompts/base.py", "PromptSource", None),),
     "Schedules of the learning rate": (),
     "Optimizers": (),
+    "Engines": (
+        ("rollout/engines/base.py", "Engine", None),
+        ("rollout/engines/base.py", "Request", None),
+        ("rollout/engines/base.py", "Completion", None),
+        ("rollout/engines/base.py", "Served", None),
+        ("rollout/engines/contract/bench.py", "Bench", {"engine", "kv", "margin", "computes", "caches"}),
+        ("rollout/engines/contract/suite.py", "EngineContract", set()),
+    ),
 }
 """Section -> (module, class, its members on the page; None: all public ones)."""
 ARGUMENTS = (

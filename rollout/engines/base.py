@@ -1,7 +1,7 @@
 """Defines the interface of a generation engine, its requests and its completions.
 
 An engine takes and returns tokens, never text, and must return log-probabilities. Every engine passes
-`tests/contracts/engine_suite.py`.
+`rollout/engines/contract/suite.py`.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,10 @@ class EngineConfig:
     """Section `[engine]`. An engine refuses a setting that it does not support, naming the field."""
 
     name: str = set_first("vllm")
-    """The engine, a name of `rollout/engines/registry.py`."""
+    """The engine, a name of `rollout/engines/registry.py`; or `MODULE:NAME`, an engine of your own
+    (docs/own_code.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of your own engine."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of the engine's parameters. Weights are published in it, even if the trainer uses another."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = set_first(1)

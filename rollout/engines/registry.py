@@ -1,6 +1,10 @@
-"""Creates engines by name.
+"""Creates engines by name, or one of the user by `MODULE:NAME`.
 
-An engine's module is imported only when the engine is chosen, so that one engine's library suffices.
+    class Mine(Engine):
+        def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str): ...
+
+`[engine] options` are in `config.options`. docs/own_code.md describes it. An engine's module is imported only
+when the engine is chosen, so that one engine's library suffices.
 """
 
 from collections.abc import Callable
@@ -8,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.choices import Entry, Registry, load
+from protocol.choices import Entry, Registry, is_own, load
 from protocol.errors import SettingsError
+from protocol.user_code import import_attribute
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Engine, EngineConfig
 
@@ -65,9 +70,10 @@ ENGINES = Registry(
             arguments="rollout.engines.vllm.arguments",
             shares_with="reference",
         ),
-    }
+    },
+    own=EngineEntry,
 )
-"""The engines.
+"""The engines. One of the user has no capability of an entry.
 
 The `__init__` of the packages `vllm` and `sglang` stays empty, because their worker and plug-in modules must
 be the first of our modules that vLLM and SGLang import.
@@ -82,9 +88,30 @@ def import_engine(config: EngineConfig) -> Callable[[], None] | None:
 
     Raises:
         ImportError: its library is not installed, or is broken.
+        SettingsError: it is not known, or is the user's and cannot be loaded.
     """
-    preloaded: Callable[[], None] | None = load(ENGINES.find(config.name, "engine").path).preload(config)
-    return preloaded
+    return engine_class(config.name).preload(config)
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the class of the engine called `name`.
+
+    Raises:
+        ImportError: its library is not installed, or is broken.
+        SettingsError: it is not known; or is the user's, and cannot be loaded or is no complete `Engine`.
+    """
+    entry = ENGINES.find(name, "engine")
+    if not is_own(name):
+        known: type[Engine] = load(entry.path)
+        return known
+    found, file = import_attribute(name, "setting engine.name")
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise SettingsError(
+            f"setting engine.name: {name} in {file} is no subclass of rollout.engines.base.Engine"
+        )
+    if missing := sorted(found.__abstractmethods__):
+        raise SettingsError(f"setting engine.name: {name} in {file} lacks {', '.join(missing)}")
+    return found
 
 
 def make_engine(
@@ -111,7 +138,7 @@ def make_engine(
     """
     entry = ENGINES.find(config.name, "engine")
     try:
-        engine_class = load(entry.path)
+        made: Any = engine_class(config.name)
     except ImportError as error:
         raise SettingsError(f"engine {config.name!r} cannot be imported: {error}") from error
     if lora.rank and not entry.serves_adapters:
@@ -122,5 +149,5 @@ def make_engine(
     options: dict[str, Any] = {"lora": lora} if lora.rank else {}
     if shared is not None:
         options["shared"] = shared
-    engine: Engine = engine_class(config, model_dir, incarnation, **options)
+    engine: Engine = made(config, model_dir, incarnation, **options)
     return engine

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from protocol.choices import is_own
 from protocol.errors import SettingsError
+from rollout.engines.registry import engine_class
 from services.preflight.problem import Problem
+from services.settings.evaluation import eval_engine
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
 from trainer.functional.learning_rate import learning_rate
@@ -54,10 +56,19 @@ def _check_optimizer(settings: Settings) -> None:
         probe_optimizer(settings.optimizer)
 
 
+def _check_engines(settings: Settings) -> None:
+    """Import each engine of the user: `[engine]`'s, the pool's and the evaluation's."""
+    pool = (str(entry.engine.get("name", settings.engine.name)) for entry in settings.services.pool)
+    for name in dict.fromkeys((settings.engine.name, *pool, eval_engine(settings).name)):
+        if is_own(name):
+            engine_class(name)
+
+
 CHECKS: Sequence[Callable[[Settings], None]] = (
     _check_algorithm,
     _check_filter,
     _check_schedule,
     _check_optimizer,
+    _check_engines,
 )
 """Checks of one kind of code each; they raise SettingsError."""

@@ -247,6 +247,7 @@ def preload(settings: Settings) -> Callable[[], None] | None:
     """
     if any(hub_names(settings)):
         importlib.import_module("huggingface_hub.constants")
+    add_user_modules(settings)
     return import_engine(_engine_config(settings))
 
 

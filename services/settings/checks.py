@@ -38,7 +38,9 @@ REGISTRIES: Mapping[str, Registry[Any]] = {
     "optimizer.lr_decay_style": STYLES,
 }
 """Setting -> the registry that it names an entry of."""
-OWN_OPTIONS = {"algorithm.name": "algorithm.options", "optimizer.name": "optimizer.options"}
+OWN_OPTIONS = {
+    name: f"{name.partition('.')[0]}.options" for name in ("algorithm.name", "optimizer.name", "engine.name")
+}
 """Setting that may name code of the user -> the code's keyword arguments."""
 
 

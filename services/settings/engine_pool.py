@@ -12,7 +12,6 @@ from typing import Annotated, Any
 from msgspec import Meta
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
 from rollout.engines.arguments import check_arguments
@@ -65,7 +64,7 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
         raise SettingsError(describe_problem(problem, EngineConfig, prefix)) from None
     check_ranges(engine, prefix)
     if "name" in changes:  # `[engine]`'s name is checked there
-        checked_name(engine.name, ENGINES, f"setting {prefix}.name:")
+        ENGINES.find(engine.name, f"setting {prefix}.name:")
     if changes.keys() & {"name", "arguments"}:  # else they are `[engine]`'s, which are checked there
         check_arguments(engine, f"{prefix}.arguments")
     if engine.dtype != base.dtype:

@@ -9,8 +9,8 @@ import pytest
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.provisional import provisional_manifest
-from tests.contracts.engine_bench import PROMPTS, Bench
-from tests.contracts.engine_suite import assert_switched
+from rollout.engines.contract.bench import PROMPTS, Bench
+from rollout.engines.contract.suite import assert_switched
 from tests.trainer.weights.making import WAIT_S, Making
 from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig

@@ -9,12 +9,13 @@ from openai import AsyncOpenAI
 
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Sampling
+from rollout.engines.contract.bench import MAX_MODEL_LEN, Bench
+from rollout.engines.contract.models import logits_of
 from rollout.engines.sampling import sampled_distribution
+from rollout.sample import PromptTokens
 from rollout.sessions.branches import branches_of
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.session import Session
-from tests.contracts.engine_bench import MAX_MODEL_LEN, Bench
-from tests.contracts.engine_models import logits_of
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import served
 
@@ -40,6 +41,19 @@ class SessionContract:
             assert session.restarts == 0
         if bench.computes:
             assert_recomputed(bench, session, sampling)
+
+    async def test_prefix_hits_are_counted_for_each_call_of_an_episode(self, bench: Bench) -> None:
+        await bench.serve("A")
+        calls = ModelCalls(
+            bench.engine, Sampling(max_tokens=4), EnvironmentConfig(), MAX_MODEL_LEN, "hits/0.{turn}.t"
+        )
+        prompt = tuple(range(304, 4, -1))
+        said = (await calls(prompt, None)).tokens
+        more = (*prompt, *said, *prompt[:20])
+        await calls(more, None)
+        assert calls.first_prompt == PromptTokens(len(prompt), 0)
+        assert calls.later_prompts.total == len(more)
+        assert calls.later_prompts.cached in (range(256, len(more)) if bench.caches else (0,))
 
 
 async def chats(client: AsyncOpenAI) -> None:

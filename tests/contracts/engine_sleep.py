@@ -6,8 +6,8 @@ import pytest
 
 from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, Served
-from tests.contracts.engine_bench import LONG, PROMPTS, Bench, ask
-from tests.contracts.engine_suite import assert_switched
+from rollout.engines.contract.bench import LONG, PROMPTS, Bench, ask
+from rollout.engines.contract.suite import assert_switched
 
 TURNS = 50
 """Enough turns to end a short request if the engine were running."""

@@ -16,4 +16,5 @@ def test_a_run_of_ones_own_code_is_trained_as_written(tmp_path: Path) -> None:
     assert re.search(r"my_loss:Reinforce on a made batch: 24 samples of 3 groups", printed)
     assert re.search(r"my_algorithm:Squashed on step 2 of mine/own: \d+ samples", printed)
     assert printed.count("differences from grpo, at most: advantages ") == 2
+    assert re.search(r"\d\d passed", printed)
     assert re.search(r"steps 3 .*violations 0", printed)

@@ -55,6 +55,7 @@ MADE_PATHS = frozenset(
     {
         "my_agent.py",
         "my_algorithm.py",
+        "my_engine.py",
         "my_game.py",
         "my_loss.py",
         "my_optimizer.py",
@@ -65,6 +66,7 @@ MADE_PATHS = frozenset(
         "my_standing_program.py",
         "my_stream.py",
         "my_tool_agent.py",
+        "test_my_engine.py",
     }
 )
 """Paths that documents name and users write."""
@@ -93,7 +95,6 @@ SCENARIO_FOLDERS = {
 SCENARIOS = {
     "tests/rollout/sessions/test_listener.py": "strangers, slow and malformed requests at the endpoint",
     "tests/reward/judge/test_served_by_vllm.py": "a judge in vLLM's own server",
-    "tests/rollout/engines/test_contract.py": "every engine keeps the contract of tests/contracts",
     "tests/rollout/engines/test_gpu_settings.py": "settings of vLLM and SGLang that apply on a GPU alone",
     "tests/rollout/engines/test_loading.py": "models are loaded at the same time",
     "tests/rollout/engines/test_orphans.py": "a worker dies, and its engine with it",

@@ -86,7 +86,7 @@ def probe_optimizer(config: OptimizerConfig) -> None:
     """Have an optimizer of the user step a matrix and a vector.
 
     Raises:
-        SettingsError: it cannot be made, raises, changes nothing, or makes numbers that are not finite.
+        SettingsError: it cannot be made, raises, changes no number, or makes numbers that are not finite.
     """
     masters = {"matrix": torch.nn.Parameter(torch.eye(4)), "vector": torch.nn.Parameter(torch.ones(4))}
     optimizer = own(masters, config, ())

@@ -6,7 +6,7 @@ import pytest
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError
-from tests.contracts.engine_models import tiny_model, weights
+from rollout.engines.contract.models import tiny_model, weights
 
 
 def test_checkpoint_shapes_come_from_files_or_from_the_architecture(tmp_path: Path) -> None:

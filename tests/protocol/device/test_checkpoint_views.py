@@ -10,7 +10,7 @@ from transformers.core_model_loading import Interleave, WeightConverter
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.errors import SettingsError
-from tests.contracts.engine_models import tiny_model
+from rollout.engines.contract.models import tiny_model
 from tests.trainer.megatron.models import make_model
 
 FAMILIES = ["qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v2", "deepseek-v3", "glm4-moe", "gpt-oss"]

@@ -14,7 +14,7 @@ import pytest
 
 from reward.config import RewardConfig, VerifierConfig
 from reward.workers.pool import ScorePool
-from tests.contracts.engine_models import tiny_model
+from rollout.engines.contract.models import tiny_model
 from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 
 

@@ -12,7 +12,7 @@ import rollout.engines.vllm.launch as vllm_start
 from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
-from tests.contracts.engine_models import tiny_model
+from rollout.engines.contract.models import tiny_model
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from rollout.engines.base import EngineConfig
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.registry import make_engine
-from tests.contracts.engine_models import tiny_model
 from trainer.random_model import ScratchConfig, build_scratch
 
 

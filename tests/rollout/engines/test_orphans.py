@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollout.engines.contract.models import tiny_model
 from services.gpu_sharing.device_lock import DeviceLock
-from tests.contracts.engine_models import tiny_model
 from tests.integration.command import until
 
 DEADLINE_S = 30.0

@@ -16,13 +16,13 @@ from openai import AsyncOpenAI
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, Engine, EngineConfig, Sampling
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.registry import make_engine
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.branches import branches_of
 from rollout.sessions.endpoint import SessionEndpoint
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.session import SessionLimits
-from tests.contracts.engine_models import tiny_model
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import HELLO, USER, served, thinks
 

@@ -13,9 +13,9 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
+from rollout.engines.contract.models import write_shm
 from rollout.staging.in_process import InProcessStaging
 from rollout.staging.staging import Staging
-from tests.contracts.engine_models import write_shm
 from tests.rollout.staging.models import NEW, OLD, staging
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from protocol.errors import EngineSettingsError
+from rollout.engines.contract.models import write_shm
 from rollout.staging.loader_trace import trace
 from rollout.staging.staging import Staging, digest_of
-from tests.contracts.engine_models import write_shm
 from tests.rollout.staging.models import SHAPES, Fused, traced
 
 

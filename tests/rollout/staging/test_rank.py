@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from rollout.engines.contract.models import write_shm
 from rollout.staging.loader_trace import trace
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankCommit, RankState
 from rollout.staging.releasable_memory import ReleasableMemory
-from tests.contracts.engine_models import write_shm
 from tests.rollout.staging.models import SHAPES, Fused, traced
 
 

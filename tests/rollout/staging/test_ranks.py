@@ -15,11 +15,11 @@ from protocol.device.bounded_init import MAX_STUCK
 from protocol.errors import PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
+from rollout.engines.contract.models import write_shm
 from rollout.staging.loader_trace import trace
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankState, RankStatus
 from rollout.staging.ranks import AllRanksStaging
-from tests.contracts.engine_models import write_shm
 from tests.protocol.device.stuck import Library, stuck
 from tests.rollout.staging.models import NEW, OLD, OneTensor, staging
 from tests.trainer.weights.senders import part_sender

@@ -11,12 +11,12 @@ from protocol.device.shared_layout import BUFFERS, PARAMETERS
 from protocol.device.shared_tensors import map_tensors
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
+from rollout.engines.contract.models import write_shared, write_shm
 from rollout.staging.loader_trace import record
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankState, RankStatus
 from rollout.staging.shared_weights import SharedPlan, SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
-from tests.contracts.engine_models import write_shared, write_shm
 from tests.rollout.staging.models import SHAPES, Fused
 
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from protocol.errors import WeightError
+from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.staging.staging import Staging, stored_once, whole_source
-from tests.contracts.engine_models import tiny_model, weights, write_shm
 from tests.rollout.staging.models import OLD, staging
 
 

@@ -45,12 +45,14 @@ def test_code_of_the_user_that_works_has_no_problem() -> None:
 
 
 def test_code_that_fails_is_named_all_of_it_at_once() -> None:
-    algorithm, filter_, schedule, optimizer = problems(
+    algorithm, filter_, schedule, optimizer, engine = problems(
         "algorithm.name=own_code_of_test:Bad", "algorithm.group_filter=own_code_of_test:keep_no",
         "optimizer.lr_decay_style=own_code_of_test:rate_no", "optimizer.options={momentum=-1}",
+        "engine.name=own_code_of_test:Good",
     )  # fmt: skip
     assert "advantages() has inf for sample 0" in algorithm
     assert filter_.startswith("setting algorithm.group_filter: own_code_of_test:keep_no in /")
     assert "raised for update 99 at" in schedule
     assert schedule.endswith("own_code_of_test.py:14: ZeroDivisionError: division by zero")
     assert "Invalid momentum value: -1" in optimizer
+    assert "is no subclass of rollout.engines.base.Engine" in engine

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.errors import WeightError
 from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.contract.models import follows, write_shm
 from rollout.engines.hf.engine import HFEngine
-from tests.contracts.engine_models import follows, write_shm
 from tests.trainer.megatron.models import make_model
 
 PROMPT = (5, 17, 20, 33)

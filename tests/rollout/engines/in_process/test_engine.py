@@ -9,8 +9,8 @@ import pytest
 
 from protocol.errors import EngineError
 from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.contract.models import tiny_model, write_shm
 from rollout.engines.hf.engine import HFEngine
-from tests.contracts.engine_models import tiny_model, write_shm
 from tests.rollout.staging.models import OLD
 
 

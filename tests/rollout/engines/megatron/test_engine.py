@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from protocol.errors import EngineError, EngineSettingsError
 from rollout.engines.base import Completion, EngineConfig, Request, Sampling
+from rollout.engines.contract.bench import ask, together
 from rollout.engines.megatron.engine import MegatronEngine
-from tests.contracts.engine_bench import ask, together
 from tests.trainer.megatron.models import ALL_MODELS, NOT_GENERATED, OPTIMIZER, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.batch import Batch, StepTotals

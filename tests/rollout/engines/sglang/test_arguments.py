@@ -11,9 +11,9 @@ import pytest
 from protocol.errors import SettingsError
 from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.sglang.arguments import CHANGEABLE, REFUSED, argument_names, option_words
 from rollout.engines.sglang.launch import adapter_options, server_command
-from tests.contracts.engine_models import tiny_model
 from tests.contracts.sglang_environment import sglang_settings
 
 FIELDS = """

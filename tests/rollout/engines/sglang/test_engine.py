@@ -18,11 +18,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from protocol.errors import EngineError
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.engines.multi_process.routed_experts import Mixture
 from rollout.engines.registry import make_engine
 from rollout.engines.sglang.engine import SglangEngine, completion_of, new_session
 from rollout.engines.sglang.sampling import VERSIONS
-from tests.contracts.engine_models import tiny_model, weights, write_shm
 from tests.contracts.sglang_environment import sglang_settings
 
 REQUEST = Request("r/0", (1, 2), Sampling(max_tokens=3))

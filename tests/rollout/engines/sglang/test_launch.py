@@ -9,6 +9,7 @@ import uvloop
 
 from protocol.errors import EngineError, EngineSettingsError
 from rollout.engines.base import EngineConfig
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.registry import make_engine
 from rollout.engines.sglang.launch import (
     HIGHEST_PORT,
@@ -19,7 +20,6 @@ from rollout.engines.sglang.launch import (
     server_command,
     server_environment,
 )
-from tests.contracts.engine_models import tiny_model
 from tests.contracts.sglang_environment import sglang_settings
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from protocol.errors import EngineError
 from protocol.weights.lora import LoraConfig
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.sglang.launch import (
     adapter_options,
 )
 from rollout.engines.sglang.lora import Numbered, first_adapter
-from tests.contracts.engine_models import tiny_model
 
 
 @given(st.data())

@@ -8,9 +8,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.vllm.arguments import CHANGEABLE, REFUSED, argument_names
 from rollout.engines.vllm.launch import engine_arguments
-from tests.contracts.engine_models import tiny_model
 
 KNOWN = {field.name for field in fields(AsyncEngineArgs)}
 

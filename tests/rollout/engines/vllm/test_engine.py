@@ -11,10 +11,10 @@ import pytest
 
 from protocol.errors import EngineError, PoisonedError
 from rollout.engines.base import EngineConfig
+from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, socket_path
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.engine import VllmEngine
-from tests.contracts.engine_models import tiny_model, weights, write_shm
 
 
 async def test_an_engine_that_has_lost_a_rank_counts_as_dead(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from vllm import SamplingParams
 from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS
 from rollout.engines.base import EngineConfig, Sampling
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.vllm.launch import check_model, engine_arguments, launch, sampling_parameters
-from tests.contracts.engine_models import tiny_model
 
 
 def test_sampling_is_not_changed_behind_the_trainers_back(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.contract.models import follows, tiny_experts, weights, write_shm
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.plain_layers import ACTIVATIONS, mixture
-from tests.contracts.engine_models import follows, tiny_experts, weights, write_shm
 
 PROMPT = (5, 17, 200, 33)
 

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from protocol.device.shared_tensors import SharedTensors
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest
-from rollout.engines.base import Completion, Engine, KvPolicy, Request, Sampling
-from tests.contracts.engine_models import follows, write_shared, write_shm
+from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Request, Sampling
+from rollout.engines.contract.models import follows, tiny_model, weights, write_shared, write_shm
+from rollout.engines.registry import make_engine
 
 PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
 LONG = 1900
@@ -39,7 +40,7 @@ class Bench:
     """By how much the logit of a greedy token may lie below the largest: more than 0 where the engine
     computes in half precision."""
     computes: bool = True
-    """False: the engine has no model, its tokens mean nothing."""
+    """False: the engine has no model, so its tokens have no meaning."""
     shares: bool = False
     """True: versions come by the transport `shared`."""
     caches: bool = False
@@ -61,7 +62,7 @@ class Bench:
         *,
         recompute: bool,
     ) -> bool:
-        """See `engine_models.follows`; rows (end, name of the model). True if the engine has none."""
+        """Return whether tokens are greedy; rows (end, name of the model). True if the engine has none."""
         models = [(end, self.models[name]) for end, name in rows]
         return not self.computes or follows(models, prompt, tokens, recompute=recompute, margin=self.margin)
 
@@ -105,7 +106,7 @@ class Bench:
         return manifest
 
     async def pilot(self, name: str) -> None:
-        """Returns when the engine has made some more tokens for every running request."""
+        """Wait until the engine has made some more tokens for every running request."""
         await self.engine.generate(Request(f"{name}/0", (3, 4), Sampling(max_tokens=PILOT, temperature=0)))
 
     @asynccontextmanager
@@ -126,6 +127,42 @@ class Bench:
             await self.engine.abort(ids)
 
 
+@asynccontextmanager
+async def open_bench(
+    config: EngineConfig,
+    directory: Path,
+    *,
+    computes: bool = True,
+    caches: bool = False,
+    margin: float = 0.0,
+) -> AsyncIterator[Bench]:
+    """Start an engine on a tiny model, and close it at the end.
+
+    Args:
+        config: its settings; `max_model_len` has to be `MAX_MODEL_LEN`.
+        directory: an empty one, for model and versions.
+        computes, caches, margin: fields of the bench.
+    """
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    models = {name: tiny_model(seed, dtype=dtype) for seed, name in enumerate("AB", 1)}
+    models["A"].save_pretrained(directory / "model")
+    engine = make_engine(config, directory / "model", "engine.test")
+    try:
+        await engine.start()
+        yield Bench(
+            engine,
+            config.kv,
+            models,
+            directory,
+            {name: weights(model, dtype) for name, model in models.items()},
+            margin=margin,
+            computes=computes,
+            caches=caches,
+        )
+    finally:
+        await engine.close()
+
+
 async def together(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
     """Completions of requests that run at once."""
     async with asyncio.TaskGroup() as group:
@@ -134,6 +171,7 @@ async def together(engine: Engine, requests: Sequence[Request]) -> list[Completi
 
 
 def ask(name: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> Request:
+    """Return a request of one completion, greedy unless `sampling` says otherwise."""
     return Request(
         f"{name}/0", tuple(prompt), Sampling(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
     )

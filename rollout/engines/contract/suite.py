@@ -12,16 +12,18 @@ import pytest
 import torch
 
 from protocol.errors import EngineError, Unsupported, WeightError
-from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, KvPolicy, Occupancy, Request, Sampling, Served
+from rollout.engines.contract.bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
+from rollout.engines.contract.models import VOCAB, logits_of
 from rollout.engines.sampling import sampled_distribution
-from rollout.sample import PromptTokens
-from rollout.sessions.model_calls import ModelCalls
-from tests.contracts.engine_bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
-from tests.contracts.engine_models import VOCAB, logits_of
 
 
 class EngineContract:
+    """Promises of the interface `Engine`, a test each; `bench` has the engine.
+
+    The engine needs `live_digest()`, too: an awaited number that changes when a live weight does.
+    """
+
     async def test_fresh_engine_serves_no_version_and_cannot_adopt_one(self, bench: Bench) -> None:
         assert bench.engine.served == Served("", -1, 0)
         with pytest.raises(WeightError):
@@ -204,19 +206,6 @@ class EngineContract:
         assert found.cached_tokens == 0
         assert bench.follows([(16, "B")], prompt, found.tokens, recompute=True)
 
-    async def test_prefix_hits_are_counted_for_each_call_of_an_episode(self, bench: Bench) -> None:
-        await bench.serve("A")
-        calls = ModelCalls(
-            bench.engine, Sampling(max_tokens=4), EnvironmentConfig(), MAX_MODEL_LEN, "hits/0.{turn}.t"
-        )
-        prompt = tuple(range(304, 4, -1))
-        said = (await calls(prompt, None)).tokens
-        more = (*prompt, *said, *prompt[:20])
-        await calls(more, None)
-        assert calls.first_prompt == PromptTokens(len(prompt), 0)
-        assert calls.later_prompts.total == len(more)
-        assert calls.later_prompts.cached in (range(256, len(more)) if bench.caches else (0,))
-
     async def test_commit_of_what_is_not_staged_is_refused(self, bench: Bench) -> None:
         await bench.serve("A")
         served, live = bench.engine.served, await bench.engine.live_digest()
@@ -303,10 +292,14 @@ def assert_switched(
     strict: bool = True,
     recompute: bool = False,
 ) -> None:
-    """Tokens equal those of plain transformers switched at the recorded tokens, and with `strict` at no
-    neighbouring ones.
+    """Check that tokens equal plain transformers', switched between models at the recorded tokens.
 
-    `recompute`: the KV cache was lost, whatever the policy.
+    Args:
+        bench: has the models.
+        found: completions of `PROMPTS`.
+        names: models of each completion's spans.
+        strict: whether a switch at a neighbouring token would give other ones.
+        recompute: whether the KV cache was lost, under any policy.
     """
     recompute = recompute or bench.kv is KvPolicy.RECOMPUTE
     moved = {-1: False, 1: False}
@@ -320,7 +313,7 @@ def assert_switched(
 
 
 async def assert_refused(bench: Bench, fault: str) -> None:
-    """Check that staging a faulty version raises and changes nothing, and that the next good one is applied.
+    """Check that staging a faulty version raises and leaves all as it was, and that the next one is applied.
 
     Running requests continue.
     """

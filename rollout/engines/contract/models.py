@@ -88,7 +88,7 @@ def weights(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[
 def adapted(
     model: Qwen2ForCausalLM, lora: LoraConfig, seed: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Qwen2ForCausalLM, dict[str, torch.Tensor]]:
-    """The model with a random adapter merged into it, and the adapter as it is published."""
+    """Return the model with a random adapter merged into it, and the adapter as it is published."""
     parameters = weights(model)
     targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in parameters.items()}, lora)
     generator = torch.Generator().manual_seed(seed)
@@ -124,7 +124,7 @@ def manifest(
     version: int,
     epoch: str = "e1",
 ) -> WeightManifest:
-    """A manifest whose digest fits its entries."""
+    """Return a manifest whose digest fits its entries."""
     return WeightManifest(
         epoch=epoch,
         version=version,
@@ -163,10 +163,17 @@ def write_shared(
     epoch: str = "e1",
     dtype: torch.dtype | None = None,
 ) -> tuple[WeightManifest, dict[str, torch.Tensor], SharedTensors]:
-    """Masters as a trainer holds them, and the file that describes them. Returns them, too, and the room in
-    which they are.
+    """Write the file that describes masters as a trainer holds them.
 
-    `dtype`: of the version that they make; None: their own.
+    Args:
+        path: of the file.
+        tensors: of which the masters are made.
+        version: that they make; `epoch` is its epoch.
+        epoch: see there.
+        dtype: of the version; None: the masters'.
+
+    Returns:
+        The manifest, the masters, and the memory that holds them.
     """
     room = SharedTensors([torch.tensor(version), *tensors.values()])
     held, *moved = room.tensors
@@ -187,11 +194,17 @@ def follows(
     recompute: bool,
     margin: float = 0.0,
 ) -> bool:
-    """Whether `tokens` are greedy, where those before each `end` come from its model and KV is recomputed or
-    kept at a switch.
+    """Return whether tokens are greedy, switched between models.
 
-    All tokens of a row are computed in one forward pass: what was fed is known, so decoding again would give
-    the same logits. `margin`: by how much the logit of a token may lie below the largest.
+    All tokens of a row are computed in one forward pass: its inputs are known, so decoding again would give
+    the same logits.
+
+    Args:
+        rows: (end, model): tokens up to `end` come from that model.
+        prompt: token ids [P].
+        tokens: token ids [T].
+        recompute: whether the KV cache is recomputed at a switch, or kept.
+        margin: by how much the logit of a token may lie below the largest.
     """
     ids = [*prompt, *tokens]
     first = len(prompt) - 1
