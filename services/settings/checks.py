@@ -11,7 +11,6 @@ from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
 from protocol.ids import checked_run_id
 from protocol.ranges import range_errors
-from rollout.engines.arguments import check_arguments
 from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.bus.config import is_loopback
@@ -377,7 +376,6 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_adapters_and_sleep,
     _check_routing_replay,
     _check_sessions,
-    lambda settings: check_arguments(settings.engine, "engine.arguments"),
     lambda settings: check_pool(settings.services.pool, settings.engine),
     lambda settings: check_gpus(
         settings.services, settings.ranks_per_host, settings.engine.tensor_parallel_size

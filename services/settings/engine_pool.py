@@ -41,11 +41,12 @@ class PoolEntry:
 
 
 def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
-    """Check the engine settings of every entry as `[engine]` is checked.
+    """Check the arguments of `[engine]`, and the engine settings of every entry as `[engine]` is checked.
 
     Raises:
         SettingsError: names the entry's setting.
     """
+    check_arguments(base, "engine.arguments")
     for number, entry in enumerate(pool):
         engine_with(base, entry.engine, f"services.pool.{number}.engine")
 
