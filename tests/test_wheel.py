@@ -86,6 +86,7 @@ def test_the_wheel_has_every_file_that_is_read_at_run_time(wheel: Path) -> None:
         for path in ROOT.glob(pattern)
     ]  # fmt: skip
     assert len(read) > 40
+    assert {f"rollout/engines/contract/{name}.py" for name in ("suite", "bench", "models")} <= inside
     assert {str(path) for path in read} - inside == set()
     assert {name.split("/")[0] for name in inside if "dist-info" not in name} == {*PACKAGES, "tether.py"}
 

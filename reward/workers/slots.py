@@ -8,6 +8,8 @@ from reward.config import RewardConfig, VerifierConfig
 from reward.workers.client import WorkerClient, WorkerEnded
 from reward.workers.frames import CallOutcome, GroupFrame
 
+CLOSED = "the score pool is closed"
+
 
 class WorkerSlot:
     """Place of one worker process."""
@@ -25,6 +27,8 @@ class WorkerSlot:
         self._is_concurrent = is_concurrent
         self._worker: WorkerClient | None = None
         self._starting = asyncio.Lock()
+        self._start: asyncio.Timeout | None = None
+        """Time limit of the start that is under way; `close` makes it expire."""
         self._closed = False
 
     async def worker(self) -> WorkerClient:
@@ -34,15 +38,26 @@ class WorkerSlot:
             SettingsError, RewardError: it does not start, or the slot is closed.
         """
         async with self._starting:
+            if self._worker is not None and not self._worker.healthy:
+                await self._worker.end()
+                self._worker = None
             if self._closed:
-                raise RewardError("the score pool is closed")
-            if self._worker is None or not self._worker.healthy:
-                if self._worker is not None:
-                    await self._worker.end()
-                self._worker = await WorkerClient.start(
+                raise RewardError(CLOSED)
+            if self._worker is None:
+                self._worker = await self._started()
+            return self._worker
+
+    async def _started(self) -> WorkerClient:
+        """Start a process. Raises as `worker`."""
+        try:
+            async with asyncio.timeout(None) as self._start:
+                return await WorkerClient.start(
                     self._config, self._modules, self._verifiers, is_concurrent=self._is_concurrent
                 )
-            return self._worker
+        except TimeoutError:
+            raise RewardError(CLOSED) from None
+        finally:
+            self._start = None
 
     def forget(self, group: GroupFrame) -> None:
         """Let the process forget a group that is scored."""
@@ -50,8 +65,11 @@ class WorkerSlot:
             self._worker.forget(group)
 
     async def close(self) -> None:
-        """End the process, after its start if it is being started; calls in it have errors. Idempotent."""
+        """End the process, also one that is still starting; calls in it have errors. Idempotent."""
         self._closed = True
+        if self._start is not None:
+            start, self._start = self._start, None
+            start.reschedule(0.0)
         async with self._starting:
             if self._worker is not None:
                 await self._worker.end()

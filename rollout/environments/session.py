@@ -167,7 +167,8 @@ class SessionEnvironment(Environment):
             await record.begin(replayable=self._limits.replayable)
         on_replayed = calls.count_replayed if calls else None
         most = calls.max_model_len if calls else 0
-        session = Session(generate, renderer, self._limits, self._reader, record, on_replayed, most)
+        sampling = calls.sampling if calls else None
+        session = Session(generate, renderer, self._limits, self._reader, record, on_replayed, most, sampling)
         key = endpoint.open(session)
         task = Task(endpoint.url(key), key, prompt, session.results)
         try:

@@ -48,7 +48,7 @@ def kill_left(folders: Iterable[Path]) -> int:
     """
     folders = list(folders)
     marks = {f"{MARK}={folder.name}".encode() for folder in folders}
-    places = {_identity(folder) for folder in folders if folder.is_dir()}
+    places = {_identity(folder) for folder in folders if folder.is_dir() and not folder.is_symlink()}
     killed: set[int] = set()
     for _ in range(ROUNDS):
         found = _kill_once(marks, places, killed)

@@ -28,7 +28,8 @@ class ModelCalls:
     ) -> None:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
         self.record = record
-        self._engine, self._sampling, self._config = engine, sampling, config
+        self.sampling = sampling
+        self._engine, self._config = engine, config
         self.max_model_len, self.name, self._ended = max_model_len, name, ended
         self._asked = 0
         self._over = False
@@ -54,7 +55,7 @@ class ModelCalls:
             raise RuntimeError(OVER)
         limit = self._limit(len(tokens), max_tokens)
         request = Request(
-            self.name.replace("{turn}", str(self._asked)), tokens, replace(self._sampling, max_tokens=limit)
+            self.name.replace("{turn}", str(self._asked)), tokens, replace(self.sampling, max_tokens=limit)
         )
         self._asked += 1
         try:
@@ -104,7 +105,7 @@ class ModelCalls:
 
     def _limit(self, context: int, max_tokens: int | None) -> int:
         """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
-        most = self._sampling.max_tokens
+        most = self.sampling.max_tokens
         if self._asked:
             if 0 < self._config.max_turns <= self._asked:
                 raise EpisodeOver(f"environment.max_turns {self._config.max_turns} are used up")

@@ -1,10 +1,12 @@
 """Reads the bodies of requests to the OpenAI API, and refuses what would not be done as asked."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollout.bounded_json import TooManyValues, parsed_json
+from rollout.engines.base import Sampling
 from rollout.sessions.messages import Dialogue, read_dialogue
 from rollout.sessions.refusal import RequestRefused, invalid
 
@@ -13,6 +15,11 @@ SAMPLING = (
     "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
 """What would change the distribution that the trainer computes with."""
+OFF: Mapping[str, tuple[Any, ...]] = {
+    "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,),
+    "repetition_penalty": (1,), "logit_bias": ({},),
+}  # fmt: skip
+"""Sampling parameter -> the values that change nothing."""
 WITHOUT_EFFECT = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
@@ -87,6 +94,25 @@ def read_body(body: bytes, tokens: int = 0) -> Any:
         raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
 
 
+def without_own_sampling(body: Any, own: Sampling) -> Any:
+    """Return a request's body without the sampling parameters that it may have: they are the run's own.
+
+    Args:
+        body: the parsed JSON of any API.
+        own: parameters that the call is generated with.
+    """
+    if not isinstance(body, dict):
+        return body
+    same = {**OFF, "temperature": (own.temperature,), "top_p": (own.top_p,)}
+    if own.top_k:
+        same["top_k"] = (own.top_k,)
+    return {
+        name: value
+        for name, value in body.items()
+        if isinstance(value, bool) or not any(value == kept for kept in same.get(name, ()))
+    }
+
+
 def read_chat(body: Any, *, override: bool) -> Asked:
     """Read the body of a chat request.
 
@@ -149,7 +175,8 @@ def _common(body: Any, fields: tuple[str, ...], override: bool) -> dict[str, Any
     if overridden and not override:
         raise invalid(
             f"{overridden[0]} would change the distribution that is trained on, which [sampling] decides; "
-            'leave it out, or have it not applied with environment.options.sampling = "run"',
+            "leave it out, give the run's value, or have it not applied with environment.options.sampling = "
+            '"run"',
             overridden[0],
             "unsupported_parameter",
         )

@@ -11,7 +11,7 @@ import xxhash
 from msgspec import Meta
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
-from rollout.engines.base import Completion
+from rollout.engines.base import Completion, Sampling
 from rollout.off_loop import LARGE, TOKEN, off_loop
 from rollout.render import PromptTooLong, Renderer, checked_length
 from rollout.sample import EpisodeOver, Generate
@@ -20,7 +20,7 @@ from rollout.sessions.calls import CallTree, ModelCall, TextEnd, context_tokens,
 from rollout.sessions.messages import read_message
 from rollout.sessions.record import SampleRecord, key_of
 from rollout.sessions.refusal import RequestRefused, ended, invalid
-from rollout.sessions.requests import Asked, read_body
+from rollout.sessions.requests import Asked, read_body, without_own_sampling
 from rollout.sessions.results import Results
 from rollout.sessions.template import added, whole
 
@@ -98,6 +98,7 @@ class Session:
         record: SampleRecord | None = None,
         on_replayed: Callable[[Completion], None] | None = None,
         max_model_len: int = 0,
+        sampling: Sampling | None = None,
     ) -> None:
         """Start without a call.
 
@@ -105,11 +106,13 @@ class Session:
             generate, renderer, limits, reader, record: as the fields and arguments of the same name.
             on_replayed: is called with each answer from the record.
             max_model_len: tokens of a context with its answer; 0: no limit is known.
+            sampling: parameters of every generation; None: not known.
         """
         self._generate, self._renderer, self._limits = generate, renderer, limits
         self._on_replayed = on_replayed
         self._reader = reader or AnswerReader()
         self._max_model_len = max_model_len
+        self._sampling = sampling or Sampling(max_tokens=1)
         self._running: set[asyncio.Task[Answered]] = set()
         self._reading = 0
         """Large requests that wait or are read; one at a time is."""
@@ -151,7 +154,8 @@ class Session:
             raise self._too_long(f"at least {least} tokens")
 
         def begun() -> Begun:
-            return self._fitting(asked(read_body(body, self._max_model_len)))
+            content = read_body(body, self._max_model_len)
+            return self._fitting(asked(without_own_sampling(content, self._sampling)))
 
         if len(body) <= LARGE:
             return begun()

@@ -80,6 +80,8 @@ def render_checked_algorithm(facts: dict[str, Any]) -> str:
         f"loss        {facts['loss']:.6g}",
         f"gradient    float32 [{facts['trained_tokens']}], finite, norm {facts['gradient_norm']:.4g}",
     ]
+    if not any(advantages):
+        lines.append("            all advantages are 0: this batch shows little; try another step")
     if "like" in facts:
         differences = ", ".join(f"{name} {value:.4g}" for name, value in facts["differences"].items())
         lines.append(f"differences from {facts['like']}, at most: {differences}")

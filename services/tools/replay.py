@@ -13,11 +13,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from protocol.errors import SettingsError, TetherError
 from protocol.host.parent_death import die_with_parent
-from protocol.weights.buckets import manifest_digest
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
 from services.ledger.interface import Taken
@@ -28,7 +25,7 @@ from services.runtime.user_modules import add_user_modules
 from services.settings.load import run_settings
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
-from trainer.execution.commands import CopyWeightsCommand, ExitCommand, KeepReferenceCommand, RestoreCommand
+from trainer.execution.commands import DigestWeightsCommand, ExitCommand, KeepReferenceCommand, RestoreCommand
 from trainer.execution.executor import Executor
 from trainer.ranks.launch import torchrun
 from trainer.step.train_command import TrainCommand, plan_command
@@ -36,7 +33,6 @@ from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
-from trainer.weights.bucket_writer import fill_buckets
 
 LOSS_TOLERANCE = 1e-4
 """Allowed difference of a repeated loss, relative to the larger of the recorded one and 1.
@@ -187,7 +183,7 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
             start.verify()
             executor.lead(RestoreCommand(str(start.directory)))
         loss = [executor.train(recorded.command(number))[1].loss for number in range(first, step + 1)][-1]
-        weights = _weights_digest(executor, settings)
+        weights = executor.lead(DigestWeightsCommand(settings.engine.dtype))
         executor.lead(ExitCommand())
     finally:
         executor.close()
@@ -209,16 +205,6 @@ def _is_same_loss(loss: float | None, recorded: float | None) -> bool:
     if loss is None or recorded is None:
         return loss is recorded
     return abs(loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded))
-
-
-def _weights_digest(executor: Executor, settings: Settings) -> int:
-    """Return the digest that a manifest of the present weights would have."""
-    entries, _ = fill_buckets(
-        executor.lead(CopyWeightsCommand(settings.engine.dtype)).items(),
-        settings.weights.bucket_mb << 20,
-        lambda _, size: torch.empty(size, dtype=torch.uint8),
-    )
-    return manifest_digest(entries)
 
 
 def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:

@@ -56,10 +56,23 @@ def reaches(run_dir: Path, step: int, up: "subprocess.Popen[bytes]") -> None:
     assert up.poll() is None
 
 
+def last_event(run_dir: Path) -> int:
+    """The number of the ledger's last event, which the log does not have at once."""
+
+    async def look() -> int:
+        async with ledger_of(run_dir) as ledger:
+            return (await ledger.head()).sequence
+
+    return asyncio.run(look())
+
+
 def waiting_records(run_dir: Path) -> list[tuple[int, str]]:
-    """Groups, with their leases, that were accepted and not taken."""
+    """Groups, with their leases, that were accepted and not taken; none before the log has every event."""
+    last, log = last_event(run_dir), events(run_dir)
+    if log[-1]["seq"] < last:
+        return []
     accepted: dict[int, str] = {}
-    for event in events(run_dir):
+    for event in log:
         if event["event"] == "accept":
             accepted[event["group"]] = event["token"]
         elif event["event"] == "take":

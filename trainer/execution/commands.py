@@ -49,6 +49,13 @@ class CopyWeightsCommand(RankCommand[dict[str, torch.Tensor]], frozen=True, tag=
     """Dtype in which they are published."""
 
 
+class DigestWeightsCommand(RankCommand[int], frozen=True, tag="digest_weights"):
+    """Compute the digest that a manifest of the weights would have, without a copy of the model."""
+
+    dtype: str
+    """Dtype in which they are published."""
+
+
 class CopyModelCommand(RankCommand[ModelCopy], frozen=True, tag="copy_model"):
     """Copy the whole model and its adapters to rank 0's host memory; valid until the next copy."""
 
@@ -117,6 +124,7 @@ class ExitCommand(RankCommand[None], frozen=True, tag="exit"):
 AnyCommand = (
     StepCommand
     | CopyWeightsCommand
+    | DigestWeightsCommand
     | CopyModelCommand
     | DraftCommand
     | PublishCommand

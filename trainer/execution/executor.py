@@ -18,6 +18,7 @@ from trainer.execution.commands import (
     AnyCommand,
     CopyModelCommand,
     CopyWeightsCommand,
+    DigestWeightsCommand,
     DraftCommand,
     ExitCommand,
     FinishSaveCommand,
@@ -43,7 +44,7 @@ from trainer.step.train_command import TrainCommand, plan_command, schedule_upda
 from trainer.step.update import make_updates
 from trainer.storage.host_state import HostCopies
 from trainer.weights.base import WeightSender
-from trainer.weights.publish import publish, published
+from trainer.weights.publish import publish, published, published_digest
 
 T = TypeVar("T")
 
@@ -118,6 +119,8 @@ class Executor:
                     return make_updates(models, batch, command.schedule)
             case CopyWeightsCommand():
                 return self._weights.copy_all(published(models.policy, command.dtype))
+            case DigestWeightsCommand():
+                return published_digest(models.policy, command.dtype)
             case CopyModelCommand():
                 adapter = self._adapter.copy_all(models.policy.export()) if models.policy.targets else {}
                 return ModelCopy(self._model.copy_all(models.policy.export_model()), adapter)

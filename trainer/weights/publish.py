@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import torch
 
-from protocol.messages import WeightManifest
+from protocol.device.digests import Digests
+from protocol.messages import TensorEntry, WeightManifest
+from protocol.weights.buckets import manifest_digest
 from trainer.backends.base import Backend
 from trainer.lora import as_published
 from trainer.weights.base import WeightSender
-from trainer.weights.bucket_writer import in_dtype
+from trainer.weights.bucket_writer import checked_dtype, in_dtype
 
 
 def publish(
@@ -38,3 +40,18 @@ def published(backend: Backend, dtype: str, *, in_parts: bool = False) -> Iterat
     """Yield what engines get, adapters scaled: this rank's pieces, or all tensors on rank 0."""
     tensors = backend.pieces() if in_parts else backend.export()
     return in_dtype(as_published(tensors, backend.targets, backend.lora), dtype)
+
+
+def published_digest(backend: Backend, dtype: str) -> int:
+    """Return the digest of the manifest under which the weights would be published; a collective.
+
+    Each tensor is digested where it lies and then released. Only rank 0's result counts.
+    """
+    facts, digests = [], Digests()
+    for name, tensor in published(backend, dtype):
+        facts.append((name, checked_dtype(name, tensor), tuple(tensor.shape)))
+        digests.add(tensor)
+    numbers = digests.numbers()
+    return manifest_digest(
+        [TensorEntry(*fact, 0, 0, 0, number) for fact, number in zip(facts, numbers, strict=True)]
+    )

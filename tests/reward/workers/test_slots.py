@@ -1,16 +1,20 @@
 """Verifiers that wait, in one process for all groups: at once, and each to blame only for itself."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 import uvloop
 
+from protocol.errors import RewardError
 from reward.combine import VerifierError
 from reward.config import RewardConfig, VerifierConfig
 from reward.workers.pool import ScorePool
+from reward.workers.slots import WorkerSlot
 from tests.services.bus.harness import eventually
 
 pytestmark = pytest.mark.xdist_group("sandbox")
@@ -161,3 +165,26 @@ def test_calls_wait_in_the_event_loop_of_a_service(tmp_path: Path) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         found = runner.run(score())
     assert found == ["[1.0, 1.0]", "the worker process ended, exit code 5", "[1.0]"]
+
+
+async def test_closing_a_slot_ends_a_process_that_is_still_starting(tmp_path: Path) -> None:
+    began = tmp_path / "began"
+    os.mkfifo(began)  # a pipe: waits for the test to read
+    (tmp_path / "endless.py").write_text(
+        f"import os, time; open({str(began)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
+    )
+    verifiers = (VerifierConfig("function", options={"path": "endless:score"}),)
+    config = RewardConfig(verifiers=verifiers, start_timeout_s=3600.0)
+    slot = WorkerSlot(config, [str(tmp_path)], verifiers, is_concurrent=False)
+
+    async def refused() -> None:
+        with pytest.raises(RewardError, match="the score pool is closed"):
+            await slot.worker()
+
+    async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
+        for _ in range(2):  # the second one waits for the start of the first one
+            tasks.create_task(refused())
+        pid = int(await asyncio.to_thread(began.read_text))
+        for _ in range(2):
+            tasks.create_task(slot.close())
+    assert not psutil.pid_exists(pid)

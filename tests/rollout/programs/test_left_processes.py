@@ -56,3 +56,23 @@ async def test_one_search_kills_what_several_programs_left_and_nothing_else(tmp_
         assert other.poll() is None
         other.communicate(b"\n")
     assert other.returncode == 0
+
+
+def test_a_process_is_found_by_the_directory_it_works_in_and_not_by_a_name(tmp_path: Path) -> None:
+    home, folder, moved, link = (tmp_path / name for name in ("home", "folder", "moved", "link"))
+    home.mkdir()
+    (folder / "deep").mkdir(parents=True)
+    link.symlink_to(home)
+
+    def started(directory: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=directory)
+
+    with started(home) as other, started(folder / "deep") as left:
+        assert kill_left([link]) == 0
+        folder.rename(moved)
+        folder.mkdir()
+        assert kill_left([folder]) == 0
+        assert kill_left([moved]) == 1
+        assert left.wait() == -9
+        other.communicate(b"\n")
+    assert other.returncode == 0

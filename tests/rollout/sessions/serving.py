@@ -6,7 +6,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from rollout.engines.base import Completion
+from rollout.engines.base import Completion, Sampling
 from rollout.sample import Generate
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.endpoint import SessionEndpoint
@@ -32,12 +32,18 @@ async def served(
     limits: SessionLimits | None = None,
     reader: AnswerReader | None = None,
     max_model_len: int = 0,
+    sampling: Sampling | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[AsyncOpenAI, Session, SessionEndpoint, str]]:
     endpoint = SessionEndpoint(**options)
     await endpoint.start()
     session = Session(
-        generate, renderer("tool use"), limits or SessionLimits(), reader, max_model_len=max_model_len
+        generate,
+        renderer("tool use"),
+        limits or SessionLimits(),
+        reader,
+        max_model_len=max_model_len,
+        sampling=sampling,
     )
     key = endpoint.open(session)
     try:

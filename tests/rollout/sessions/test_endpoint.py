@@ -202,15 +202,6 @@ async def test_a_body_that_cannot_be_unpacked_is_refused() -> None:
             assert (response.status, (await response.json())["error"]["code"]) == (400, "invalid_body")
 
 
-async def test_sampling_parameters_may_be_left_to_the_run() -> None:
-    async with served(override=True) as (client, session, _, _):
-        raw = await client.chat.completions.with_raw_response.create(
-            model="m", messages=[USER], temperature=0.0, seed=7
-        )
-        assert raw.headers["x-tether-not-applied"] == "seed, temperature"
-        assert session.overridden == 1
-
-
 async def test_a_key_is_of_one_session_and_dies_with_it() -> None:
     async with served() as (client, _, endpoint, key):
         await client.chat.completions.create(model="m", messages=[USER])

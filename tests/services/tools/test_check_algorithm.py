@@ -41,7 +41,9 @@ def test_an_own_algorithm_is_tried_on_a_made_batch(mine: str) -> None:
 
 def test_an_own_algorithm_is_tried_on_a_recorded_step(mine: str, tmp_path: Path) -> None:
     run_dir = recorded_run(tmp_path)
-    assert check_algorithm(mine, run_dir=run_dir)["batch"] == f"step 6 of {run_dir}"
+    newest = check_algorithm(mine, run_dir=run_dir)
+    assert newest["batch"] == f"step 6 of {run_dir}"
+    assert "all advantages are 0" in render_checked_algorithm(newest)
     facts = check_algorithm(
         mine, run_dir=run_dir, step=2, like="grpo", overrides=["algorithm.options.factor=2.0"]
     )

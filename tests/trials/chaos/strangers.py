@@ -24,9 +24,9 @@ from protocol.errors import WeightError
 from protocol.host.key_proof import ReceiverKeys
 from protocol.messages import WeightManifest
 from protocol.weights.slices import all_of
+from rollout.weights.key_directory import fetch_with_keys
 from rollout.weights.parts.pairs import parse_location
 from rollout.weights.registry import make_receiver
-from rollout.weights.sender_connection import fetch_with_keys
 from services.bus.curve import create_keys
 from services.ledger.redis.ledger import RedisLedger
 from tests.trials.chaos.checks import check_run

@@ -1,0 +1,49 @@
+"""Tests what a user sees of own code that passes the check and fails in the middle of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from services.ledger.event_log.archiver import FILE
+from services.ledger.verify.verifier import verify
+from tests.integration.command import tether
+from tests.integration.loop import ROOT
+
+CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
+CODE = """
+from trainer.algorithms.grpo import Grpo
+
+steps = []
+
+class Tired(Grpo):
+    def advantages(self, rewards, group_index):
+        steps.append(rewards)
+        return super().advantages(rewards, group_index) / (3 - len(steps))
+
+seen = []
+
+def keep(*, rewards):
+    seen.append(rewards)
+    return [True][len(seen) // 9]
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("algorithm.name=tired:Tired", "advantages() has -inf for sample 0; return finite numbers"),
+        ("algorithm.group_filter=tired:keep", "tired.py:15: IndexError: list index out of range"),
+    ],
+)
+def test_own_code_that_fails_ends_the_run_with_its_place(tmp_path: Path, setting: str, words: str) -> None:
+    (tmp_path / "tired.py").write_text(CODE)
+    settings = (
+        setting, "algorithm.filter_groups=true", f'run.modules=["{tmp_path}"]', "monitor.enabled=false",
+        'reward.verifiers=[{name="function", options={path="tests.integration.uneven_reward:score"}}]',
+    )  # fmt: skip
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
+    assert ended.returncode == 2, ended.stderr
+    assert words in ended.stderr
+    assert f"setting {setting.partition('=')[0]}: tired:" in ended.stderr
+    assert verify(tmp_path / "run" / FILE).violations == []
