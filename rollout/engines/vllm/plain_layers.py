@@ -42,12 +42,14 @@ def _compute_beside_adapters() -> None:
     """Have experts computed so beside adapters, too, where vLLM chooses kernels for adapters of experts."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
-    select: Callable[[Any], Any] = method.select_unquantized_moe_backend
+    select: Callable[..., Any] | None = getattr(method, "select_unquantized_moe_backend", None)
+    if select is None:  # an older release
+        return
 
-    def without_adapters(config: Any) -> Any:
-        plain = copy.copy(config)
+    def without_adapters(moe_config: Any, *others: Any, **named: Any) -> Any:
+        plain = copy.copy(moe_config)
         plain.is_lora_enabled = False
-        return select(plain)
+        return select(plain, *others, **named)
 
     method.select_unquantized_moe_backend = without_adapters
 
