@@ -4,7 +4,6 @@ It reads files and builds no model.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
+from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of
@@ -77,14 +77,7 @@ def read_facts(place: Path) -> ModelFacts:
     Raises:
         SettingsError: its files cannot be read.
     """
-    path = place / "config.json"
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: {error}") from None
-    if not isinstance(found, dict):
-        raise SettingsError(f"{path} is not a JSON object")
-    return ModelFacts(place, found, count_parameters(place), is_made=True)
+    return ModelFacts(place, read_config(place), count_parameters(place), is_made=True)
 
 
 def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
@@ -125,8 +118,6 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
             export_plan(architecture, Layout.of(parallel, architecture.layers))
         except SettingsError as error:
             yield Problem(f"section [parallel] with {model.place}: {error}", "", setting, str(model.place))
-        except (KeyError, TypeError, ValueError) as error:
-            yield Problem(f"{model.place / 'config.json'} lacks what a model needs: {error!r}")
     if not any(model.place.glob("*.safetensors")):
         yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
 
@@ -155,9 +146,6 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
         architecture = architecture_of(dict(model.config), model.place / "config.json")
     except SettingsError as error:
         yield Problem(str(error), "choose another model, or another one", setting, "megatron")
-        return
-    except (KeyError, TypeError, ValueError) as error:
-        yield Problem(f"{model.place / 'config.json'} lacks what a model needs: {error!r}")
         return
     if architecture.heads % tp:
         yield Problem(

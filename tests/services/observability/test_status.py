@@ -11,11 +11,11 @@ from protocol.errors import Reason, Refused, Unavailable
 from protocol.messages import StepReport
 from protocol.staleness import Policy
 from services.ledger.interface import Peer
-from services.ledger.memory.ledger import MemoryLedger
 from services.observability.status import collect_status, render_status
 from services.run_record.progress import Progress, describe_step, describe_waits, seconds_text
 from services.run_record.steps import StepLog, step_facts
 from tests.contracts.ledger_rig import Driver, MemoryRig
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 
 
 @dataclass

@@ -11,7 +11,6 @@ import pytest
 
 from protocol.codec import encode_payload
 from protocol.messages import StepReport, WeightApplied
-from services.ledger.memory.ledger import MemoryLedger
 from services.monitor.history import History
 from services.observability.status import collect_status, render_status
 from services.run_record.progress import Progress, plot_run
@@ -26,6 +25,7 @@ from services.run_record.steps import (
 )
 from services.trainer.step_report import halt_cause
 from tests.contracts.ledger_rig import Driver, MemoryRig
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 
 NAN = "the gradient's norm is nan"
 

@@ -11,6 +11,8 @@ import pytest
 from services.ledger.embedded_server import EmbeddedServer
 from tests.integration.command import environment
 from tests.integration.loop import ROOT
+from trainer.config import ScratchConfig
+from trainer.random_model import build_scratch
 
 
 def test_a_service_that_finds_no_ledger_asks_to_be_started_again(tmp_path: Path) -> None:
@@ -117,6 +119,7 @@ async def test_wrong_settings_of_a_rank_are_reported_once_with_their_exit_code(t
         variables = {
             "TETHER_REDIS_URL": url,
             "TETHER_RUN_DIR": str(tmp_path / "nowhere"),
+            "TETHER_MODEL__PATH": str(build_scratch(ScratchConfig(), tmp_path / "model")),
             "TETHER_PARALLEL__TENSOR_MODEL_PARALLEL_SIZE": "2",
         }
         process = await asyncio.create_subprocess_exec(
