@@ -16,7 +16,7 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.slices import Wanted
 from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
-from rollout.weights.verification import Deadline, compare, wait_for_queue
+from rollout.weights.verification import Deadline, version_digest, wait_for_queue
 
 
 class SharedReceiver:
@@ -52,9 +52,7 @@ class SharedReceiver:
         digests.launch()
         if any(master.is_cuda for master in masters.values()):
             wait_for_queue(manifest, deadline, lambda: False)
-        for entry, found in zip(manifest.tensors, digests.numbers(), strict=True):
-            compare(entry, found)
-        self.digest = manifest.digest
+        self.digest = version_digest(manifest, digests.numbers())
         self._masters, self._held = masters, held
         self.masters(manifest)
 

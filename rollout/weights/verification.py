@@ -8,6 +8,8 @@ import torch
 from protocol.device.digests import digests_of
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.weights.buckets import manifest_digest
+from protocol.weights.provisional import is_provisional, with_digests
 
 POLL_S = 0.0005
 """Interval at which a stream is polled."""
@@ -102,3 +104,18 @@ def compare(entry: TensorEntry, found: int) -> None:
         raise WeightError(
             f"tensor {entry.name}: digest {found:016x} of the received bytes, expected {entry.digest:016x}"
         )
+
+
+def version_digest(manifest: WeightManifest, digests: Sequence[int]) -> int:
+    """Return the digest of a version from its received tensors' digests, in the manifest's order.
+
+    A provisional manifest has no digests to compare with.
+
+    Raises:
+        WeightError: a digest differs from its entry's; names the tensor.
+    """
+    if is_provisional(manifest):
+        return manifest_digest(with_digests(manifest, digests).tensors)
+    for entry, found in zip(manifest.tensors, digests, strict=True):
+        compare(entry, found)
+    return manifest.digest
