@@ -74,6 +74,9 @@ class EngineConfig:
     """sglang: the Python interpreter that has SGLang. Empty: the one of the rollout worker."""
     environment: dict[str, str] = field(default_factory=dict)
     """sglang: environment variables of its server, which override the rollout worker's."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """vllm, sglang: arguments of vLLM's AsyncEngineArgs, or of SGLang's server, passed as they are.
+    docs/engines.md lists the refused ones."""
     buffer_size_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """megatron: KV cache, GiB. Fewer requests than `max_running` run at once if they do not fit. 0: as much
     as `max_running` requests need."""

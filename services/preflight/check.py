@@ -19,7 +19,7 @@ from services.preflight.data import (
 )
 from services.preflight.endpoints import local_problems
 from services.preflight.memory import describe_memory, host_memory_problems
-from services.preflight.model import ModelFacts, model_problems, read_model
+from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
 from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem
 from services.preflight.roles import algorithm_problems, role_problems
@@ -81,6 +81,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
+        problems += adapter_problems(settings, model)
         problems += critic_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
