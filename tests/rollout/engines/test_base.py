@@ -6,7 +6,7 @@ import pytest
 from rollout.engines.base import Completion
 
 EXPERTS = np.arange(2 + 4 - 1, dtype=np.uint16).reshape(-1, 1, 1)
-"""Of two tokens of a prompt and four sampled ones, the last of which is no input."""
+"""Experts of two prompt tokens and four sampled ones; the last sampled token is no input."""
 WHOLE = Completion((5, 6, 7, 8), (-1.0, -2.0, -3.0, -4.0), ((2, 0), (4, 1)), "length", EXPERTS, 2)
 
 
