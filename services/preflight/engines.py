@@ -1,4 +1,4 @@
-"""Finds what an engine refuses of a model only when it starts: ranks, experts to record, layers without experts."""
+"""Finds settings that an engine refuses for a model: ranks, experts to record, layers without experts."""
 
 from collections.abc import Iterator
 

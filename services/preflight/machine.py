@@ -29,8 +29,8 @@ def device_problems(settings: Settings, gpus: Sequence[str]) -> Iterator[Problem
         missing = [gpu for gpu in gpu_list(text) if _is_missing(gpu, gpus)]
         if missing:
             yield Problem(
-                f"torch sees no GPU {', '.join(missing)} here, it sees {', '.join(gpus) or 'none'}; the process "
-                "would compute on a CPU",
+                f"torch sees no GPU {', '.join(missing)} here, it sees {', '.join(gpus) or 'none'}; "
+                "the process would compute on a CPU",
                 "leave it out to compute on a CPU; if there is a GPU, look at its driver, at "
                 "CUDA_VISIBLE_DEVICES, and whether torch is a build for CUDA",
                 f"services.{name}",
@@ -91,8 +91,9 @@ def _foreign(run_dir: Path) -> Problem | None:
     with contextlib.suppress(OSError):
         names = sorted(path.name for path in run_dir.iterdir())
         if names and not OWN.intersection(names):
+            more = ", ..." if len(names) > 3 else ""
             return Problem(
-                f"it holds other files ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}) and no run",
+                f"it holds other files ({', '.join(names[:3])}{more}) and no run",
                 "choose an empty directory, or one that does not exist",
                 "run.dir",
                 str(run_dir),

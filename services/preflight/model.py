@@ -8,13 +8,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError, SettingsError
+from protocol.weights.lora import adapter_targets
+from protocol.weights.peft import check_peft
+from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem
+from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
@@ -80,6 +85,21 @@ def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     yield from _trainer_problems(settings, model)
     for engine in engines_of(settings):
         yield from _engine_problems(settings, engine, model)
+
+
+def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    """Yield reasons why the model cannot have the adapters of `[lora]`, or begin with the one in its path."""
+    lora = settings.lora
+    if lora.path and not lora.rank:
+        cause, remedy = "it is the adapter that training starts from, and lora.rank is 0", "set lora.rank"
+        yield Problem(cause, remedy, "lora.path", lora.path)
+    shapes = tensor_shapes(model.place) if lora.rank and model.is_made else {}
+    if not shapes:  # made at the start, or refused without weights
+        return
+    try:
+        check_peft(adapter_targets(shapes, lora), lora)
+    except SettingsError as error:
+        yield Problem(str(error))
 
 
 def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:
@@ -182,6 +202,10 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
     if engine.name == "scripted":
         return
     try:
+        check_known(engine, "engine.arguments")
+    except SettingsError as error:
+        yield Problem(str(error))
+    try:
         check_fits(engine, dict(model.config), model.place)
         if model.is_made:
             check_adapters(settings.lora, model.place)
@@ -199,7 +223,8 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
 def engines_of(settings: Settings) -> list[EngineConfig]:
     """Return the settings of each kind of engine that generates for the run."""
     pool = settings.services.pool
-    return [dataclasses.replace(settings.engine, **entry.engine) for entry in pool] or [settings.engine]
+    engines = [dataclasses.replace(settings.engine, **entry.engine) for entry in pool] or [settings.engine]
+    return [*engines, eval_engine(settings)] if settings.eval.every else engines
 
 
 def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Iterator[Problem]:
@@ -274,17 +299,24 @@ def count_parameters(directory: Path) -> int | None:
     Raises:
         SettingsError: a file cannot be read.
     """
+    shapes = tensor_shapes(directory)
+    return sum(prod(shape) for shape in shapes.values()) if shapes else None
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors in a directory's safetensors.
+
+    Raises:
+        SettingsError: a file cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
-    total, files = 0, sorted(directory.glob("*.safetensors"))
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        for path in files:
+        for path in sorted(directory.glob("*.safetensors")):
             with safe_open(str(path), framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                    size = 1
-                    for length in file.get_slice(name).get_shape():
-                        size *= length
-                    total += size
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
         raise SettingsError(f"{directory}: {error}") from None
-    return total if files else None
+    return shapes

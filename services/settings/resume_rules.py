@@ -51,6 +51,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
         f"prompts.{name}": (ResumeRule.FREE, "the prompts themselves count: others are refused")
         for name in sorted(NOT_IN_FINGERPRINT)
     },
+    "render.tokenizer": (ResumeRule.FIXED, "prompts, samples and exports of the run are of its tokens"),
     "sampling.temperature": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_p": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
+from protocol.weights.peft import check_peft
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, FrozenModel, FrozenSpec, StepStats, keeps_copy
 from trainer.backends.early_export import EarlyExport, Tensors
@@ -356,6 +357,7 @@ class MegatronBackend(Backend):
         stages = [stage_rules(self._model_spec, layout, stage) for stage in range(layout.pp)]
         self.lora = adapters
         self.targets = adapter_targets({plan.name: plan.shape for plan in self._plan}, adapters)
+        check_peft(self.targets, adapters)
         self._published = plan_of(
             ((stage, lora.lora_rules(rules, adapters)) for stage, rules in enumerate(stages)), layout
         )

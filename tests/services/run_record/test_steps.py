@@ -18,6 +18,7 @@ from services.run_record.steps import (
     StepLog,
     count_skipped,
     epoch_starts,
+    numbers_of,
     parse_line,
     read_lines,
     read_steps,
@@ -187,3 +188,14 @@ def test_a_skipped_step_is_counted_for_the_page_also_in_a_wider_point(tmp_path: 
 def test_lines_whose_step_is_no_exact_number_are_skipped(step: str) -> None:
     assert parse_line(b'{"step": 1, "epoch": "e1"}') == {"step": 1, "epoch": "e1"}
     assert parse_line(f'{{"step": {step}, "epoch": "e1"}}'.encode()) is None
+
+
+def test_tables_by_name_become_a_number_each() -> None:
+    line = {
+        "reward_by_source": {"gsm8k": 0.5},
+        "score_by_verifier": {"math": 0.25},
+        "dropped_by_reason": {"a": 2},
+    }
+    expected = {"reward_of_gsm8k": 0.5, "score_by_math": 0.25, "dropped_for_a": 2}
+    assert dict(numbers_of(line)) == expected
+    assert dict(numbers_of({"reward_by_source": 3.0})) == {"reward_by_source": 3.0}

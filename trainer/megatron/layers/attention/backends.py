@@ -1,4 +1,4 @@
-"""Says which terms and libraries the values of `trainer.attention_backend` need; imports none of the libraries."""
+"""Says which terms and libraries the values of `trainer.attention_backend` need, and imports no library."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -38,7 +38,8 @@ def backend_refusals(config: TrainerConfig, architecture: Architecture, *, on_gp
     if find_spec(name) is None:
         yield f"the library {name} is not installed for this Python"
     if not on_gpu or config.dtype == "float32":
-        yield f"it computes on a GPU in 16 bits; the trainer is on {'a GPU' if on_gpu else 'a CPU'}, in {config.dtype}"
+        device = "a GPU" if on_gpu else "a CPU"
+        yield f"it computes on a GPU in 16 bits; the trainer is on {device}, in {config.dtype}"
     terms = AttentionTerms(softcap=architecture.score_softcap, sinks=architecture.family.sinks)
     if lacking := lacks_terms(name, terms):
         yield lacking
