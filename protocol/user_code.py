@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from protocol.choices import did_you_mean
 from protocol.errors import SettingsError
 
@@ -91,8 +93,10 @@ def returned_number(value: Any) -> float:
     """Return the score or reward of the user's code as a float.
 
     Raises:
-        ValueError: it is not a finite float, int or bool; the text shows it: "nan", "'1'", or its type.
+        ValueError: it is not a finite float, int or bool, of Python or of NumPy; the text shows it: "nan",
+            "'1'", or its type.
     """
+    value = value.item() if isinstance(value, np.generic) else value
     try:
         if isinstance(value, (bool, int, float)) and math.isfinite(value):
             return float(value)

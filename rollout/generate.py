@@ -60,7 +60,7 @@ async def generate_group(
         config, max_model_len: limits of episodes, and of the tokens of prompt and sample; 0: none is known.
         least: samples that must remain when others have failed; None: all.
         report, ended, recording, strays: as in `Episodes`; no strays: a new set for this group alone.
-        with_turn_texts: whether the message has the text of each turn, for verifiers that score turns.
+        with_turn_texts: whether verifiers may ask for the text of each turn.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and any error of `Episodes.samples`.
@@ -111,8 +111,9 @@ def _rollout(
     """Return the message of some samples, with texts of rows if a response is not the text of its sample."""
     responses = [_response(sample, renderer) for sample in samples]
     rollout = assemble(prompt, prompt_tokens, samples, responses, **fields)
-    rollout = turn_texts(rollout, renderer.text) if with_turn_texts else rollout
-    if all(sample.response is None for sample in samples):
+    no_rows = all(sample.response is None for sample in samples)
+    rollout = turn_texts(rollout, renderer.text) if with_turn_texts or no_rows else rollout
+    if no_rows:
         return rollout
     rows = np.split(rollout.tokens.numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
     texts = tuple(renderer.marked(tuple(row.tolist())) for row in rows)

@@ -1,26 +1,23 @@
 """Converts text to tokens and back; the only module that uses a tokenizer."""
 
-import json
-import os
+import bisect
+import inspect
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta
-from tokenizers import Tokenizer
 
 from protocol.errors import SettingsError
-from protocol.paths import set_first
-from rollout.plain_tokenizer import load_plain
+from protocol.paths import FilePath, set_first
 from rollout.prompts.base import Prompt
+from rollout.tokenizer_files import end_ids, load_tokenizer
 
 _MARK = "\x02assistant\x03"
 """Placeholder for an assistant's message, at which a rendered template is cut."""
-
-GENERIC = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Values of `tokenizer_class` that merely refer to tokenizer.json."""
 
 
 class ChatTemplate(StrEnum):
@@ -37,13 +34,21 @@ class RenderConfig:
 
     chat_template: ChatTemplate = set_first(ChatTemplate.AUTO)
     """Whether prompts are wrapped in the tokenizer's chat template. `auto`: if it has one."""
+    chat_template_file: FilePath = ""
+    """File with the chat template (Jinja) to use instead of the tokenizer's. Empty: the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables that the chat template gets besides messages and tools, such as enable_thinking = false."""
+    tokenizer: FilePath = ""
+    """Directory of the tokenizer, with the chat template. Empty: the model's."""
     system: str = set_first("")
     """System message before each prompt that has none. Without a chat template it is text before the
     prompt."""
     suffix: str = ""
     """Text appended to each prompt, such as " Answer with only the number."."""
     stop: tuple[str, ...] = ()
-    """Strings that end a sample besides the end-of-sequence token. Each must be one token."""
+    """Strings that end a sample besides the end-of-sequence token, at the token that completes one. A string
+    of one token ends generation at once. Engines know tokens alone: at a longer one they generate on, to the
+    end of the sequence or `sampling.max_tokens`, and what follows it is thrown away."""
     stop_at_eos: bool = True
     """Whether the end-of-sequence token ends a sample."""
     max_prompt_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
@@ -65,21 +70,24 @@ class Renderer:
         """Load the tokenizer; `config.max_prompt_tokens` 0 is no limit here, see `Settings.rendering`.
 
         Raises:
-            SettingsError: there is none, it has no chat template although the settings require one, or a stop
-                string is not a single token.
+            SettingsError: there is none, it has no chat template although the settings require one, the
+                template takes no such variable, or a stop string is empty.
         """
         self._config = config
-        self.model_dir = Path(model_dir)
+        self.model_dir = Path(config.tokenizer or model_dir)
         """Where the tokenizer is."""
-        self._tokenizer = _load(Path(model_dir))
+        self._tokenizer = load_tokenizer(self.model_dir, alone=not config.chat_template_file)
+        if config.chat_template_file:
+            self._tokenizer.chat_template = _template_of(config)
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
         if config.chat_template is ChatTemplate.ON and not has_template:
             raise SettingsError(
-                f"setting render.chat_template: the tokenizer in {model_dir} has no chat template; "
-                "use 'auto' or 'off'"
+                f"setting render.chat_template: the tokenizer in {self.model_dir} has no chat template; "
+                "use 'auto' or 'off', or give one by render.chat_template_file"
             )
         self._chat = has_template and config.chat_template is not ChatTemplate.OFF
-        self._parts = self._chat and _takes_parts(self._tokenizer)
+        self._check_variables()
+        self._parts = self._chat and _takes_parts(self._tokenizer, config.chat_template_kwargs)
         self.longest_piece = max(map(len, self._tokenizer.get_vocab()), default=1)
         """Characters of the vocabulary's longest token; of bytes, if it is of bytes."""
         self.stop_token_ids = self._stop_ids(Path(model_dir))
@@ -148,6 +156,11 @@ class Renderer:
         return self._chat
 
     @property
+    def has_stop_strings(self) -> bool:
+        """Whether `render.stop` has strings."""
+        return bool(self._config.stop)
+
+    @property
     def max_prompt_tokens(self) -> int:
         """`RenderConfig.max_prompt_tokens`; 0 is no limit."""
         return self._config.max_prompt_tokens
@@ -204,6 +217,22 @@ class Renderer:
         )
         return text
 
+    def stopped_length(self, tokens: tuple[int, ...]) -> int:
+        """Return how many of some sampled tokens there are up to the one that completes a string of `stop`.
+
+        That is all of them if none is in their text.
+        """
+
+        def stops(count: int) -> bool:
+            text = self._tokenizer.decode(
+                list(tokens[:count]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            return any(stop in text for stop in self._config.stop)
+
+        if not stops(len(tokens)):
+            return len(tokens)
+        return bisect.bisect_left(range(len(tokens)), True, key=stops)
+
     def marked(self, tokens: tuple[int, ...]) -> str:
         """Detokenize with special tokens, but for one that has ended a sample."""
         kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
@@ -211,6 +240,29 @@ class Renderer:
             list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
+
+    def _check_variables(self) -> None:
+        """Check that the chat template reads each variable of `render.chat_template_kwargs`."""
+        given, file = self._config.chat_template_kwargs, self._config.chat_template_file
+        if (given or file) and not self._chat:
+            switched = self._config.chat_template is ChatTemplate.OFF
+            remedy = (
+                "set render.chat_template to auto" if switched else "give one by render.chat_template_file"
+            )
+            raise SettingsError(
+                f"setting render.{'chat_template_kwargs' if given else 'chat_template_file'}: prompts are "
+                f"rendered without a chat template, so it would change nothing; leave it empty, or {remedy}"
+            )
+        for name in given:
+            if name in inspect.signature(self._tokenizer.apply_chat_template).parameters:
+                raise SettingsError(
+                    f"setting render.chat_template_kwargs: {name} is given by tether; leave it out"
+                )
+            if not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
+                raise SettingsError(
+                    f"setting render.chat_template_kwargs: the chat template does not read {name}, so it "
+                    "would change nothing; leave it out, or correct the name"
+                )
 
     def _messages(self, prompt: Prompt) -> list[tuple[str, str]]:
         messages = list(prompt.messages) or [("user", prompt.text)]
@@ -230,7 +282,11 @@ class Renderer:
         """Return the chat template's text of messages, in the form of content that it takes."""
         given = [_in_parts(message) for message in messages] if self._parts else list(messages)
         text: str = self._tokenizer.apply_chat_template(
-            given, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            given,
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._config.chat_template_kwargs,
         )
         return text
 
@@ -238,15 +294,14 @@ class Renderer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _stop_ids(self, model_dir: Path) -> tuple[int, ...]:
-        ids = set(_eos_ids(model_dir, self._tokenizer)) if self._config.stop_at_eos else set()
+        ids = set(end_ids(model_dir, self._tokenizer)) if self._config.stop_at_eos else set()
         for stop in self._config.stop:
-            tokens = self._encode(stop)
-            if len(tokens) != 1:
+            if not stop:
                 raise SettingsError(
-                    f"setting render.stop: {stop!r} is {len(tokens)} tokens of this tokenizer; "
-                    "only a single token can end a sample"
+                    "setting render.stop: an empty string would end every sample; leave it out"
                 )
-            ids.add(tokens[0])
+            tokens = self._encode(stop)
+            ids.update(tokens if len(tokens) == 1 else ())
         return tuple(sorted(ids))
 
 
@@ -266,7 +321,18 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _takes_parts(tokenizer: Any) -> bool:
+def _template_of(config: RenderConfig) -> str:
+    """Return the text of the template's file."""
+    try:
+        text = Path(config.chat_template_file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"setting render.chat_template_file: {error}") from None
+    if not text.strip():
+        raise SettingsError(f"setting render.chat_template_file: {config.chat_template_file} is empty")
+    return text
+
+
+def _takes_parts(tokenizer: Any, variables: Mapping[str, Any]) -> bool:
     """Return whether a chat template writes the parts of a message but not its text.
 
     Templates of models that also see images do.
@@ -274,67 +340,9 @@ def _takes_parts(tokenizer: Any) -> bool:
 
     def writes(message: dict[str, Any]) -> bool:
         try:
-            return _MARK in tokenizer.apply_chat_template([message], tokenize=False)
+            return _MARK in tokenizer.apply_chat_template([message], tokenize=False, **variables)
         except Exception:  # it refuses a single message, or this form of one
             return False
 
     message = {"role": "user", "content": _MARK}
     return not writes(message) and writes(_in_parts(message))
-
-
-def vocabulary_of(model_dir: Path) -> Mapping[str, int]:
-    """Return token -> id of a model's tokenizer.
-
-    Raises:
-        SettingsError: there is none, or it cannot be loaded.
-    """
-    path = model_dir / "tokenizer.json"
-    try:
-        found: Mapping[str, int] = (
-            Tokenizer.from_file(str(path)) if path.is_file() else _load(model_dir)
-        ).get_vocab()
-    except SettingsError:
-        raise
-    except Exception as error:  # the tokenizers library raises its own
-        raise SettingsError(f"the tokenizer in {model_dir} cannot be loaded: {str(error)[:300]}") from error
-    return found
-
-
-def _load(model_dir: Path) -> Any:
-    if not any(
-        (model_dir / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    ):
-        raise SettingsError(
-            f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model "
-            "(save_pretrained writes it)"
-        )
-    # the tokenizers library hands a text to a thread of its own, which pays for many at once, and here is one
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        path = model_dir / "tokenizer_config.json"
-        config = json.loads(path.read_text()) if path.is_file() else {}
-        # For these, AutoTokenizer would use the tokenizer class of the model's family, with other tokens.
-        if config.get("tokenizer_class") in GENERIC:
-            plain = load_plain(model_dir, config)
-            if plain is not None:
-                return plain
-            from transformers import PreTrainedTokenizerFast as Loader
-        else:
-            from transformers import AutoTokenizer as Loader  # imports torch and every model class
-        return Loader.from_pretrained(str(model_dir), local_files_only=True)
-    except Exception as error:  # OSError, ValueError, or the tokenizers library's own
-        raise SettingsError(
-            f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}"
-        ) from error
-
-
-def _eos_ids(model_dir: Path, tokenizer: Any) -> list[int]:
-    """Return the end-of-sequence ids of the tokenizer and of generation_config.json, which often has more."""
-    path = model_dir / "generation_config.json"
-    try:
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    except (OSError, ValueError, AttributeError) as error:
-        raise SettingsError(f"{path}: {error}") from None
-    listed = found if isinstance(found, list) else [found]
-    return [int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None]

@@ -8,6 +8,7 @@ from msgspec import Meta
 from protocol.paths import FilePath, set_first
 
 RecomputeGranularity = Literal["", "selective", "full"]
+AttentionBackend = Literal["auto", "torch", "flash_attn", "transformer_engine", "segments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,10 @@ class TrainerConfig:
     masters. float16 is for GPUs without bfloat16: it scales the loss, see `optimizer.initial_loss_scale`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto, cpu or cuda. auto: cuda where there is one."""
+    attention_backend: AttentionBackend = "auto"
+    """megatron: how attention is computed: torch (its fused kernel on a GPU in 16 bits, segments elsewhere),
+    flash_attn or transformer_engine (on a GPU in 16 bits; the library of that name), or segments (the
+    reference: slow on a GPU). auto: torch, because the two libraries have not been run with this trainer."""
     micro_batch_tokens: Annotated[int, Meta(ge=0, le=10**8)] = set_first(0)
     """Tokens in one forward pass on each rank, prompts included; samples are packed into it without padding.
     A longer sample is a pass of its own. With `parallel.context_parallel_size` a pass has so many times as

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
 import xxhash
 
 from protocol.host.atomic_file import directory_written_aside
 from protocol.weights.lora import AdapterTarget, LoraConfig
+from protocol.weights.peft import CONFIG, TENSORS, target_modules
 from trainer.storage.checksums import write_checksums
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -50,6 +52,24 @@ def initial_adapter(target: AdapterTarget, rank: int, seed: int) -> dict[str, to
     return {target.a: a, target.b: torch.zeros(out, rank)}
 
 
+def initial_adapters(
+    targets: Iterable[AdapterTarget], config: LoraConfig, seed: int
+) -> dict[str, torch.Tensor]:
+    """Return the A and B that training starts from, float32: random ones, or those in `config.path`.
+
+    `check_peft` has found the latter to be there.
+    """
+    adapters: dict[str, torch.Tensor] = {}
+    if not config.path:
+        for target in targets:
+            adapters |= initial_adapter(target, config.rank, seed)
+        return adapters
+    with safetensors.safe_open(str(Path(config.path) / TENSORS), framework="pt") as file:
+        for target in targets:
+            adapters |= {name: file.get_tensor(name).float() for name in (target.a, target.b)}
+    return adapters
+
+
 def merged(
     target: AdapterTarget, weight: torch.Tensor, adapter: Mapping[str, torch.Tensor], config: LoraConfig
 ) -> torch.Tensor:
@@ -78,20 +98,21 @@ def save_adapter(tensors: Named, directory: Path, config: LoraConfig, base: Path
     """
     with directory_written_aside(directory) as aside:
         copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
-        safetensors.torch.save_file(copies, aside / "adapter_model.safetensors", metadata={"format": "pt"})
-        (aside / "adapter_config.json").write_text(json.dumps(peft_config(config, base), indent=2))
+        safetensors.torch.save_file(copies, aside / TENSORS, metadata={"format": "pt"})
+        (aside / CONFIG).write_text(json.dumps(peft_config(config, base, copies), indent=2))
         write_checksums(aside)
 
 
-def peft_config(config: LoraConfig, base: Path) -> dict[str, object]:
-    """Return the content of adapter_config.json for the model in `base`."""
+def peft_config(config: LoraConfig, base: Path, names: Iterable[str]) -> dict[str, object]:
+    """Return the content of adapter_config.json for the model in `base`, with tensors of these names."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(base),
         "r": config.rank,
         "lora_alpha": config.alpha,
-        "target_modules": list(config.target_modules),
+        "use_rslora": config.use_rslora,
+        "target_modules": target_modules(names),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

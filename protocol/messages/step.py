@@ -212,3 +212,9 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Tokens of the batch, prompts included, by `train_s`."""
     frac_reward_zero_std: float | None = None
     """Share of the groups of several samples whose rewards are all equal, 0 to 1; None if there is none."""
+    reward_by_source: dict[str, float] = {}
+    """Source of prompts, as their metadata names it -> mean reward of its samples."""
+    score_by_verifier: dict[str, float] = {}
+    """Verifier -> mean score of a sample, before weighting."""
+    score_s: float | None = None
+    """Mean time to score a group of this step."""

@@ -76,7 +76,8 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     turn of the model. The turns of a sample come one after the other, as they were made. None: every sample
     is one turn."""
     turn_texts: tuple[str, ...] = ()
-    """[K]: the turns as text, for verifiers that score turns; empty if no verifier may ask for them."""
+    """[K]: the turns as text, for readers and verifiers; empty if there are `row_texts` and no verifier may
+    ask for them."""
     turn_contexts: tuple[str, ...] = ()
     """[K]: text that the environment or the harness wrote between the previous turn in that row and this one.
     """

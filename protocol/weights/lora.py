@@ -1,11 +1,12 @@
 """Names LoRA adapters and selects the weights that get one (Hu et al. 2021, arXiv 2106.09685).
 
-    W x + (alpha / rank) B A x        A [rank, in], B [out, rank]
+    W x + scaling B A x        A [rank, in], B [out, rank]
 
-Tensor names follow PEFT. Published are A and (alpha / rank) B, so that an engine adds B A without having to
-know the scaling.
+Tensor names follow PEFT. Published are A and scaling B, so that an engine adds B A without having to know the
+scaling.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,10 +14,25 @@ from typing import Annotated
 from msgspec import Meta
 
 from protocol.errors import SettingsError
-from protocol.paths import set_first
+from protocol.paths import FilePath, set_first
 
 PREFIX = "base_model.model."
 WEIGHT = ".weight"
+ALL_LINEAR = "all-linear"
+LINEAR = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "q_b_proj",
+    "kv_b_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "c_fc",
+    "c_proj",
+)
+"""Linear layers that trainer and engines have adapters for, by the last component of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +46,31 @@ class LoraConfig:
     """Rank of A and B; 0: off, all parameters are trained."""
     alpha: Annotated[float, Meta(gt=0, le=1e6)] = 16.0
     """Numerator of the scaling alpha / rank."""
-    target_modules: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    """Last components of the names of the linear layers that get an adapter."""
+    target_modules: tuple[str, ...] | str = ALL_LINEAR
+    """Last components of the names of the linear layers that get an adapter, or "all-linear": each one of
+    the model that trainer and engines have adapters for, which leaves out experts and fused layers."""
+    use_rslora: bool = False
+    """Whether the scaling is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)."""
+    path: FilePath = ""
+    """Directory in PEFT's format with the adapter that training starts from. Empty: A is random, B is
+    zero."""
+
+    def __post_init__(self) -> None:
+        """Refuse text that is not "all-linear".
+
+        Raises:
+            SettingsError: it is another.
+        """
+        if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            raise SettingsError(
+                f"setting lora.target_modules: {self.target_modules!r} is not known; use {ALL_LINEAR!r}, or "
+                "an array of names"
+            )
 
     @property
     def scaling(self) -> float:
         """The factor of B A."""
-        return self.alpha / self.rank
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 NO_ADAPTERS = LoraConfig()
@@ -63,6 +89,11 @@ class AdapterTarget:
     def module(self) -> str:
         """Name of the layer to which the weight belongs."""
         return self.weight.removesuffix(WEIGHT)
+
+    @property
+    def last(self) -> str:
+        """Last component of the layer's name."""
+        return self.module.rpartition(".")[2]
 
     @property
     def a(self) -> str:
@@ -87,19 +118,26 @@ def adapter_targets(shapes: Mapping[str, tuple[int, ...]], config: LoraConfig) -
     """
     if config.rank < 1 or config.alpha <= 0:
         raise SettingsError(f"setting lora: rank {config.rank} and alpha {config.alpha:g} must be above 0")
+    asked = config.target_modules
     found = [
         AdapterTarget(name, (shape[0], shape[1]))
         for name, shape in shapes.items()
-        if name.endswith(WEIGHT)
-        and len(shape) == 2
-        and name.removesuffix(WEIGHT).rpartition(".")[2] in config.target_modules
+        if name.endswith(WEIGHT) and len(shape) == 2 and _is_asked(name.removesuffix(WEIGHT), asked)
     ]
-    missing = sorted(set(config.target_modules) - {target.module.rpartition(".")[2] for target in found})
-    if missing or not found:
+    names = LINEAR if isinstance(asked, str) else sorted(set(asked) - {target.last for target in found})
+    if not found or (names and not isinstance(asked, str)):
         raise SettingsError(
-            f"setting lora.target_modules: the model has no linear layer {', '.join(missing) or 'of no name'}"
+            f"setting lora.target_modules: the model has no linear layer {', '.join(names) or 'of no name'}"
+            f"{' outside experts; name its layers' if isinstance(asked, str) else ''}"
         )
     return found
+
+
+def _is_asked(module: str, asked: tuple[str, ...] | str) -> bool:
+    *path, last = module.split(".")
+    if isinstance(asked, str):
+        return last in LINEAR and not any("expert" in part for part in path)
+    return last in asked
 
 
 def adapter_shapes(targets: list[AdapterTarget], rank: int) -> dict[str, tuple[int, ...]]:

@@ -85,7 +85,7 @@ class SharedSlots:
     def __init__(
         self, config: RewardConfig, modules: Sequence[str], verifiers: Sequence[VerifierConfig | None]
     ) -> None:
-        """Start nothing yet. `verifiers` are the ones that wait, None for each other one."""
+        """Make two slots without processes. `verifiers` are the ones that wait, None for each other one."""
         self._shared, self._single = (
             WorkerSlot(config, modules, verifiers, is_concurrent=True) for _ in range(2)
         )

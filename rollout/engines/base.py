@@ -74,6 +74,9 @@ class EngineConfig:
     """sglang: the Python interpreter that has SGLang. Empty: the one of the rollout worker."""
     environment: dict[str, str] = field(default_factory=dict)
     """sglang: environment variables of its server, which override the rollout worker's."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """vllm, sglang: arguments of vLLM's AsyncEngineArgs, or of SGLang's server, passed as they are.
+    docs/engines.md lists the refused ones."""
     buffer_size_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     """megatron: KV cache, GiB. Fewer requests than `max_running` run at once if they do not fit. 0: as much
     as `max_running` requests need."""
@@ -145,6 +148,22 @@ class Completion:
     cached_tokens: int = 0
     """Tokens of the prompt whose KV was in the engine's prefix cache, so that it was not computed again; 0
     where there is no such cache."""
+
+    def stopped_at(self, count: int) -> "Completion":
+        """Return the first `count` tokens, which ended with a stop; T or more: the completion as it is."""
+        less = len(self.tokens) - count
+        if less <= 0:
+            return self
+        ends = [end for end, _ in self.spans]
+        last = next(row for row, end in enumerate(ends) if end >= count)
+        return Completion(
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            spans=(*self.spans[:last], (count, self.spans[last][1])),
+            finish_reason="stop",
+            experts=None if self.experts is None else self.experts[:-less],
+            cached_tokens=self.cached_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, Engine, Request, Sampling
+from rollout.off_loop import TOKEN, off_loop
 from rollout.sample import NOTHING_READ, EpisodeOver
 from rollout.sessions.record import SampleRecord
 
@@ -25,8 +27,13 @@ class ModelCalls:
         name: str,
         end_reason: Callable[[], str] = lambda: "",
         record: SampleRecord | None = None,
+        stopped_length: Callable[[tuple[int, ...]], int] | None = None,
     ) -> None:
-        """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it."""
+        """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it.
+
+        `stopped_length` is the renderer's, if there are strings that end a sample.
+        """
+        self._stopped_length = stopped_length
         self.record = record
         self.sampling = sampling
         self._engine, self._config = engine, config
@@ -78,6 +85,9 @@ class ModelCalls:
         if completion.finish_reason == "abort":
             text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
             raise self._failed(EngineError(text))
+        if self._stopped_length is not None:
+            found = partial(self._stopped_length, completion.tokens)
+            completion = completion.stopped_at(await off_loop(TOKEN * len(completion.tokens), found))
         if self.turns:
             self.later_prompts = self.later_prompts.plus(len(tokens), completion.cached_tokens)
         else:

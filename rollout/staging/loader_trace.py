@@ -94,6 +94,11 @@ class LoaderTrace:
             )
         return sources
 
+    @property
+    def unplaced(self) -> set[str]:
+        """Names of the checkpoint tensors of which this rank has no part."""
+        return self._shapes.keys() - self._copies.keys()
+
     def copies(self) -> Iterator[Copy]:
         """Yield the loader's copies, by checkpoint tensor in the order of loading."""
         for copies in self._copies.values():

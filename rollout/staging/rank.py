@@ -6,6 +6,7 @@ forward passes. Answers are sent to the engine's process (`ranks.py` is that sid
 
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -46,6 +47,16 @@ class RankStaging:
         """Guards the staging copy: no fetch writes into it while it is committed or released."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
         """Size of the live parameters that versions contain."""
+        self.unplaced = sorted(plan.unplaced)
+        """Tensors of the model of which this rank has no part."""
+
+    def divide(self, nowhere: Sequence[str]) -> None:
+        """Accept versions with the tensors that only other ranks have a place for.
+
+        Args:
+            nowhere: tensors of `unplaced` that no rank has a place for.
+        """
+        self._staging.elsewhere = frozenset(self.unplaced) - frozenset(nowhere)
 
     def stage(self, manifest: WeightManifest, deadline_s: float) -> str:
         """Begin to stage in the background; `status` reports the progress. Return why not, or ""."""
@@ -132,7 +143,7 @@ class RankStaging:
         Parts that it does not have count as zeros.
         """
         tensors = {}
-        complete = True
+        complete = not self._staging.elsewhere
         for name, tensor, is_complete in self._plan.gathered():
             tensors[name] = tensor
             complete = complete and is_complete

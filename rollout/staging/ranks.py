@@ -5,7 +5,7 @@ The ranks' side is `rank.py`.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -52,6 +52,16 @@ class AllRanksStaging:
         self._busy = False
         self._staged: Served | None = None
         """Version that all ranks hold, unless a call has changed that since."""
+
+    async def divide(self, unplaced: Sequence[Sequence[str]]) -> None:
+        """Tell each rank which tensors other ranks have a place for, once all have traced their loaders.
+
+        Args:
+            unplaced: for each rank, the tensors that it has no place for.
+        """
+        nowhere = set(unplaced[0]).intersection(*unplaced[1:])
+        if any(len(names) > len(nowhere) for names in unplaced):
+            await self._call("divide", sorted(nowhere))
 
     async def stage(self, manifest: WeightManifest) -> None:
         """Stage a version on all ranks, unless they hold exactly that version.

@@ -1,7 +1,7 @@
 """Fetches weight versions into a staging copy, which has the layout of the live parameters."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,6 +59,8 @@ class Staging:
         self._sources = sources
         self._architecture = architecture
         self._tied = tied
+        self.elsewhere: Set[str] = frozenset()
+        """Names of tensors that a version has for other ranks only, such as those of their experts."""
         self._staged: Served | None = None
         self._transport = ""
         """Transport of `_receiver`."""
@@ -99,7 +101,7 @@ class Staging:
                     f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, "
                     f"the engine's {name} is {source.dtype}{list(source.shape)}"
                 )
-        unknown = sorted(set(entries) - set(self._sources))
+        unknown = sorted(entries.keys() - self._sources.keys() - self.elsewhere)
         if unknown:
             hint = " (its embeddings are tied)" if self._tied else ""
             raise WeightError(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
+from protocol.device.digests import Digests
 from protocol.device.shared_layout import HELD, MASTERS, VERSION, matches_layout
 from protocol.device.shared_tensors import map_tensors
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.slices import Wanted
 from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
-from rollout.weights.verification import Deadline, Verification
+from rollout.weights.verification import Deadline, version_digest, wait_for_queue
 
 
 class SharedReceiver:
@@ -35,20 +36,23 @@ class SharedReceiver:
     ) -> Iterator[list[ReceivedSlice]]:
         deadline = Deadline(manifest, deadline_s)
         self.close()
-        found = map_tensors(Path(manifest.location))
+        sections = map_tensors(Path(manifest.location))
         try:
-            masters, held = found[MASTERS], found[HELD][VERSION]
+            masters, held = sections[MASTERS], sections[HELD][VERSION]
         except KeyError as error:
             raise WeightError(
                 f"{manifest.location} has no {error}: it does not describe a trainer's masters"
             ) from error
-        verification = Verification(manifest)
+        digests = Digests()
         for entry in manifest.tensors:
             deadline.remaining(f"reading {entry.name}")
             tensor = _in_dtype(entry, masters, manifest)
-            verification.add(entry, tensor)
+            digests.add(tensor)
             yield whole_tensor(entry, tensor)
-        self.digest = verification.finish(deadline)
+        digests.launch()
+        if any(master.is_cuda for master in masters.values()):
+            wait_for_queue(manifest, deadline, lambda: False)
+        self.digest = version_digest(manifest, digests.numbers())
         self._masters, self._held = masters, held
         self.masters(manifest)
 

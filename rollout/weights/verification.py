@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from protocol.device.digests import Digests, digests_of
+from protocol.device.digests import digests_of
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest
@@ -77,68 +77,6 @@ def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:
     compare(entry, digests_of([tensor])[0])
 
 
-class Verification:
-    """Compares the tensors of a version with their digests: host tensors at once, GPU tensors at the end.
-
-    For a provisional manifest it computes the digests in the same way.
-    """
-
-    def __init__(self, manifest: WeightManifest) -> None:
-        self._manifest = manifest
-        self._computed: dict[str, int] | None = {} if is_provisional(manifest) else None
-        """Name -> digest, for a provisional manifest."""
-        self._on_gpu: list[TensorEntry] = []
-        """Entries of GPU tensors, which are compared at the end."""
-        self._digests = Digests()
-        """Digests of `_on_gpu`."""
-
-    def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Add a tensor; one on a GPU is referenced, and must not be overwritten before `finish`.
-
-        Raises:
-            WeightError: its bytes do not match its digest; names the tensor.
-        """
-        if tensor.is_cuda:
-            self._on_gpu.append(entry)
-            self._digests.add(tensor)
-        else:
-            self._record(entry, digests_of([tensor])[0])
-
-    def finish(self, deadline: Deadline, disconnected: Callable[[], bool] = lambda: False) -> int:
-        """Wait for the work queued on the current stream, compare the GPU tensors, and return the digest.
-
-        Args:
-            deadline: of the version.
-            disconnected: returns whether the sender has disconnected, so that the queued work may never end.
-
-        Returns:
-            The digest of the version.
-
-        Raises:
-            WeightError: a tensor's bytes do not match its digest, or have not been received.
-        """
-        if self._on_gpu:
-            self._compare_on_gpu(deadline, disconnected)
-        else:
-            refuse_if(disconnected, self._manifest)
-        if self._computed is None:
-            return self._manifest.digest
-        digests = [self._computed[entry.name] for entry in self._manifest.tensors]
-        return manifest_digest(with_digests(self._manifest, digests).tensors)
-
-    def _compare_on_gpu(self, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
-        self._digests.launch()
-        wait_for_queue(self._manifest, deadline, disconnected)
-        for entry, found in zip(self._on_gpu, self._digests.numbers(), strict=True):
-            self._record(entry, found)
-
-    def _record(self, entry: TensorEntry, found: int) -> None:
-        if self._computed is None:
-            compare(entry, found)
-        else:
-            self._computed[entry.name] = found
-
-
 def wait_for_queue(manifest: WeightManifest, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
     """Wait for the work queued on the current stream of a GPU.
 
@@ -166,3 +104,18 @@ def compare(entry: TensorEntry, found: int) -> None:
         raise WeightError(
             f"tensor {entry.name}: digest {found:016x} of the received bytes, expected {entry.digest:016x}"
         )
+
+
+def version_digest(manifest: WeightManifest, digests: Sequence[int]) -> int:
+    """Return the digest of a version from its received tensors' digests, in the manifest's order.
+
+    A provisional manifest has no digests to compare with.
+
+    Raises:
+        WeightError: a digest differs from its entry's; names the tensor.
+    """
+    if is_provisional(manifest):
+        return manifest_digest(with_digests(manifest, digests).tensors)
+    for entry, found in zip(manifest.tensors, digests, strict=True):
+        compare(entry, found)
+    return manifest.digest

@@ -129,7 +129,7 @@ class BestCheckpoint:
         if not lora.rank:
             write_hf(iter(snapshot.items()), target, source)
             return
-        published = dataclasses.replace(lora, alpha=float(lora.rank))  # B is published scaled
+        published = dataclasses.replace(lora, alpha=float(lora.rank), use_rslora=False)  # B is scaled
         save_adapter(snapshot.items(), target.with_name(f"adapter_{target.name}"), published, source)
         base = dict(_tensors(source))
         for item in adapter_targets({name: tuple(tensor.shape) for name, tensor in base.items()}, lora):

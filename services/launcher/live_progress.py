@@ -16,12 +16,13 @@ from rich.live import Live
 from rich.text import Text
 
 from protocol.errors import TetherError
-from services.launcher.live_view import RATE_STEPS, RunView, render_view
+from services.launcher.live_view import RunView, render_view
 from services.ledger.interface import Ledger
 from services.observability.printable import printable
 from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
 from services.observability.status import collect_status
 from services.run_record.progress import Progress, expected_processes
+from services.run_record.steps import RATE_STEPS
 
 REDRAW_S = 0.25
 ASK_S = 1.0

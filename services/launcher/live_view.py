@@ -9,15 +9,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.observability.durations import rate_text, seconds_text
 from services.observability.printable import printable
 from services.observability.service_rows import MISSING, STARTS, WAITS, WORKS, ServiceRow
-from services.run_record.progress import number, seconds_text, token_rate
+from services.run_record.progress import number, token_rate
+from services.run_record.steps import step_seconds
 
 SHOWN_STEPS = 6
 """Steps in the table, the newest ones."""
 SHOWN_SERVICES = 16
-RATE_STEPS = 20
-"""Steps that the rate and the remaining time are computed from."""
 STYLES = {WORKS: "green", WAITS: "yellow", STARTS: "cyan", MISSING: "red"}
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("reward", "reward_mean", ".3f"),
@@ -55,18 +55,6 @@ class RunView:
     """Present problems, one line each."""
 
 
-def step_seconds(lines: Sequence[Mapping[str, Any]], since_s: float = 0.0) -> float | None:
-    """Return the mean seconds from one step to the next; None before there are two.
-
-    `since_s`, the seconds since the last one, counts once they are longer than that.
-    """
-    times = [line["time"] for line in lines[-RATE_STEPS:] if isinstance(line.get("time"), (int, float))]
-    if len(times) < 2 or times[-1] <= times[0]:
-        return None
-    span, count = float(times[-1] - times[0]), len(times) - 1
-    return max(span / count, (span + since_s) / (count + 1))
-
-
 def render_view(view: RunView) -> RenderableType:
     """Return the view as lines and tables, about 20 lines high."""
     parts: list[RenderableType] = [_headline(view), _bar(view), _services(view.services)]
@@ -87,8 +75,7 @@ def _bar(view: RunView) -> Table:
     each = step_seconds(view.lines, view.since_step_s)
     text = f"{view.version}/{view.steps}"
     if each is not None and view.state == "running":
-        rate = f"{each:.1f} s a step" if each >= 1 else f"{1 / each:.1f} steps/s"
-        text += f"  {rate}  ETA {seconds_text(each * (view.steps - view.version))}"
+        text += f"  {rate_text(each, view.steps - view.version)}"
     rate_now = token_rate(view.lines[-1]) if view.lines else None
     text += f"  {rate_now:.0f} tokens/s" if rate_now is not None else ""
     table = Table.grid(padding=(0, 1))

@@ -26,6 +26,7 @@ from services.ledger.event_log.archiver import Archiver
 from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
+from services.preflight.machine import check_directory
 from services.preflight.memory import describe_memory
 from services.preflight.model import read_model
 from services.prepare import prepare
@@ -82,6 +83,7 @@ async def run_up(settings: Settings, progress: Progress, compose: Callable[[], S
         TetherError: a service died too often, or the run halted; no process is left running.
     """
     run_dir = settings.run_dir
+    check_directory(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
         original = await asyncio.to_thread(settings_of_fetched, settings, compose)

@@ -1,6 +1,6 @@
 """Defines the protocol of every ledger, its arguments and results, and the limits of a run.
 
-The ledger on Redis (`redis/ledger.py`) and the oracle in memory (`memory/ledger.py`) pass one contract suite.
+The ledger on Redis (`redis/ledger.py`) and the tests' oracle in memory pass one contract suite.
 
 A method either takes effect completely or raises `Refused` without an effect. Repeating it after a lost reply
 is harmless: the second call returns the first one's result.

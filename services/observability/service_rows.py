@@ -71,8 +71,12 @@ class ServiceRow:
 
     def sentence(self) -> str:
         """Return the row as text: "trainer: step 3, 120 s so far"."""
+        return f"{self.name}: {self.phrase()}"
+
+    def phrase(self) -> str:
+        """Return the activity as text: "step 3, 120 s so far"."""
         since = f", {self.seconds:.0f} s so far" if self.seconds is not None and self.seconds >= 1 else ""
-        return f"{self.name}: {self.text}{since}"
+        return f"{self.text}{since}"
 
 
 def service_rows(

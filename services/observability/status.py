@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.ledger.interface import Ledger, LedgerStatus, Peer
+from services.observability.durations import rate_text
+from services.observability.service_rows import describe_process
 
 OCCUPANCY = ("running", "kv_use")
 """How full an engine is, as its worker says: requests, and share of the KV cache; null: not known."""
@@ -72,6 +74,7 @@ def _process(peer: Peer) -> dict[str, Any]:
         "page": peer.info.get("page"),
         "waits": peer.info.get("waits", {}),
         "work": peer.info.get("work", {}),
+        "activity": describe_process("", peer).phrase(),
     }
 
 
@@ -110,6 +113,19 @@ def _occupancy(engine: dict[str, Any]) -> str:
     )
 
 
+def _pace(status: Mapping[str, Any]) -> str:
+    """Return reward and speed as the live view shows them, and the time that is left."""
+    step, each = status["last_step"], status.get("seconds_per_step")
+    reward, tokens, seconds = (step.get(name) for name in ("reward_mean", "trained_tokens", "step_s"))
+    left = status["steps"] - status["version"]
+    parts = [
+        f"reward {reward:.3f}" if reward is not None else "",
+        f"{tokens / seconds:.0f} tokens/s" if tokens is not None and seconds else "",
+        rate_text(each, left) if each is not None and status["run_state"] == "running" else "",
+    ]
+    return "  ".join(filter(None, parts))
+
+
 def _staleness(step: Mapping[str, Any]) -> str:
     """Return how stale the tokens of a step were; a dash where it was not measured."""
     lag, most, share = (
@@ -143,7 +159,7 @@ def render_status(status: Mapping[str, Any]) -> str:
             "as soon as rule F holds with it"
         )
     if status.get("last_step"):
-        lines.append(_staleness(status["last_step"]))
+        lines += [_pace(status), _staleness(status["last_step"])]
     lines += warnings_of(status)
     if status["dropped_by_reason"]:
         lines.append(f"dropped: {drops(status)}")
@@ -152,13 +168,9 @@ def render_status(status: Mapping[str, Any]) -> str:
         for item in status["engines"]
     ]
     for item in status["processes"]:
-        waits = ", ".join(
-            f"{what} {seconds:.0f} s" for what, seconds in item["waits"].items() if seconds >= 1
-        )
         lines.append(
             f"{item['name']:<12} pid {item['pid']} on {item['host']}"
             + (f", {item['page']}" if item["page"] else "")
-            + "".join(f", {what} for {seconds:.0f} s" for what, (_, seconds) in item["work"].items())
-            + (f", waits for {waits}" if waits else "")
+            + f", {item['activity']}"
         )
     return "\n".join(lines)

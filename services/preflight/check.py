@@ -1,5 +1,7 @@
 """Checks everything of a run that can be checked before anything starts, and describes what would start."""
 
+import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,20 +11,32 @@ from rollout.prompts.base import PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from services.preflight.critic import critic_problems
-from services.preflight.data import first_prompts, rendering_problems, stream_problems, verifier_problems
+from services.preflight.data import (
+    first_prompts,
+    rendered_prompt,
+    rendering_problems,
+    stream_problems,
+    verifier_problems,
+)
 from services.preflight.endpoints import local_problems
+from services.preflight.engines import engine_problems
+from services.preflight.machine import attention_problems
 from services.preflight.memory import describe_memory, host_memory_problems
-from services.preflight.model import ModelFacts, model_problems, read_model
+from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
 from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem
 from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems, length_problems
 from services.runtime.user_modules import add_user_modules
+from services.settings.automatic import visible_gpus
 from services.settings.evaluation import read_sets
 from services.settings.sections import Settings
 from services.settings.tracking import missing_libraries
 from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.remote import RemoteDirectory
+
+SHOWN = 1000
+"""Characters of the first prompt that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +85,17 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
+        problems += engine_problems(settings, model)
+        problems += adapter_problems(settings, model)
         problems += critic_problems(settings, model)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
     problems += _error_of_remote(settings)
     if local:
         problems += local_problems(settings)
-        problems += host_memory_problems(settings, model) if model else ()
+        if model:
+            problems += host_memory_problems(settings, model)
+            problems += attention_problems(settings, model, visible_gpus(os.environ))
     return Findings(tuple(_each_once(problems)), model, source)
 
 
@@ -100,6 +118,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     return [
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{made}",
         f"prompts  {mixed or prompts.source}: {stream}; {prompts.held_out:,} held out",
+        f"first    {_first_prompt(settings, model, source)}",
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
@@ -118,6 +137,13 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         ),
         *describe_memory(settings, model),
     ]
+
+
+def _first_prompt(settings: Settings, model: ModelFacts, source: PromptSource) -> str:
+    """Return the beginning of the first prompt as the model will read it, quoted."""
+    text = rendered_prompt(settings, model, source.at(0))
+    more = f" and {len(text) - SHOWN:,} more characters" if len(text) > SHOWN else ""
+    return json.dumps(text[:SHOWN], ensure_ascii=not text.isprintable()) + more
 
 
 def _on(gpus: str) -> str:

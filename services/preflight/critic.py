@@ -1,15 +1,17 @@
 """Finds settings that a critic's model rules out. It reads files and builds no model."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from protocol.errors import SettingsError
 from services.preflight.model import ModelFacts
 from services.preflight.problem import Problem
 from services.settings.hub import fetch_critic
 from services.settings.sections import Settings
+from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of, as_critic
 from trainer.megatron.families.stages import export_plan
@@ -17,6 +19,27 @@ from trainer.megatron.layout import Layout
 
 SETTING = "critic.path"
 TOKENIZER = "tokenizer.json"
+
+
+class AddedToken(msgspec.Struct):
+    """Token of a tokenizer.json outside its model."""
+
+    content: str
+    id: int
+
+
+class TokenizerModel(msgspec.Struct):
+    """Model of a tokenizer.json, as far as it is read."""
+
+    vocab: dict[str, int]
+    """Token -> its number."""
+
+
+class Tokenizer(msgspec.Struct):
+    """Content of a tokenizer.json, as far as it is read."""
+
+    model: TokenizerModel
+    added_tokens: tuple[AddedToken, ...] = ()
 
 
 def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
@@ -51,12 +74,7 @@ def critic_config(settings: Settings, model: ModelFacts) -> dict[str, Any]:
     """
     if not settings.critic.path:
         return dict(model.config)
-    path = settings.critic_dir / "config.json"
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"setting {SETTING}: {path}: {error}") from None
-    return found
+    return read_config(settings.critic_dir)
 
 
 def critic_architecture(settings: Settings, model: ModelFacts) -> Architecture:
@@ -91,12 +109,10 @@ def _token_problems(settings: Settings, model: ModelFacts, config: dict[str, Any
 def _tokens(directory: Path) -> dict[str, int]:
     """Return the number of each token of a tokenizer; empty if there is no file that says so."""
     try:
-        found = json.loads((directory / TOKENIZER).read_text())
-        tokens = dict(found["model"]["vocab"])
-        tokens |= {token["content"]: token["id"] for token in found.get("added_tokens", ())}
-    except (OSError, ValueError, KeyError, TypeError):
+        found = msgspec.json.decode((directory / TOKENIZER).read_bytes(), type=Tokenizer)
+    except (OSError, msgspec.MsgspecError):
         return {}
-    return {str(token): int(number) for token, number in tokens.items()}
+    return found.model.vocab | {token.content: token.id for token in found.added_tokens}
 
 
 def _named(settings: Settings) -> tuple[str, object]:

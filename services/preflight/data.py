@@ -39,16 +39,11 @@ def stream_problems(settings: Settings, source: PromptSource) -> Iterator[Proble
 
 def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prompt]) -> Iterator[Problem]:
     """Yield problems with the tokenizer: stop tokens, and prompts that are too long or unrenderable."""
-    with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:
-        place = model.place
-        if not model.is_made and settings.model.scratch is not None:
-            place = Path(directory)
-            write_tokenizer(settings.model.scratch, place)
-        try:
-            renderer = Renderer(place, settings.rendering)
-        except SettingsError as error:
-            yield Problem(str(error))
-            return
+    try:
+        renderer = _renderer(settings, model)
+    except SettingsError as error:
+        yield Problem(str(error))
+        return
     outside = [token for token in renderer.stop_token_ids if model.vocabulary and token >= model.vocabulary]
     if outside:
         yield Problem(
@@ -59,7 +54,16 @@ def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prom
     too_long = 0
     for prompt in prompts:
         try:
-            renderer.prompt_tokens(prompt)
+            tokens = renderer.prompt_tokens(prompt)
+            if settings.render.tokenizer and model.vocabulary and max(tokens) >= model.vocabulary:
+                yield Problem(
+                    f"token {max(tokens)} of prompt {prompt.index} is outside the model's vocabulary of "
+                    f"{model.vocabulary} tokens",
+                    "give the tokenizer that the model was trained with",
+                    "render.tokenizer",
+                    settings.render.tokenizer,
+                )
+                return
         except PromptTooLong as error:
             too_long += 1
             if too_long == len(prompts):
@@ -70,6 +74,26 @@ def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prom
         except SettingsError as error:
             yield Problem(str(error))
             return
+
+
+def rendered_prompt(settings: Settings, model: ModelFacts, prompt: Prompt) -> str:
+    """Return a prompt as the model will read it, special tokens included.
+
+    Raises:
+        SettingsError: it cannot be rendered.
+    """
+    renderer = _renderer(settings, model)
+    return "".join(map(renderer.piece, renderer.prompt_tokens(prompt)))
+
+
+def _renderer(settings: Settings, model: ModelFacts) -> Renderer:
+    """Load the renderer of a run, whose random model may not be made yet."""
+    with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:
+        place = model.place
+        if not model.is_made and settings.model.scratch is not None:
+            place = Path(directory)
+            write_tokenizer(settings.model.scratch, place)
+        return Renderer(place, settings.rendering)
 
 
 def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Problem]:

@@ -1,7 +1,10 @@
 """Finds what this machine does not allow: keys of the bus, ports, libraries; and asks the ledger's server."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,19 +15,27 @@ from protocol.topics import TOPICS
 from services.bus.config import BusConfig, bind_address
 from services.bus.curve import ClientKeys
 from services.ledger.redis.ledger import RedisLedger
+from services.preflight.machine import device_problems, directory_problems
+from services.preflight.model import engines_of
 from services.preflight.problem import Problem
 from services.runtime.run_ledger import ledger_url
+from services.settings.automatic import visible_gpus
 from services.settings.sections import Settings
 
 LEDGER_S = 3.0
 """Limit for the answer of the ledger's server."""
+FIND_S = 60.0
+"""Limit for a Python to say whether it has SGLang."""
 LIBRARIES = {"megatron": "megatron.core", "vllm": "vllm"}
 """Backend or engine -> the library that this interpreter needs for it."""
 
 
 def local_problems(settings: Settings) -> Iterator[Problem]:
     """Yield problems that keep services from starting on this machine; ports are bound for a moment."""
+    yield from directory_problems(settings.run_dir)
+    yield from device_problems(settings, visible_gpus(os.environ))
     yield from _library_problems(settings)
+    yield from _sglang_problems(settings)
     yield from _key_problems(settings.bus)
     yield from _port_problems(settings)
 
@@ -60,6 +71,25 @@ def _library_problems(settings: Settings) -> Iterator[Problem]:
                     setting,
                     name,
                 )
+
+
+def _sglang_problems(settings: Settings) -> Iterator[Problem]:
+    """Ask each interpreter that is to start SGLang whether it has it; nothing is imported."""
+    engines = (engine for engine in engines_of(settings) if engine.name == "sglang")
+    for python in dict.fromkeys(engine.python or sys.executable for engine in engines):
+        command = [python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"]
+        try:
+            has_it = not subprocess.run(command, timeout=FIND_S, check=False).returncode
+            said = f"{python} has no SGLang"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            has_it, said = False, f"{python} cannot be started: {error}"
+        if not has_it:
+            yield Problem(
+                said,
+                "install it there, or set engine.python to the Python that has it",
+                "engine.name",
+                "sglang",
+            )
 
 
 def _is_installed(library: str) -> bool:

@@ -4,21 +4,26 @@ It reads files and builds no model.
 """
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError, SettingsError
+from protocol.weights.lora import adapter_targets
+from protocol.weights.peft import check_peft
+from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem
+from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
+from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of
@@ -72,21 +77,29 @@ def read_facts(place: Path) -> ModelFacts:
     Raises:
         SettingsError: its files cannot be read.
     """
-    path = place / "config.json"
-    try:
-        facts = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: {error}") from None
-    if not isinstance(facts, dict):
-        raise SettingsError(f"{path} is not a JSON object")
-    return ModelFacts(place, facts, count_parameters(place), is_made=True)
+    return ModelFacts(place, read_config(place), count_parameters(place), is_made=True)
 
 
 def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     """Yield what trainer or engines cannot do with the model."""
     yield from _trainer_problems(settings, model)
-    for engine in _engines(settings):
+    for engine in engines_of(settings):
         yield from _engine_problems(settings, engine, model)
+
+
+def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    """Yield reasons why the model cannot have the adapters of `[lora]`, or begin with the one in its path."""
+    lora = settings.lora
+    if lora.path and not lora.rank:
+        cause, remedy = "it is the adapter that training starts from, and lora.rank is 0", "set lora.rank"
+        yield Problem(cause, remedy, "lora.path", lora.path)
+    shapes = tensor_shapes(model.place) if lora.rank and model.is_made else {}
+    if not shapes:  # made at the start, or refused without weights
+        return
+    try:
+        check_peft(adapter_targets(shapes, lora), lora)
+    except SettingsError as error:
+        yield Problem(str(error))
 
 
 def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:
@@ -105,8 +118,6 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
             export_plan(architecture, Layout.of(parallel, architecture.layers))
         except SettingsError as error:
             yield Problem(f"section [parallel] with {model.place}: {error}", "", setting, str(model.place))
-        except (KeyError, TypeError, ValueError) as error:
-            yield Problem(f"{model.place / 'config.json'} lacks what a model needs: {error!r}")
     if not any(model.place.glob("*.safetensors")):
         yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
 
@@ -135,9 +146,6 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
         architecture = architecture_of(dict(model.config), model.place / "config.json")
     except SettingsError as error:
         yield Problem(str(error), "choose another model, or another one", setting, "megatron")
-        return
-    except (KeyError, TypeError, ValueError) as error:
-        yield Problem(f"{model.place / 'config.json'} lacks what a model needs: {error!r}")
         return
     if architecture.heads % tp:
         yield Problem(
@@ -179,7 +187,7 @@ def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator
 def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
     """Compare the context with the one up to which engines and trainer rotate alike."""
     originals = [rope.original_max_position_embeddings for rope in architecture.ropes if rope.long_factor]
-    longest = max(engine.max_model_len for engine in _engines(settings))
+    longest = max(engine.max_model_len for engine in engines_of(settings))
     if originals and longest > min(originals):
         yield Problem(
             f"longrope rotates otherwise beyond {min(originals)} tokens: an engine decides it by this limit, "
@@ -193,6 +201,10 @@ def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterat
 def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
     if engine.name == "scripted":
         return
+    try:
+        check_known(engine, "engine.arguments")
+    except SettingsError as error:
+        yield Problem(str(error))
     try:
         check_fits(engine, dict(model.config), model.place)
         if model.is_made:
@@ -208,9 +220,11 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
         yield from _windows_in_vllm(model)
 
 
-def _engines(settings: Settings) -> list[EngineConfig]:
+def engines_of(settings: Settings) -> list[EngineConfig]:
+    """Return the settings of each kind of engine that generates for the run."""
     pool = settings.services.pool
-    return [dataclasses.replace(settings.engine, **entry.engine) for entry in pool] or [settings.engine]
+    engines = [dataclasses.replace(settings.engine, **entry.engine) for entry in pool] or [settings.engine]
+    return [*engines, eval_engine(settings)] if settings.eval.every else engines
 
 
 def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Iterator[Problem]:
@@ -285,17 +299,24 @@ def count_parameters(directory: Path) -> int | None:
     Raises:
         SettingsError: a file cannot be read.
     """
+    shapes = tensor_shapes(directory)
+    return sum(prod(shape) for shape in shapes.values()) if shapes else None
+
+
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors in a directory's safetensors.
+
+    Raises:
+        SettingsError: a file cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
-    total, files = 0, sorted(directory.glob("*.safetensors"))
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        for path in files:
+        for path in sorted(directory.glob("*.safetensors")):
             with safe_open(str(path), framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                    size = 1
-                    for length in file.get_slice(name).get_shape():
-                        size *= length
-                    total += size
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
         raise SettingsError(f"{directory}: {error}") from None
-    return total if files else None
+    return shapes

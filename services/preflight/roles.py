@@ -7,7 +7,7 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
 from rollout.environments.registry import ON_DATA as DATA_ENVIRONMENT
-from rollout.render import vocabulary_of
+from rollout.tokenizer_files import vocabulary_of
 from services.preflight.model import ModelFacts, frozen_problems, read_facts
 from services.preflight.problem import Problem
 from services.settings.hub import ROLES, fetch_frozen
@@ -144,8 +144,8 @@ def _other_vocabulary(
 
 
 def _own_vocabulary(settings: Settings, model: ModelFacts) -> Mapping[str, int]:
-    if model.is_made or settings.model.scratch is None:
-        return vocabulary_of(model.place)
+    if settings.render.tokenizer or model.is_made or settings.model.scratch is None:
+        return vocabulary_of(Path(settings.render.tokenizer or model.place))
     with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:
         write_tokenizer(settings.model.scratch, Path(directory))
         return vocabulary_of(Path(directory))

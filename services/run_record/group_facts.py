@@ -39,7 +39,7 @@ def describe_group(
         `versions`, `lags`, `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
         them, `shared` tokens of the branch `parent` that it follows behind the prompt), `rows` (texts of all
         its tokens, branch by branch, where `text` is its last answer alone; else, or if they are not known,
-        empty) and `turns` (if they were scored, see `describe_turns`).
+        empty) and `turns` (of a group with several in a sample, see `describe_turns`).
     """
     return {
         "group": message.rollout.group,
@@ -62,35 +62,38 @@ def group_overview(message: ScoredRollout, step: int) -> dict[str, Any]:
 
 
 def describe_turns(message: ScoredRollout, max_text: int) -> dict[int, list[dict[str, Any]]]:
-    """Return sample -> its turns, as JSON types; none if they were not scored.
+    """Return sample -> its turns, as JSON types; none if every sample is one turn.
 
     Args:
         message: the group.
         max_text: characters given of a turn.
 
     Returns:
-        For each sample its turns, each with `reward`, `components` (verifier -> score), `tokens`, `text` (if
-        the record has it) and `is_cut`.
+        For each sample its turns, each with `reward` and `components` (verifier -> score) if turns were
+        scored, `tokens`, `text` and `context` (what was inserted before it; both if the record has them) and
+        `is_cut`.
 
     Raises:
         ProtocolError: turns contradict the rollout.
     """
     turns, rollout = turns_of(message.rollout), message.rollout
-    if turns is None or message.turn_rewards is None:
+    if turns is None:
         return {}
-    rewards = message.turn_rewards.numpy()
-    components = _components(rollout.group, message.turn_components, len(rewards))
+    rewards = None if message.turn_rewards is None else message.turn_rewards.numpy()
+    components = _components(rollout.group, message.turn_components, sum(map(len, turns)))
     turns_by_sample: dict[int, list[dict[str, Any]]] = {}
     number = 0
     for sample, sample_turns in enumerate(turns):
         for turn in sample_turns:
             text = rollout.turn_texts[number] if rollout.turn_texts else ""
+            context = rollout.turn_contexts[number] if rollout.turn_contexts else ""
             turns_by_sample.setdefault(sample, []).append(
                 {
-                    "reward": _number(rewards[number]),
+                    "reward": None if rewards is None else _number(rewards[number]),
                     "components": {name: _number(values[number]) for name, values in components.items()},
                     "tokens": turn.end - turn.first,
                     "text": text[:max_text],
+                    "context": context[:max_text],
                     "is_cut": len(text) > max_text,
                 }
             )

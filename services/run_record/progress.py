@@ -202,14 +202,6 @@ def _is_shown(row: ServiceRow) -> bool:
     return row.state in (STARTS, MISSING) or (row.seconds or 0) >= 1
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a duration for people: 5 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
-        if seconds >= size:
-            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
-    return f"{seconds:.0f} s"
-
-
 def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
     """Return the line that is printed of a step; a number that was not measured is a dash."""
     rate = token_rate(line)

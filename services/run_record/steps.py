@@ -7,7 +7,8 @@ field of `StepReport` needs no change.
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ FILE = "metrics.jsonl"
 TAIL_BYTES = 1 << 20
 MAX_STEP = 1 << 53
 """Steps from here on are not exact numbers in a browser; lines with them are skipped."""
-STALENESS = ("version", "lag_mean", "lag_max", "masked_share")
+STALENESS = ("version", "lag_mean", "lag_max", "masked_share", "reward_mean", "trained_tokens", "step_s")
 """Fields of the last step's line that `step_facts` returns."""
 PLACING = frozenset({"version", "step"})
 """Fields that place a point on the x axis."""
@@ -32,10 +33,18 @@ LARGEST = frozenset({"lag_max", "logprob_error_max", "pause_ms", "token_mult_pro
 """A point keeps the largest value of these fields, and of every field whose name ends with `_max`."""
 LATEST = frozenset({"time"})
 """A point keeps the last value of these fields."""
-MAX_SERIES = 64
+RATE_STEPS = 20
+"""Steps that the rate and the remaining time are computed from."""
+MAX_SERIES = 128
 """Names that are kept; further ones are ignored, so that a foreign file cannot fill the memory."""
 MAX_LAGS = 64
 """Largest lag that is counted for itself; larger ones count as this one."""
+BY_NAME: Mapping[str, str] = {
+    "dropped_by_reason": "dropped_for_",
+    "reward_by_source": "reward_of_",
+    "score_by_verifier": "score_by_",
+}
+"""Field with a table of numbers -> beginning of the names that its entries have as numbers of a line."""
 _DECODER = msgspec.json.Decoder()
 
 
@@ -110,16 +119,30 @@ def step_facts(run_dir: Path) -> dict[str, Any]:
     """Return what metrics.jsonl adds to `collect_status`, as JSON types.
 
     Returns:
-        `skipped_steps`, `skipped_groups`, and `last_step`: how stale the tokens of the last step were, or
-        None before there is a step.
+        `skipped_steps`, `skipped_groups`, and `last_step`: reward, rate and staleness of the last step, or
+        None before there is a step, and `seconds_per_step`, the time since the last one included once it is
+        longer; None before there are two.
     """
     lines = read_steps(run_dir / FILE)
     skipped = count_skipped(lines)
     return {
         "skipped_steps": skipped.steps,
         "skipped_groups": skipped.groups,
+        "seconds_per_step": step_seconds(lines, time.time() - lines[-1].get("time", 0.0)) if lines else None,
         "last_step": {name: lines[-1].get(name) for name in STALENESS} if lines else None,
     }
+
+
+def step_seconds(lines: Sequence[Mapping[str, Any]], since_s: float = 0.0) -> float | None:
+    """Return the mean seconds from one step to the next; None before there are two.
+
+    `since_s`, the seconds since the last one, counts once they are longer than that.
+    """
+    times = [line["time"] for line in lines[-RATE_STEPS:] if isinstance(line.get("time"), (int, float))]
+    if len(times) < 2 or times[-1] <= times[0]:
+        return None
+    span, count = float(times[-1] - times[0]), len(times) - 1
+    return max(span / count, (span + since_s) / (count + 1))
 
 
 def epoch_starts(path: Path) -> dict[str, int]:
@@ -136,11 +159,15 @@ def epoch_starts(path: Path) -> dict[str, int]:
 def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the names and values of a step's line that can be drawn: finite numbers, no flags, no nulls.
 
-    Drops by reason become a field each, `dropped_for_REASON`.
+    Entries of the tables in `BY_NAME` become a field each, such as `dropped_for_REASON`.
     """
-    reasons = line.get("dropped_by_reason")
-    drops = {f"dropped_for_{reason}": n for reason, n in reasons.items()} if isinstance(reasons, dict) else {}
-    for name, value in {**line, **drops}.items():
+    parts = {
+        f"{prefix}{key}": value
+        for table, prefix in BY_NAME.items()
+        if isinstance(found := line.get(table), dict)
+        for key, value in found.items()
+    }
+    for name, value in {**line, **parts}.items():
         kind = type(value)
         if (kind is float or kind is int) and name not in PLACING and -1e100 < value < 1e100:
             yield name, value

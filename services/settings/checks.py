@@ -157,6 +157,7 @@ def _check_memory(settings: Settings) -> None:
         "optimizer.cpu_offload": "true" if optimizer.cpu_offload else "",
         "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
         "trainer.dtype": trainer.dtype if trainer.dtype == "float16" else "",
+        "trainer.attention_backend": "" if trainer.attention_backend == "auto" else trainer.attention_backend,
     }
     for setting, value in requests.items():
         if value and trainer.backend != "megatron":
@@ -266,11 +267,12 @@ def _check_model(settings: Settings) -> None:
 
 def _check_adapters_and_sleep(settings: Settings) -> None:
     engine = settings.engine.name
-    if settings.lora.rank and engine not in ENGINES.having("serves_adapters"):
-        raise SettingsError(
-            f"setting lora.rank: engine {engine!r} does not serve adapters; "
-            f"use {' or '.join(ENGINES.having('serves_adapters'))}"
-        )
+    for name in _engine_names(settings) if settings.lora.rank else ():
+        if name not in ENGINES.having("serves_adapters"):
+            raise SettingsError(
+                f"setting lora.rank: engine {name!r} does not serve adapters; "
+                f"use {' or '.join(ENGINES.having('serves_adapters'))}"
+            )
     if settings.colocated.enabled and engine not in ENGINES.having("can_sleep"):
         raise SettingsError(
             f"setting colocated.enabled: engine {engine!r} cannot sleep; "
@@ -281,6 +283,12 @@ def _check_adapters_and_sleep(settings: Settings) -> None:
             "settings colocated.enabled and services.pool exclude each other: "
             "engines that share a GPU are of one kind"
         )
+
+
+def _engine_names(settings: Settings) -> list[str]:
+    """Return the names of the engines that the run starts: the pool's, or `[engine]`'s."""
+    name = settings.engine.name
+    return [str(entry.engine.get("name", name)) for entry in settings.services.pool] or [name]
 
 
 def _check_routing_replay(settings: Settings) -> None:
@@ -298,9 +306,8 @@ def _check_routing_replay(settings: Settings) -> None:
             f"setting {setting}: environment {settings.environment.name!r} does not record experts yet"
             + remedy
         )
-    names = [engine.name, *(str(entry.engine.get("name", engine.name)) for entry in settings.services.pool)]
     recording = ENGINES.having("records_experts")
-    for name in names:
+    for name in _engine_names(settings):
         if name not in recording:
             raise SettingsError(
                 f"setting {setting}: engine {name!r} does not record which experts it chose; "

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from protocol.errors import SettingsError
 from protocol.ranges import check_ranges
+from rollout.engines.arguments import check_arguments
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
 from services.settings.sources import describe_problem, to_toml
@@ -40,11 +41,12 @@ class PoolEntry:
 
 
 def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
-    """Check the engine settings of every entry as `[engine]` is checked.
+    """Check the arguments of `[engine]`, and the engine settings of every entry as `[engine]` is checked.
 
     Raises:
         SettingsError: names the entry's setting.
     """
+    check_arguments(base, "engine.arguments")
     for number, entry in enumerate(pool):
         engine_with(base, entry.engine, f"services.pool.{number}.engine")
 
@@ -64,6 +66,8 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
     check_ranges(engine, prefix)
     if "name" in changes:  # `[engine]`'s name is checked there
         ENGINES.find(engine.name, f"setting {prefix}.name:")
+    if changes.keys() & {"name", "arguments"}:  # else they are `[engine]`'s, which are checked there
+        check_arguments(engine, f"{prefix}.arguments")
     if engine.dtype != base.dtype:
         raise SettingsError(
             f"setting {prefix}.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"

@@ -51,6 +51,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
         f"prompts.{name}": (ResumeRule.FREE, "the prompts themselves count: others are refused")
         for name in sorted(NOT_IN_FINGERPRINT)
     },
+    "render.tokenizer": (ResumeRule.FIXED, "prompts, samples and exports of the run are of its tokens"),
     "sampling.temperature": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_p": (ResumeRule.DRAINED, _DRAWN),
     "sampling.top_k": (ResumeRule.DRAINED, _DRAWN),
@@ -63,6 +64,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.dtype": (ResumeRule.REPEATED, "a checkpoint holds masters, of which parameters are made"),
     "trainer.seed": (ResumeRule.FIXED, "the state of the random numbers is in the checkpoint"),
     "trainer.device": (ResumeRule.REPEATED, _STEP),
+    "trainer.attention_backend": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_tokens": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_size": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_granularity": (ResumeRule.REPEATED, _STEP),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from protocol.errors import SettingsError
 from services.preflight.check import check_run, describe_run
 from services.preflight.endpoints import ledger_problems
+from services.preflight.machine import check_directory
 from services.settings.checks import settings_errors
 from services.settings.hub import pin_names
 from services.settings.load import WrongSettings, compose_settings
@@ -33,6 +34,7 @@ def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
     if wrong:
         return CheckedRun(wrong, [])
     try:
+        check_directory(settings.run_dir)  # names of the hub are pinned in it
         settings = pin_names(settings)
     except SettingsError as error:
         return CheckedRun([str(error)], [])

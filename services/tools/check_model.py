@@ -10,7 +10,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,12 +26,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from protocol.errors import SettingsError, TetherError
+from protocol.errors import SettingsError
 from protocol.host.parent_death import die_with_parent
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
+from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of
@@ -41,7 +41,7 @@ from trainer.megatron.layout import Layout
 from trainer.megatron.loading import SafetensorsReader, check_names
 from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import batch_of, hf_logprobs, random_samples
-from trainer.ranks.launch import torchrun
+from trainer.ranks.launch import result_of_ranks
 from trainer.storage.checksums import check_model_files
 
 BYTES_PER_PARAMETER = 8
@@ -131,13 +131,11 @@ def check_model(model_dir: Path, parallel: ParallelConfig = ONE_RANK) -> Checked
     """
     facts: dict[str, Any] = {"model": str(model_dir)}
     path = model_dir / "config.json"
-    config = _read_config(path)
+    config = read_config(model_dir)
     try:
         architecture = architecture_of(config, path)
     except SettingsError as error:
         return CheckedModel(ModelVerdict.UNSUPPORTED, str(error), facts)
-    except (KeyError, TypeError, ValueError) as error:
-        return CheckedModel(ModelVerdict.UNSUPPORTED, f"{path} lacks what a model needs: {error!r}", facts)
     if architecture.experts.count and parallel.tensor_model_parallel_size > 1:
         parallel = dataclasses.replace(parallel, sequence_parallel=True)
     facts |= {"config": _stated(architecture), **_sizes(parallel)}
@@ -246,18 +244,6 @@ def _in_words(values: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"cannot read {path}: {error}: give the directory of a Hugging Face checkpoint"
-        ) from None
-    if not isinstance(config, dict):
-        raise SettingsError(f"{path} is not a JSON object: give the directory of a Hugging Face checkpoint")
-    return config
-
-
 def _sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Return the sizes of a layout as they are reported."""
     sizes = {size: getattr(parallel, field) for size, (_, field) in SIZES.items()}
@@ -320,23 +306,7 @@ def _under_torchrun(
         save_file({"tokens": batch.tokens, "lengths": batch.lengths, "expected": expected}, samples)
         layout = msgspec.json.encode(parallel).decode()
         arguments = (str(model_dir.absolute()), layout, str(samples), str(threads))
-        command = torchrun(parallel.world_size, "services.tools.check_model", *arguments)
-        try:
-            process = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                text=True,
-                check=False,
-                timeout=RANKS_S,
-            )
-        except subprocess.TimeoutExpired:
-            raise TetherError(f"the ranks have not finished within {RANKS_S} s") from None
-    if process.returncode:
-        raise TetherError(f"the ranks failed with exit code {process.returncode}; see their output above")
-    lines = [line for line in process.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
-    facts: dict[str, Any] = json.loads(lines[-1])
-    return facts
+        return result_of_ranks(parallel.world_size, "services.tools.check_model", *arguments, limit_s=RANKS_S)
 
 
 def main() -> None:

@@ -7,13 +7,12 @@ nearest checkpoint up to K.
 import json
 import os
 import signal
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import SettingsError, TetherError
+from protocol.errors import SettingsError
 from protocol.host.parent_death import die_with_parent
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
@@ -27,7 +26,7 @@ from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
 from trainer.execution.commands import DigestWeightsCommand, ExitCommand, KeepReferenceCommand, RestoreCommand
 from trainer.execution.executor import Executor
-from trainer.ranks.launch import torchrun
+from trainer.ranks.launch import result_of_ranks
 from trainer.step.train_command import TrainCommand, plan_command
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
@@ -234,7 +233,8 @@ def replay_step(settings: Settings, step: int, *, train: bool) -> dict[str, Any]
     recorded = RecordedRun(settings, range(first, step + 1))
     facts = replay(recorded, step)
     if train and settings.parallel.world_size > 1:
-        facts["train"] = _retrain_under_torchrun(settings, step)
+        ranks, run_dir = settings.parallel.world_size, str(settings.run_dir)
+        facts["train"] = result_of_ranks(ranks, "services.tools.replay", run_dir, str(step))
     elif train:
         facts["train"] = retrain(recorded, step, start)
     return facts
@@ -264,21 +264,6 @@ def render_replay(facts: dict[str, Any]) -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
-
-
-def _retrain_under_torchrun(settings: Settings, step: int) -> dict[str, Any]:
-    """Run `retrain` on as many ranks as the trainer has; returns what rank 0 printed."""
-    command = torchrun(
-        settings.parallel.world_size, "services.tools.replay", str(settings.run_dir), str(step)
-    )
-    run = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
-    if run.returncode:
-        raise TetherError(
-            f"the trainer's ranks failed with exit code {run.returncode}; see their output above"
-        )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("{")]  # libraries may print, too
-    facts: dict[str, Any] = json.loads(lines[-1])
-    return facts
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Prints the samples of a run as text, for `tether samples` and `tether trace`."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -79,9 +80,13 @@ def _scores(scored: Mapping[str, Any]) -> str:
 
 
 def _turn_lines(number: int, turn: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a turn that was scored."""
+    """Yield the lines of a turn of the model, behind what was inserted before it."""
+    if turn["context"].strip():
+        yield "    before it:"
+        yield from _indented("", turn["context"])
     cut = ", text cut" if turn["is_cut"] else ""
-    yield f"    turn {number}: {_scores(turn)}, {turn['tokens']} tokens{cut}"
+    scores = f"{_scores(turn)}, " if turn["reward"] is not None else ""
+    yield f"    turn {number}: {scores}{turn['tokens']} tokens{cut}"
     yield from _indented("", turn["text"]) if turn["text"] else ()
 
 
@@ -97,6 +102,8 @@ def _texts(sample: Mapping[str, Any]) -> Iterator[str]:
             yield from _indented("", rows[number])
     if rows and not branches:
         yield from _indented("", rows[0])
+    if all(turn["text"] for turn in sample["turns"]) and len(sample["turns"]) > 1 and not rows:
+        return  # its turns say the same, and who said what
     yield from _indented("answer" if rows else "", sample["text"])
 
 
@@ -126,7 +133,13 @@ def _versions(spans: Sequence[Sequence[int]]) -> str:
 
 
 def _indented(name: str, text: str) -> Iterator[str]:
-    """Yield the lines of a text behind a bar, so that it cannot be taken for a line of ours."""
+    """Yield the lines of a text behind a bar, so that it cannot be taken for a line of ours.
+
+    One without a visible character is described instead.
+    """
+    if not text.strip():
+        yield f"  {name:<6}   {'empty' if not text else f'blank: {json.dumps(text)}'}"
+        return
     for number, line in enumerate(islice(printable(text).split("\n"), 100_000)):
         yield f"  {name if not number else '':<6} | {line}"
 

@@ -5,9 +5,9 @@ import pytest
 
 from protocol.errors import Refused
 from services.ledger.interface import Peer
-from services.ledger.memory.run_clock import LEAP_MS, TICK_MS
 from tests.contracts.ledger_rebuild import builder_of, snapshot_of
 from tests.contracts.ledger_rig import Driver, spec
+from tests.contracts.memory_ledger.run_clock import LEAP_MS, TICK_MS
 
 DAY_MS = 86_400_000
 JUMPS = [DAY_MS, -DAY_MS, 2 * DAY_MS, -2 * DAY_MS]

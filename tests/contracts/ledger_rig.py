@@ -10,10 +10,10 @@ import redis as redis_sync
 from protocol.errors import Reason, Refused
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import Lease, Ledger, RunSpec, Taken
-from services.ledger.memory.ledger import MemoryLedger
-from services.ledger.memory.run_clock import RunClock
 from services.ledger.redis.keys import padded
 from services.ledger.redis.ledger import RedisLedger
+from tests.contracts.memory_ledger.ledger import MemoryLedger
+from tests.contracts.memory_ledger.run_clock import RunClock
 
 _runs = itertools.count()
 

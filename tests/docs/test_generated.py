@@ -51,6 +51,11 @@ def test_api_page_has_every_member_that_it_selects() -> None:
             )
 
 
+def test_tables_of_refused_arguments_are_current() -> None:
+    page = (DOCS / "engines.md").read_text()
+    assert page == load("engine_arguments").render(page), "run `python docs/engine_arguments.py`"
+
+
 def test_commands_page_has_every_command() -> None:
     page = (DOCS / "commands.md").read_text()
     names = [

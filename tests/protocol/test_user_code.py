@@ -2,11 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute, located
+from protocol.user_code import import_attribute, located, returned_number
 from rollout.tools.calculator import calculate
 
 
@@ -44,3 +46,18 @@ def test_a_module_that_cannot_be_imported_names_its_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SettingsError, match=rf"setting x: {tmp_path}/{why}"):
         import_attribute("broken:f", "setting x")
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.float16(0.5)])
+def test_a_number_of_numpy_is_a_number(value: Any) -> None:
+    assert returned_number(value) == 0.5
+    assert type(returned_number(np.int64(3))) is float
+    assert returned_number(np.bool_(True)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(np.float32("nan"), "nan"), (np.ones(1), "ndarray"), (np.complex64(1), "complex")]
+)
+def test_a_value_of_numpy_that_is_no_finite_number_is_refused(value: Any, shown: str) -> None:
+    with pytest.raises(ValueError, match=shown):
+        returned_number(value)

@@ -249,10 +249,13 @@ async def test_scores_of_an_environments_turns_become_advantages_of_their_tokens
     assert [values.tolist() for values in made.turns.returns] == returns
 
 
-async def test_texts_are_sent_where_a_verifier_may_ask_for_them(tmp_path: Path) -> None:
+async def test_texts_of_turns_are_sent_where_no_row_has_its_text_or_a_verifier_may_ask(
+    tmp_path: Path,
+) -> None:
     rollout = await generated(tmp_path, texts=False)
-    assert (rollout.turn_texts, rollout.turn_contexts) == ((), ())
-    assert rollout.turns is not None
+    assert len(rollout.turn_texts) == 9
+    assert rollout.turn_contexts == ("", "12", "3") * 3
+    assert rollout.row_texts == ()
     assert RewardConfig(verifiers=(VerifierConfig("function"),)).may_score_turns
     assert not RewardConfig(verifiers=(VerifierConfig("math"),)).may_score_turns
 
@@ -270,3 +273,29 @@ async def test_texts_are_sent_where_a_verifier_may_ask_for_them(tmp_path: Path) 
 )
 def test_only_what_is_wrong_with_the_request_is_blamed_on_the_prompt(error: Exception, reason: str) -> None:
     assert failure_reason(error) == reason
+
+
+async def test_a_stop_string_of_several_tokens_ends_a_sample_at_its_last_one(model_dir: Path) -> None:
+    """The tokens are those that the engine sampled without the string, up to the first match."""
+    engine = Watched(model_dir)
+    await engine.start()
+
+    async def samples(stop: tuple[str, ...]) -> Rollout:
+        return await generate_group(
+            engine, Renderer(model_dir, RenderConfig(stop=stop, stop_at_eos=False)),
+            make_environment(EnvironmentConfig(name="single_turn")), PROMPT, group=1, token="t", n=4,
+            sampling=Sampling(max_tokens=24), engine_name="e",
+        )  # fmt: skip
+
+    try:
+        whole = decode_rollout(await samples(()))
+        renderer = Renderer(model_dir, RenderConfig())
+        stop = "".join(map(renderer.piece, whole.rows[0].tokens[9:13].tolist()))
+        cut = decode_rollout(await samples((stop,)))
+    finally:
+        await engine.close()
+    assert {sample.finish_reason for sample in whole.rows} == {"length"}
+    assert [(len(sample.tokens), sample.finish_reason) for sample in cut.rows] == [(13, "stop")] * 4
+    for short, long in zip(cut.rows, whole.rows, strict=True):
+        assert short.tokens.tolist() == long.tokens.tolist()[: len(short.tokens)]
+        assert short.logprobs.tolist() == long.logprobs.tolist()[: len(short.tokens)]

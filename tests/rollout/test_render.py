@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import SettingsError
 from rollout.prompts.base import Prompt
@@ -71,8 +73,10 @@ def test_stop_tokens_come_from_the_tokenizer_the_generation_config_and_the_setti
     assert Renderer(model, RenderConfig()).stop_token_ids == (1, 4)
     newline = len(CHARACTERS) + 5
     assert Renderer(model, RenderConfig(stop=("\n",), stop_at_eos=False)).stop_token_ids == (newline,)
-    with pytest.raises(SettingsError, match=r"'ab' is 2 tokens"):
-        Renderer(model, RenderConfig(stop=("ab",)))
+    longer = Renderer(model, RenderConfig(stop=("\n", "ab"), stop_at_eos=False))
+    assert longer.stop_token_ids == (newline,)
+    with pytest.raises(SettingsError, match=r"render\.stop: an empty string would end every sample"):
+        Renderer(model, RenderConfig(stop=("",)))
     (model / "generation_config.json").write_text("{")
     with pytest.raises(SettingsError, match=r"generation_config\.json"):
         Renderer(model, RenderConfig())
@@ -140,3 +144,86 @@ def test_a_template_of_parts_gets_the_text_as_a_part(tmp_path: Path) -> None:
     renderer = Renderer(write_tokenizer(tmp_path, template=template, more=":<>"), RenderConfig())
     assert shown(renderer, Prompt("1+1?")) == "user: 1+1?<eos>"
     assert renderer.dialogue_text([{"role": "assistant", "content": "2"}]) == "assistant: 2<eos>"
+
+
+THINKING = TEMPLATE + (
+    "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+    "no{{ words | join(' ') }}{% endif %}"
+)
+
+
+def test_a_template_of_a_file_with_variables_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    file, model = tmp_path / "own.jinja", write_tokenizer(tmp_path / "model")
+    file.write_text(THINKING)
+    variables = {"enable_thinking": False, "words": ["a", "b"]}
+    config = RenderConfig(chat_template_file=str(file), chat_template_kwargs=variables)
+    renderer = Renderer(model, config)
+    oracle = PreTrainedTokenizerFast.from_pretrained(model)
+
+    def expected(*messages: tuple[str, str]) -> tuple[int, ...]:
+        said = [{"role": role, "content": content} for role, content in messages]
+        ids = oracle.apply_chat_template(
+            said, chat_template=THINKING, add_generation_prompt=True, return_dict=False, **variables
+        )
+        return tuple(ids)
+
+    first = expected(("user", "1+1"))
+    assert renderer.prompt_tokens(Prompt("1+1")) == first
+    assert renderer.dialogue_text([{"role": "user", "content": "1+1"}]).endswith("assistant\nnoa b")
+    end = renderer.encode("<|im_end|>")
+    further = renderer.turn_tokens("2+2", after=(9, *end))
+    behind = expected(("user", "1+1"), ("assistant", "2"), ("user", "2+2"))
+    assert behind[-len(further) :] == further
+    assert Renderer(model, RenderConfig()).prompt_tokens(Prompt("1+1")) != first
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"chat_template_kwargs": {"enable_thinkin": False}},
+            "the chat template does not read enable_thinkin",
+        ),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": False}},
+            "add_generation_prompt is given by tether",
+        ),
+        (
+            {"chat_template": ChatTemplate.OFF, "chat_template_kwargs": {"a": 1}},
+            r"set render\.chat_template to auto",
+        ),
+        (
+            {"chat_template": ChatTemplate.OFF, "chat_template_file": __file__},
+            r"render\.chat_template_file: .*auto",
+        ),
+        ({"chat_template_file": "/nowhere/own.jinja"}, r"render\.chat_template_file: .*/nowhere/own\.jinja"),
+    ],
+)
+def test_a_template_setting_without_effect_is_refused(chat: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        Renderer(chat, RenderConfig(**given))
+
+
+def test_a_tokenizer_of_its_own_directory_replaces_the_models(
+    chat: Path, plain: Path, tmp_path: Path
+) -> None:
+    renderer = Renderer(plain, RenderConfig(tokenizer=str(chat)))
+    assert renderer.has_template
+    assert renderer.model_dir == chat
+    with pytest.raises(SettingsError, match="no tokenizer in"):
+        Renderer(plain, RenderConfig(tokenizer=str(tmp_path)))
+
+
+@given(
+    st.text(alphabet="ab?<", max_size=12),
+    st.lists(st.text(alphabet="ab?", min_size=1, max_size=3), min_size=1),
+)
+def test_stopped_length_is_that_of_the_shortest_text_with_a_stop(
+    chat: Path, text: str, stop: list[str]
+) -> None:
+    renderer = Renderer(chat, RenderConfig(stop=tuple(stop)))
+    tokens = (*renderer.encode(text), renderer.stop_token_ids[0])
+    kept = "".join(char for char in text if char in CHARACTERS)
+    ends = [n for n in range(len(text) + 1) if any(item in text[:n] for item in stop)]
+    if kept == text:
+        assert renderer.stopped_length(tokens) == (ends[0] if ends else len(tokens))

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.errors import ProtocolError
-from protocol.messages import Rollout
+from protocol.messages import ScoredRollout
 from protocol.staleness import lag
 from trainer.batch import StepTotals
 from trainer.data.samples import EQUAL_REWARDS, NO_VERSION, BatchSample
+from trainer.data.score_means import ScoreMeans
 
 TrainedCounts = dict[int, dict[int, int]]
 """Group -> version -> tokens that carry gradient."""
@@ -56,11 +57,21 @@ class BatchStats:
     """Mean seconds to generate a group, over the groups that say."""
     prefix_hit_rate: float | None
     """Share of the tokens that engines were given whose KV they had in their cache; None if no group says."""
+    reward_by_source: dict[str, float]
+    """Source of prompts -> mean reward."""
+    score_by_verifier: dict[str, float]
+    """Verifier -> mean score of a sample, before weighting."""
+    score_s: float | None
+    """Mean seconds to score a group, over the groups that say."""
 
 
 def rewards_of(samples: Sequence[BatchSample]) -> torch.Tensor:
     """Return the rewards as scored, float32 [N]."""
     return torch.tensor([sample.reward for sample in samples], dtype=torch.float32)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _share_without_signal(samples: Sequence[BatchSample]) -> float | None:
@@ -90,22 +101,27 @@ class StepTally:
         self._newest: dict[int, int] = {}
         """Group -> newest version of a sampled token."""
         self._generate_s: list[float] = []
+        self._score_s: list[float] = []
+        self._scores = ScoreMeans()
         self._tokens = self._truncated_tokens = self._read_tokens = self._cached_tokens = 0
         self._last: tuple[int, int] | None = None
         """Group and sample of the row that was added last."""
 
-    def open_group(self, rollout: Rollout) -> None:
+    def open_group(self, scored: ScoredRollout) -> None:
         """Begin a group, and count what it says of itself as a whole.
 
         Raises:
             ProtocolError: there is that group already.
         """
-        group = rollout.group
+        rollout, group = scored.rollout, scored.rollout.group
         if group in self._counts:
             raise ProtocolError(f"group {group}: comes twice in the batch of step {self.step}")
         self._counts[group], self._newest[group] = {}, int(NO_VERSION)
         if rollout.generate_s > 0:
             self._generate_s.append(rollout.generate_s)
+        if scored.score_s > 0:
+            self._score_s.append(scored.score_s)
+        self._scores.add(scored)
         self._read_tokens += rollout.read_tokens
         self._cached_tokens += rollout.cached_tokens
 
@@ -182,8 +198,11 @@ class StepTally:
             truncated_share=sum(sample.truncated for sample in samples) / len(samples),
             truncated_tokens=self._truncated_tokens if truncated == "mask" else None,
             shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,
-            generate_s=sum(self._generate_s) / len(self._generate_s) if self._generate_s else None,
+            generate_s=_mean(self._generate_s),
             prefix_hit_rate=self._cached_tokens / self._read_tokens if self._read_tokens > 0 else None,
+            reward_by_source=self._scores.reward_by_source,
+            score_by_verifier=self._scores.score_by_verifier,
+            score_s=_mean(self._score_s),
         )
 
     def _lag_histogram(self) -> Counter[int]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
+from protocol.weights.peft import check_peft
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, FrozenModel, FrozenSpec, StepStats, keeps_copy
 from trainer.backends.early_export import EarlyExport, Tensors
@@ -31,6 +32,7 @@ from trainer.megatron.families.reading import read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
+from trainer.megatron.layers.attention.core import choose_backend
 from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
@@ -355,6 +357,7 @@ class MegatronBackend(Backend):
         stages = [stage_rules(self._model_spec, layout, stage) for stage in range(layout.pp)]
         self.lora = adapters
         self.targets = adapter_targets({plan.name: plan.shape for plan in self._plan}, adapters)
+        check_peft(self.targets, adapters)
         self._published = plan_of(
             ((stage, lora.lora_rules(rules, adapters)) for stage, rules in enumerate(stages)), layout
         )
@@ -376,4 +379,5 @@ def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Posi
     if trainer.threads > 0:
         torch.set_num_threads(trainer.threads)
     cpu.install()
+    choose_backend(trainer.attention_backend)
     return parallel.initialize(config, trainer.device, trainer.seed)

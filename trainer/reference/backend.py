@@ -197,7 +197,7 @@ class ReferenceBackend(Backend):
         return [self._masters[name] for name, p in self._trained.items() if any(p is one for one in found)]
 
     def _identity(self) -> dict[str, str]:
-        lora = f"rank {self.lora.rank} alpha {self.lora.alpha:g}" if self.lora.rank else "none"
+        lora = f"rank {self.lora.rank} scaling {self.lora.scaling:g}" if self.lora.rank else "none"
         optimizer = {} if self._config.name == "adamw" else {"optimizer": self._config.name}
         return {
             "backend": "reference",

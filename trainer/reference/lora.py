@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
-from trainer.lora import AdapterSwitch, initial_adapter
+from protocol.weights.peft import check_peft
+from trainer.lora import AdapterSwitch, initial_adapters
 
 
 class LowRank(torch.nn.Module, AdapterSwitch):
@@ -31,11 +32,12 @@ def attach(
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     targets = adapter_targets(shapes, config)
+    check_peft(targets, config)
     model.requires_grad_(False)
     parameters: dict[str, torch.nn.Parameter] = {}
+    first = initial_adapters(targets, config, seed)
     for target in targets:
         layer: Any = model.get_submodule(target.module)
-        first = initial_adapter(target, config.rank, seed)
         layer.lora = LowRank(first[target.a], first[target.b], config.scaling).to(layer.weight.device)
         layer.register_forward_hook(_add)
         parameters |= {target.a: layer.lora.a, target.b: layer.lora.b}

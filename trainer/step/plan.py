@@ -187,7 +187,7 @@ def _counted(
     checked = "loss_mask" if mask_late else "sampled_mask"
     mask = config.truncated == "mask"
     for index, (scored, max_staleness) in enumerate(groups):
-        tally.open_group(scored.rollout)
+        tally.open_group(scored)
         for sample in samples_of(scored, index, max_staleness, tally.step, mask_truncated=mask):
             arrays = sample.token_arrays(tally.step)
             check_bound(sample, arrays[checked], tally.step)

@@ -170,7 +170,8 @@ class SglangEngine(MultiProcessEngine):
             staging_mb=self._config.staging_mb,
         )
         try:
-            await self._call("install", shapes, msgspec.to_builtins(settings))
+            ranks = await self._call("install", shapes, msgspec.to_builtins(settings))
+            await self._staging.divide([rank["unplaced"] for rank in ranks])
         except EngineError as error:
             kind = start_error(str(error))
             raise kind(f"{self._model_dir} cannot be updated in place: {error}") from error

@@ -24,6 +24,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
 from rollout.engines.requests import check_adapters, check_fits, read_config
+from rollout.engines.sglang.arguments import option_words
 from rollout.engines.sglang.lora import NAME, first_adapter
 from rollout.engines.sglang.memory import check_memory_saver
 from rollout.engines.sglang.plugin import DIRECTORY
@@ -218,6 +219,7 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         "sglang.launch_server",
         *options,
         *(f"--{flag}" for flag in flags),
+        *option_words(config.arguments),
     ]
 
 

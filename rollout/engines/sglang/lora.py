@@ -41,7 +41,8 @@ def first_adapter(
         lora: the adapter that versions bring; modules that SGLang fuses with its own are added.
         dtype: dtype of the tensors.
     """
-    fused = LoraConfig(lora.rank, lora.alpha, _with_fused(lora.target_modules, shapes))
+    modules = {target.last for target in adapter_targets(shapes, lora)}
+    fused = LoraConfig(lora.rank, lora.alpha, _with_fused(sorted(modules), shapes))
     tensors = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
         for name, shape in adapter_shapes(adapter_targets(shapes, fused), lora.rank).items()

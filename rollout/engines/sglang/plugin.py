@@ -109,7 +109,7 @@ class SchedulerRank:
         self._server.carry_out(call, lambda *arguments: METHODS[call.method](self, *arguments))
 
     def install(self, shapes: dict[str, list[int]], settings: dict[str, Any]) -> dict[str, Any]:
-        """Trace the loader and calibrate; return {"bytes"}.
+        """Trace the loader and calibrate; return {"bytes", "unplaced"}.
 
         Args:
             shapes: shapes of the tensors that versions bring, by checkpoint name.
@@ -131,7 +131,7 @@ class SchedulerRank:
         self._staging = RankStaging(plan, architecture=given.architecture, tied=tied)
         self._memory = RankMemory(self.scheduler, plan.live.values()) if given.sleeps else None
         self._recompute = given.recompute
-        return {"bytes": self._staging.bytes}
+        return {"bytes": self._staging.bytes, "unplaced": self._staging.unplaced}
 
     def stage(self, manifest: bytes, deadline_s: float) -> str:
         """Begin to stage in the background; return why not, or ""."""
@@ -238,6 +238,7 @@ class SchedulerRank:
 
 METHODS: dict[str, Callable[..., Any]] = {
     "install": SchedulerRank.install,
+    "divide": lambda rank, nowhere: rank.staging.divide(nowhere),
     "stage": SchedulerRank.stage,
     "status": lambda rank: rank.staging.status(),
     "cancel": lambda rank: rank.staging.cancel(),

@@ -239,6 +239,7 @@ class VllmEngine(MultiProcessEngine):
                         f"{rank['error']}"
                     )
             await self._vllm.connect(Path(directory), len(ranks))
+        await self._staging.divide([rank["unplaced"] for rank in ranks])
 
     async def _load_adapter(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
         """Have vLLM load an adapter without effect; return the shapes of its tensors."""

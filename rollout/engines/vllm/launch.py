@@ -223,7 +223,8 @@ def engine_arguments(
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
         **memory,
         **kernels,
-        **lora_arguments(lora),
+        **lora_arguments(lora, model_dir),
+        **config.arguments,
     }
 
 

@@ -12,8 +12,10 @@ from typing import Any, get_args
 import safetensors.torch
 import torch
 
+from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
+from rollout.engines.vllm.arguments import argument_names
 from rollout.staging.loader_trace import StagingPlan, trace
 
 NAME = "policy"
@@ -22,22 +24,30 @@ NUMBER = 1
 SLOT = 0
 
 
-def lora_arguments(lora: LoraConfig) -> dict[str, Any]:
-    """Return AsyncEngineArgs' arguments for an adapter of this rank; empty without adapters.
+def lora_arguments(lora: LoraConfig, model_dir: Path) -> dict[str, Any]:
+    """Return AsyncEngineArgs' arguments for adapters of a model; empty without adapters.
+
+    The slot has the next rank that vLLM has kernels for, and zeros where the adapter does not fill it. Layers
+    without an adapter, such as experts, keep the kernels that they have without adapters.
 
     Raises:
-        EngineSettingsError: if vLLM has no kernels for the rank.
+        EngineSettingsError: if the rank is above all of these.
     """
     if not lora.rank:
         return {}
     from vllm.config.lora import MaxLoRARanks
 
     ranks = sorted(get_args(MaxLoRARanks))
-    if lora.rank not in ranks:
+    if lora.rank > ranks[-1]:
         raise EngineSettingsError(
-            f"setting lora.rank: {lora.rank} is not a rank that vLLM supports: {', '.join(map(str, ranks))}"
+            f"setting lora.rank: {lora.rank} is above {ranks[-1]}, the highest rank that vLLM supports"
         )
-    return {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": lora.rank}
+    slot = next(rank for rank in ranks if rank >= lora.rank)
+    arguments = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": slot}
+    if "lora_target_modules" not in argument_names():  # an older release
+        return arguments
+    shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(model_dir).items()}
+    return {**arguments, "lora_target_modules": sorted({t.last for t in adapter_targets(shapes, lora)})}
 
 
 def first_adapter(
@@ -55,16 +65,17 @@ def first_adapter(
     """
     from vllm.lora.request import LoRARequest
 
+    targets = adapter_targets(shapes, lora)
     tensors = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, shape in adapter_shapes(adapter_targets(shapes, lora), lora.rank).items()
+        for name, shape in adapter_shapes(targets, lora.rank).items()
     }
     safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.rank,
-        "target_modules": list(lora.target_modules),
+        "target_modules": sorted({target.last for target in targets}),
         "bias": "none",
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -110,6 +121,10 @@ def trace_adapter(
             layer.reset_lora = lambda index: None
             a, b = ([pair[side] for pair in pairs] for side in (0, 1))
             layer.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
+            for part, tensor in enumerate(a):
+                if tensor is not None:  # ranks that the slot has more than the adapter stay zero
+                    layer.lora_a_stacked[part][:, :, len(tensor) :].zero_()
+                    layer.lora_b_stacked[part][..., len(tensor) :].zero_()
 
     plan = trace(load, parameters.items(), shapes, dtype, staging_mb)
     for layer in manager.modules.values():

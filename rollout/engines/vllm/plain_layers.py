@@ -4,6 +4,7 @@ Linear layers and experts are computed by torch instead, from the weights as the
 another release of vLLM repacks nevertheless is found at start (`rollout/staging/loaded_weights.py`).
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,23 @@ def keep_weights_plain() -> None:
     CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
     CPUUnquantizedExperts.apply = _apply
+    _compute_beside_adapters()
+
+
+def _compute_beside_adapters() -> None:
+    """Have experts computed so beside adapters, too, where vLLM chooses kernels for adapters of experts."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    select: Callable[..., Any] | None = getattr(method, "select_unquantized_moe_backend", None)
+    if select is None:  # an older release
+        return
+
+    def without_adapters(moe_config: Any, *others: Any, **named: Any) -> Any:
+        plain = copy.copy(moe_config)
+        plain.is_lora_enabled = False
+        return select(plain, *others, **named)
+
+    method.select_unquantized_moe_backend = without_adapters
 
 
 def _apply(
@@ -47,11 +65,13 @@ def _apply(
     activation: Any,
     *unused: Any,
     apply_router_weight_on_input: bool = False,
+    expert_map: torch.Tensor | None = None,
     **also_unused: Any,
 ) -> None:
-    """Take the place of the experts' method that computes a layer."""
+    """Take the place of the experts' method that computes a layer, or this rank's share of it."""
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-    output.copy_(mixture(hidden_states, w1, w2, weights, topk_ids, ACTIVATIONS[activation.value]))
+    chosen = topk_ids if expert_map is None else expert_map[topk_ids]
+    output.copy_(mixture(hidden_states, w1, w2, weights, chosen, ACTIVATIONS[activation.value]))
 
 
 def mixture(
@@ -69,11 +89,11 @@ def mixture(
         gates_and_ups: [E, 2 I, H].
         downs: [E, H, I].
         weights: float [N, K]: of each row's experts.
-        chosen: int [N, K]: each row's experts.
+        chosen: int [N, K]: each row's experts; -1: one that another rank has.
         activation: of the gate.
     """
     output = torch.zeros_like(rows)
-    for expert in chosen.unique().tolist():
+    for expert in chosen[chosen >= 0].unique().tolist():
         row, place = (chosen == expert).nonzero(as_tuple=True)
         gate, up = F.linear(rows[row], gates_and_ups[expert]).chunk(2, dim=-1)
         made = F.linear(activation(gate) * up, downs[expert])

@@ -63,7 +63,7 @@ class WorkerExtension:
             shared: file that describes the live weights to a trainer that computes with them; empty:
                 there is none.
 
-        Returns: {"pid", "parent", "error"}, and without an error {"bytes"}.
+        Returns: {"pid", "parent", "error"}, and without an error {"bytes", "unplaced"}.
         """
         sizes = {name: tuple(shape) for name, shape in shapes.items()}
         try:
@@ -85,7 +85,13 @@ class WorkerExtension:
             NotImplementedError,
         ) as error:
             return {"pid": os.getpid(), "parent": os.getppid(), "error": f"{type(error).__name__}: {error}"}
-        return {"pid": os.getpid(), "parent": os.getppid(), "error": "", "bytes": self._tether.bytes}
+        return {
+            "pid": os.getpid(),
+            "parent": os.getppid(),
+            "error": "",
+            "bytes": self._tether.bytes,
+            "unplaced": self._tether.unplaced,
+        }
 
     def _tether_called(self, call: RankCall) -> None:
         methods: dict[str, Callable[..., Any]] = {
@@ -108,6 +114,10 @@ class WorkerExtension:
         except Exception as error:
             log.exception("engine.call_failed method=%s", method)
             return number, f"{type(error).__name__}: {error}", None
+
+    def tether_divide(self, nowhere: Sequence[str]) -> None:
+        """Accept versions with tensors for other ranks, see `RankStaging.divide`."""
+        self._tether.divide(nowhere)
 
     def tether_commit(self, manifest: bytes) -> dict[str, Any]:
         """Copy the staged version over the live weights; tokens from the next step on are of that version.

@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 from protocol.device.slice_digests import SliceSums
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import Box
-from protocol.weights.buckets import manifest_digest
 from protocol.weights.digests import digest_of_sums, rows_of
-from protocol.weights.provisional import is_provisional, with_digests
-from rollout.weights.verification import Deadline, compare, refuse_if, wait_for_queue
+from rollout.weights.verification import Deadline, refuse_if, version_digest, wait_for_queue
 
 
 class SliceVerification:
@@ -64,12 +62,7 @@ class SliceVerification:
             digest_of_sums(sums[first:end], entry.nbytes)
             for entry, (first, end) in zip(manifest.tensors, pairwise(self._firsts), strict=True)
         ]
-        if is_provisional(manifest):
-            self.digest = manifest_digest(with_digests(manifest, digests).tensors)
-            return
-        for entry, found in zip(manifest.tensors, digests, strict=True):
-            compare(entry, found)
-        self.digest = manifest.digest
+        self.digest = version_digest(manifest, digests)
 
     def _added_up(self) -> NDArray[np.int64]:
         """Return the sums of all rows of all tensors: int64 [rows]."""

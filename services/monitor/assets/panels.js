@@ -17,6 +17,7 @@ export const PANELS = [
       { match: /^eval_/, color: "c3", points: true },
     ],
   },
+  { id: "scores", section: "learning", title: "Reward by source, score by verifier", help: "Means over samples; scores before weighting.", series: [{ match: /^reward_of_/, color: "c1" }, { match: /^score_by_/, color: "c3" }] },
   { id: "loss", raw: true, section: "learning", title: "Loss", help: "What the optimizer minimized.", series: [{ name: "loss", label: "loss", color: "c1" }, { match: /_loss(_mean)?$/, color: "c2" }] },
   {
     id: "kl", section: "learning", title: "KL divergence", zero: true, help: "Estimator k3, nats per token: from the engine's policy, and from the initial model.",
@@ -78,7 +79,7 @@ export const PANELS = [
   },
   { id: "mfu", section: "speed", title: "Trainer's use of its GPUs", ...share, max: 1, help: "Share of their best, while it trains (MFU).", series: [{ name: "mfu", label: "MFU", color: "c3" }] },
   { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do.", series: [{ name: "engine_busy", label: "busy", color: "c3", points: true }, { match: /^engine_busy_/, color: "c1" }] },
-  { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { match: /^generate_s_/, color: "c2" }] },
+  { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { name: "score_s", label: "scoring", color: "c5" }, { match: /^generate_s_/, color: "c2" }] },
   { id: "pause", raw: true, section: "freshness", title: "Pause for an update", zero: true, format: milliseconds, help: "Longest of any engine.", series: [{ name: "pause_ms", label: "longest", color: "c5" }, { match: /^pause_ms_/, color: "c2" }] },
   { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }, { match: /^dropped_for_/, color: "c1" }] },
   {

@@ -68,9 +68,10 @@ function card(sample) {
 }
 
 function turnList(turns) {
-  return el("details", { class: "branches" }, el("summary", { text: `${turns.length} turns scored` }),
+  return el("details", { class: "branches" }, el("summary", { text: count(turns.length, "turn") }),
     el("ol", { start: 0 }, turns.map((turn) => el("li", { text: [
-      `reward ${number(turn.reward)}`, ...Object.entries(turn.components).map(([name, value]) => `${name} ${number(value)}`),
+      turn.context.trim() ? `before it: ${turn.context.trim()}` : "",
+      turn.reward === null ? "" : `reward ${number(turn.reward)}`, ...Object.entries(turn.components).map(([name, value]) => `${name} ${number(value)}`),
       count(turn.tokens, "token"), turn.text,
     ].filter(Boolean).join(" · ") }))));
 }

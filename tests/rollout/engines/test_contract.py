@@ -2,8 +2,8 @@
 
 import json
 import multiprocessing
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Setup:
     """CUDA graphs are captured and replayed."""
     experts: bool = False
     """The model has experts."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Given to vLLM or SGLang as they are."""
     shares: bool = False
     """Its live weights can be mapped, and versions come out of masters."""
 
@@ -78,8 +80,20 @@ SETUPS = [
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
     engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE),
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE, SLOW),
-    engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=8)), ENGINE, SLOW),
+    engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
+    engine_under_test(
+        "vllm-lora-experts",
+        Setup("vllm", KvPolicy.KEEP, lora=LoraConfig(rank=3), experts=True),
+        ENGINE,
+        SLOW,
+    ),
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
+    engine_under_test(
+        "vllm-ep2",
+        Setup("vllm", KvPolicy.RECOMPUTE, ranks=2, experts=True, arguments={"enable_expert_parallel": True}),
+        ENGINE,
+        SLOW,
+    ),
     engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE, SLOW),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
     engine_under_test(
@@ -176,6 +190,7 @@ async def bench(
         enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
         seconds_per_token=0.001,
+        arguments=dict(setup.arguments),
         **own,
     )
     shared = directory / "engine.msgpack" if setup.shares else None

@@ -1,6 +1,7 @@
 """Tests staging on all ranks: cancellation, and a rank that cannot stage any more."""
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,47 @@ async def test_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(
             ):  # nor does a trainer go on
                 sender.publish("e1", 2, NEW.items())
         assert share.live_digest()[1] != manifest.digest
+
+
+class OneOf(torch.nn.Module):
+    """A rank's share of a model: one of its tensors, as of experts that ranks have apart."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.own = name, torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == self.name:
+                self.own.copy_(tensor)
+
+
+async def test_tensors_of_other_ranks_are_accepted_and_those_of_no_rank_refused(tmp_path: Path) -> None:
+    models = [OneOf("a"), OneOf("b")]
+    shapes = {name: (4,) for name in ("a", "b", "c")}
+    ranks = [
+        RankStaging(
+            trace(model.load_weights, model.named_parameters(), shapes, torch.float32),
+            architecture="",
+            tied=False,
+        )
+        for model in models
+    ]
+
+    async def ask(method: str, *arguments: Any) -> list[Any]:
+        if method in ("stage", "commit"):
+            arguments = msgspec.msgpack.decode(arguments[0], type=WeightManifest), *arguments[1:]
+        return plain([getattr(rank, method)(*arguments) for rank in ranks])
+
+    updates = AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20)
+    tensors = {"a": torch.ones(4), "b": torch.full((4,), 2.0)}
+    good = write_shm(tmp_path / "v1", tensors, 1)
+    with pytest.raises(WeightError, match=r"the engine has no place for tensor [ab]$"):
+        await updates.stage(good)
+    await updates.divide([rank.unplaced for rank in ranks])
+    with pytest.raises(WeightError, match="the engine has no place for tensor c"):
+        await updates.stage(write_shm(tmp_path / "v2", {**tensors, "c": torch.ones(4)}, 1))
+    await updates.stage(good)
+    await updates.commit(good)
+    assert [model.own.tolist() for model in models] == [[1.0] * 4, [2.0] * 4]
+    assert await updates.live_digest() != good.digest  # no rank has all of it

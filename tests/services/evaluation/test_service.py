@@ -13,9 +13,9 @@ from services.evaluation.scoring import open_scorer
 from services.evaluation.service import Evaluator
 from services.evaluation.snapshots import forget_left_out
 from services.launcher.finishing import waiting_versions
-from services.ledger.memory.ledger import MemoryLedger
 from services.run_record.evaluations import SNAPSHOTS, Evaluation, append_evaluation, read_evaluations
 from services.runtime.process import Process
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.services.bus.harness import eventually
 from tests.services.evaluation.test_scoring import settings_of, version
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from protocol.codec import encode_payload
 from services.ingest.call_sweep import CallSweep
 from services.ledger.interface import Lease
-from services.ledger.memory.ledger import MemoryLedger
 from tests.contracts.ledger_rig import Driver, MemoryRig
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.protocol.samples import CALL
 from trainer.storage.call_store import CallStore
 from trainer.storage.spool import Spool

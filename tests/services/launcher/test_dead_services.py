@@ -17,9 +17,9 @@ from protocol.staleness import Bound, Policy
 from services.launcher.dead_services import unregister_dead, unregister_loop
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Peer, RunSpec
-from services.ledger.memory.ledger import MemoryLedger
 from services.ledger.redis.ledger import RedisLedger
 from services.runtime.process import pid_space
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.services.bus.harness import eventually
 
 HOUR_MS = 3_600_000

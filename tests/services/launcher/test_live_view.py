@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.console import Console
 
-from services.launcher.live_view import RunView, render_view, step_seconds
+from services.launcher.live_view import RunView, render_view
 from services.observability.service_rows import ServiceRow
+from services.run_record.steps import step_seconds
 
 
 def shown(view: RunView, width: int = 100) -> str:

@@ -17,9 +17,9 @@ from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, GroupState
 from protocol.staleness import Policy, holds, trainable_counts
 from services.ledger.interface import Taken
-from services.ledger.memory.ledger import MemoryLedger
-from services.ledger.memory.run_clock import LEAP_MS, RunClock
 from tests.contracts.ledger_rig import spec
+from tests.contracts.memory_ledger.ledger import MemoryLedger
+from tests.contracts.memory_ledger.run_clock import LEAP_MS, RunClock
 
 MOST_E = 1
 """Largest bound that a change sets."""

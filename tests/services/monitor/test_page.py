@@ -212,7 +212,8 @@ async def test_newest_measurements_have_their_charts(tmp_path: Path) -> None:
         "importance_ess": "ess", "importance_capped": "ess", "importance_rejected": "ess",
         "mismatch_mean": "mismatch", "mismatch_max": "mismatch", "token_mult_prob_error": "mult_error",
         "lag_in_flight_mean": "lag_split", "lag_in_queue_mean": "lag_split", "dropped_length_mean": "lengths",
-        "dropped_for_stale": "dropped",
+        "dropped_for_stale": "dropped", "reward_of_gsm8k": "scores", "score_by_math": "scores",
+        "score_s": "generate",
     }  # fmt: skip
     fields = {name: 0.01 * (i + 1) for i, name in enumerate(panels) if name != "dropped_for_stale"}
     lines = [step_line(s, **fields, dropped_by_reason={"stale": s}) for s in range(20)]

@@ -9,11 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.errors import SettingsError
 from protocol.topics import Role
-from services.ledger.memory.ledger import MemoryLedger
 from services.observability.http import HttpServer
 from services.observability.metrics import Metrics
 from services.runtime.process import Process
 from services.settings.sections import Settings
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 
 
 class Served:

@@ -78,6 +78,7 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
     assert findings.source is not None
     text = "\n".join(describe_run(settings, findings.model, findings.source))
     assert "qwen2, 232,960 parameters, made at the start" in text
+    assert 'first    "' in text
     assert "60 of 32 prompts x 8 samples, at most 256 sampled tokens each; E=1, mask" in text
     assert not (tmp_path / "run").exists()
 
@@ -194,7 +195,8 @@ def test_check_run_names_the_problem_and_the_remedy(
         ({"use_sliding_window": True, "max_window_layers": 0}, [], None),
         ({"use_sliding_window": False, "max_window_layers": 1}, [], None),
         ({"model_type": "gpt_oss"}, ["trainer.backend=reference"], "'vllm' cannot serve the gpt_oss in"),
-        ({"rms_norm_eps": None}, [], "lacks what a model needs: KeyError('rms_norm_eps')"),
+        ({"rms_norm_eps": None}, [], "config.json lacks what a model needs: rms_norm_eps"),
+        ({"hidden_size": "wide"}, [], "config.json: hidden_size = 'wide' has to be a number"),
         ({"vocab_size": 1}, [], "stop token 1 is outside the model's vocabulary of 1 tokens"),
         (
             {"model_type": "marvel", "architectures": ["MarvelForCausalLM"]},

@@ -15,7 +15,7 @@ from protocol.staleness import Bound, Policy, trainable_counts
 from protocol.topics import WEIGHTS
 from services.bus.broadcast import Broadcaster
 from services.ledger.interface import RunSpec, Taken
-from services.ledger.memory.ledger import MemoryLedger
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.services.bus.harness import RUN, Registry
 from tests.services.bus.history import CONFIG
 from tests.services.bus.middle import Middle

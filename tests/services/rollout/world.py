@@ -26,9 +26,9 @@ from rollout.engines.hf.engine import HFEngine
 from rollout.staging.staging import LiveAndStaged
 from services.bus.broadcast import Listener
 from services.ledger.interface import Lease
-from services.ledger.memory.ledger import MemoryLedger
 from services.rollout.weight_updater import WeightUpdater
 from services.runtime.process import Process
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.services.bus.harness import RUN, Registry, eventually
 from tests.services.bus.history import CONFIG, FAULTS
 from tests.services.bus.middle import Fault

@@ -7,11 +7,11 @@ from pathlib import Path
 from protocol.messages import StepReport
 from protocol.topics import Role
 from services.ledger.interface import Peer
-from services.ledger.memory.ledger import MemoryLedger
 from services.run_record.evaluations import Evaluation, append_evaluation, describe_evaluation
 from services.run_record.progress import FAILED, MOST, Progress, describe_step, report_failures_loop
 from services.run_record.steps import StepLog, read_steps
 from tests.contracts.ledger_rig import Driver, MemoryRig
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 
 
 async def test_warnings_of_a_step_are_printed_below_it(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from protocol.codec import encode_payload
 from protocol.messages import StepReport, WeightApplied
-from services.ledger.memory.ledger import MemoryLedger
 from services.monitor.history import History
 from services.observability.status import collect_status, render_status
 from services.run_record.progress import Progress, plot_run
@@ -19,6 +18,7 @@ from services.run_record.steps import (
     StepLog,
     count_skipped,
     epoch_starts,
+    numbers_of,
     parse_line,
     read_lines,
     read_steps,
@@ -26,6 +26,7 @@ from services.run_record.steps import (
 )
 from services.trainer.step_report import halt_cause
 from tests.contracts.ledger_rig import Driver, MemoryRig
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 
 NAN = "the gradient's norm is nan"
 
@@ -187,3 +188,14 @@ def test_a_skipped_step_is_counted_for_the_page_also_in_a_wider_point(tmp_path: 
 def test_lines_whose_step_is_no_exact_number_are_skipped(step: str) -> None:
     assert parse_line(b'{"step": 1, "epoch": "e1"}') == {"step": 1, "epoch": "e1"}
     assert parse_line(f'{{"step": {step}, "epoch": "e1"}}'.encode()) is None
+
+
+def test_tables_by_name_become_a_number_each() -> None:
+    line = {
+        "reward_by_source": {"gsm8k": 0.5},
+        "score_by_verifier": {"math": 0.25},
+        "dropped_by_reason": {"a": 2},
+    }
+    expected = {"reward_of_gsm8k": 0.5, "score_by_math": 0.25, "dropped_for_a": 2}
+    assert dict(numbers_of(line)) == expected
+    assert dict(numbers_of({"reward_by_source": 3.0})) == {"reward_by_source": 3.0}

@@ -13,12 +13,12 @@ from protocol.topics import Role
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.named_source import MixtureConfig
 from rollout.prompts.registry import make_source
-from services.ledger.memory.ledger import MemoryLedger
 from services.runtime import prompt_stream
 from services.runtime.process import Process
 from services.runtime.prompt_stream import check_fingerprint, check_stream
 from services.settings.sections import RunConfig, Settings
 from tests.contracts.ledger_rig import spec
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.services.bus.harness import eventually
 
 ROWS = [json.dumps({"prompt": f"q{n}", "answer": str(n)}) + "\n" for n in range(50)]

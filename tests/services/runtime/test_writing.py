@@ -12,10 +12,10 @@ from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.event_log.hash_chain import append
 from services.ledger.interface import RunSpec
-from services.ledger.memory.ledger import MemoryLedger
 from services.runtime import writing
 from services.runtime.process import Process
 from services.runtime.writing import until_written
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.integration.loop import settings_for
 
 

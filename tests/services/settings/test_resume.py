@@ -45,6 +45,8 @@ def other(value: Any) -> Any:
             return (*value, "x")
         case None:
             return "x"
+        case "all-linear":
+            return ("x",)
         case _:
             return f"{value}x"
 

@@ -121,12 +121,33 @@ def test_turns_that_were_scored_are_shown_below_their_sample() -> None:
     group = describe_group(message, 5)
     assert [len(sample["turns"]) for sample in group["samples"]] == [2, 1]
     assert group["samples"][0]["turns"][1] == {
-        "reward": -0.5, "components": {"steps": -0.5}, "tokens": 1, "text": "b", "is_cut": False,
+        "reward": -0.5, "components": {"steps": -0.5}, "tokens": 1, "text": "b", "context": "",
+        "is_cut": False,
     }  # fmt: skip
     shown = render_samples({"step": 5, "groups": [json.loads(json.dumps(group))], "left_out": 0})
     assert "    turn 0: reward 0.500 (steps 0.500), 1 tokens\n         | a\n" in shown
     without = msgspec.structs.replace(message, turn_rewards=None)
-    assert [sample["turns"] for sample in describe_group(without, 5)["samples"]] == [[], []]
+    turns = [turn for sample in describe_group(without, 5)["samples"] for turn in sample["turns"]]
+    assert [(turn["reward"], turn["text"]) for turn in turns] == [(None, "a"), (None, "b"), (None, "c")]
+
+
+def test_an_episode_says_who_said_what_and_an_empty_answer_that_it_is_one() -> None:
+    message = SAMPLES["scored"]
+    assert isinstance(message, ScoredRollout)
+    said = msgspec.structs.replace(
+        message.rollout, responses=("abyc", ""), turn_contexts=("", "try again", ""), row_texts=()
+    )
+    group = describe_group(msgspec.structs.replace(message, rollout=said, turn_rewards=None), 5)
+    shown = render_samples({"step": 5, "groups": [json.loads(json.dumps(group))], "left_out": 0})
+    assert "         | a\n    before it:\n         | try again\n    turn 1: 1 tokens\n         | b" in shown
+    assert "abyc" not in shown
+    empty, blank = (
+        msgspec.structs.replace(said, turns=None, turn_texts=(), turn_contexts=(), responses=(text, "x"))
+        for text in ("", " \n")
+    )
+    for rollout, words in ((empty, "           empty\n"), (blank, '           blank: " \\n"\n')):
+        group = describe_group(msgspec.structs.replace(message, rollout=rollout, turn_rewards=None), 5)
+        assert words in render_samples({"step": 5, "groups": [json.loads(json.dumps(group))], "left_out": 0})
 
 
 def test_samples_of_a_group_that_was_accepted_come_from_the_spool(run_dir: Path) -> None:

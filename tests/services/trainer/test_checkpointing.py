@@ -19,13 +19,13 @@ from protocol.errors import TetherError
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.interface import RunSpec
-from services.ledger.memory.ledger import MemoryLedger
 from services.run_record.steps import StepLog
 from services.runtime.process import Process
 from services.settings.load import load_settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from trainer.backends.scripted import PART, TENSOR, ScriptedBackend
 from trainer.config import TrainerConfig, WeightConfig
 from trainer.roles.models import RankModels

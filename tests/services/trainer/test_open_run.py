@@ -11,9 +11,9 @@ from protocol.errors import ProtocolError, SettingsError
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.interface import Peer, RunSpec, Taken, TakenGroup
-from services.ledger.memory.ledger import MemoryLedger
 from services.runtime.process import Process
 from services.trainer.open_run import OpenRun, open_spool, watch_spool_loop
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.integration.loop import settings_for
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.storage.spool import Spool

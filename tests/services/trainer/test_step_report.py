@@ -10,7 +10,6 @@ from protocol.messages import WeightApplied, WeightFailed
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
-from services.ledger.memory.ledger import MemoryLedger
 from services.runtime.process import Process
 from services.settings.sections import Settings
 from services.trainer.step_report import (
@@ -22,6 +21,7 @@ from services.trainer.step_report import (
     excess_mismatch,
     halt_cause,
 )
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.trainer.groups import GroupSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import StepStats

@@ -1,8 +1,12 @@
 """Tests what is counted of a step's samples and groups by hand."""
 
+import msgspec
+import pytest
+
 from protocol.tensors import Array
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
+from trainer.data.score_means import MAX_NAMES
 from trainer.step.plan import plan_step
 
 
@@ -28,3 +32,33 @@ def test_a_samples_own_prompt_is_in_no_length() -> None:
     planned = plan_step(groups, step=0, algorithm=make_algorithm(config))
     assert planned.rewards.tolist() == [1.0, 1.0]
     assert planned.stats.response_length_mean == 2.0
+
+
+def test_rewards_by_source_and_scores_by_verifier_are_means_of_samples_by_hand() -> None:
+    """Source a has rewards 1, 0, 1 and b has 2; the verifier math scored the first group alone."""
+    given = (("a", (1.0, 0.0)), ("a", (1.0,)), ("b", (2.0,)), (None, (7.0,)), (5, (7.0,)))
+    groups = []
+    for number, (source, rewards) in enumerate(given):
+        made = scored(GroupSpec(number, samples=[SampleSpec([5], [0], reward) for reward in rewards]))
+        packed = msgspec.Raw(msgspec.msgpack.encode({} if source is None else {"source": source}))
+        changes = (
+            {"components": {"math": Array.of([0.5, 0.0], "float32")}, "score_s": 2.0} if not number else {}
+        )
+        rollout = msgspec.structs.replace(made.rollout, metadata=packed)
+        groups.append((msgspec.structs.replace(made, rollout=rollout, **changes), 0))
+    stats = plan_step(groups, step=0, algorithm=make_algorithm(AlgorithmConfig())).stats
+    assert stats.reward_by_source == {"a": pytest.approx(2 / 3), "b": 2.0}
+    assert stats.score_by_verifier == {"math": 0.25}
+    assert stats.score_s == 2.0
+
+
+def test_sources_beyond_the_limit_count_in_no_average() -> None:
+    groups = []
+    for number in range(MAX_NAMES + 3):
+        made = scored(GroupSpec(number, samples=[SampleSpec([5], [0], 1.0)]))
+        packed = msgspec.Raw(msgspec.msgpack.encode({"source": f"s{number}"}))
+        groups.append(
+            (msgspec.structs.replace(made, rollout=msgspec.structs.replace(made.rollout, metadata=packed)), 0)
+        )
+    stats = plan_step(groups, step=0, algorithm=make_algorithm(AlgorithmConfig())).stats
+    assert len(stats.reward_by_source) == MAX_NAMES

@@ -1,6 +1,5 @@
 """Trains adapters by hand: merges the weights anew for each step and differentiates through the merge."""
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,27 +14,16 @@ from trainer.lora import initial_adapter
 LORA = LoraConfig(rank=4, alpha=6.0)
 ALGORITHM = Grpo(AlgorithmConfig(entropy_coef=0.02))
 STEPS = 3
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-TARGETS = {
-    "starcoder2": (*ATTENTION, "c_fc", "c_proj"),
-    "glm4": (*ATTENTION, "down_proj"),
-    "deepseek-v3-dense": ("q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-}
-"""Model -> its linear layers that can have an adapter, where their names are not Llama's."""
-
-
-def lora_of(name: str) -> LoraConfig:
-    return replace(LORA, target_modules=TARGETS.get(name, LORA.target_modules))
 
 
 def targets_of(name: str, lora: LoraConfig | None = None) -> list[AdapterTarget]:
     shapes = {key: tuple(parameter.shape) for key, parameter in make_model(name).named_parameters()}
-    return adapter_targets(shapes, lora or lora_of(name))
+    return adapter_targets(shapes, lora or LORA)
 
 
 def trained_by_hand(name: str, lora: LoraConfig | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Loss of each step and the adapter after the last."""
-    lora = lora or lora_of(name)
+    lora = lora or LORA
     model = make_model(name).requires_grad_(False)
     weights = dict(model.named_parameters())
     targets = targets_of(name, lora)

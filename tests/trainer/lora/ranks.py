@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.trainer.lora.oracle import ALGORITHM, STEPS, lora_of
+from protocol.weights.lora import LoraConfig
+from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.megatron.models import OPTIMIZER, make_batch
@@ -20,7 +21,7 @@ from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
 
 
-def make_backend(name: str, model_dir: Path, layout: str) -> MegatronBackend:
+def make_backend(name: str, model_dir: Path, layout: str, adapters: LoraConfig = LORA) -> MegatronBackend:
     trainer = TrainerConfig(micro_batch_size=7, device="cpu")
     return MegatronBackend(
         model_dir,
@@ -28,7 +29,7 @@ def make_backend(name: str, model_dir: Path, layout: str) -> MegatronBackend:
         optimizer=OPTIMIZER,
         trainer=trainer,
         algorithm=ALGORITHM,
-        adapters=lora_of(name),
+        adapters=adapters,
     )
 
 

@@ -1,6 +1,7 @@
 """Tests that every backend and layout trains the adapter that differentiating the merged weights gives."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,27 @@ from safetensors.torch import load_file
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS, targets_of, trained_by_hand
-from tests.trainer.lora.ranks import run
+from tests.trainer.lora.ranks import make_backend, run
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.layouts import LAYOUTS
-from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
+from tests.trainer.megatron.models import (
+    ALL_MODELS,
+    OPTIMIZER,
+    make_batch,
+    make_config,
+    make_model,
+    save_model,
+)
+from trainer.backends.base import Backend
 from trainer.config import TrainerConfig
-from trainer.lora import merged, save_adapter
+from trainer.lora import as_published, merged, save_adapter
+from trainer.megatron.families.reading import architecture_of
+from trainer.megatron.families.stages import stage_rules
+from trainer.megatron.layers.lora import lora_rules
+from trainer.megatron.layout import Layout
 from trainer.reference.backend import ReferenceBackend
 from trainer.storage.hf_export import write_hf
+from trainer.storage.host_state import HostCopies
 
 LATENT = "deepseek-v3-dense"
 SLOW = [
@@ -125,6 +139,66 @@ def test_a_saved_adapter_and_the_merged_model_say_the_same(tmp_path: Path) -> No
     torch.testing.assert_close(
         whole.logprobs(make_batch("llama", 9)), backend.logprobs(make_batch("llama", 9)), atol=1e-5, rtol=0
     )
+
+
+RSLORA = LoraConfig(rank=3, alpha=6.0, use_rslora=True)
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> tuple[LoraConfig, dict[str, torch.Tensor]]:
+    """An adapter in PEFT's format as its library would write it, B not scaled; and its tensors."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in adapter_shapes(targets_of("llama", RSLORA), RSLORA.rank).items()
+    }
+    save_adapter(tensors.items(), tmp_path / "given", RSLORA, tmp_path / "llama")
+    return replace(RSLORA, path=str(tmp_path / "given")), tensors
+
+
+@pytest.mark.parametrize("kind", ["reference", "megatron"])
+def test_training_starts_from_a_given_adapter(
+    kind: str, given: tuple[LoraConfig, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    lora, tensors = given
+    model_dir = save_model("llama", tmp_path)
+    backend: Backend = (
+        reference(model_dir, lora)
+        if kind == "reference"
+        else make_backend("llama", model_dir, "single", lora)
+    )
+    try:
+        found = dict(backend.export())
+        assert found.keys() == tensors.keys()
+        assert [name for name in found if not torch.equal(found[name], tensors[name])] == []
+        model = HostCopies().copy_all(backend.export_model())
+    finally:
+        backend.close()
+    source = dict(make_model("llama").named_parameters())
+    for target in targets_of("llama", lora):
+        change = (RSLORA.alpha / RSLORA.rank**0.5) * (tensors[target.b] @ tensors[target.a])  # as PEFT merges
+        assert torch.equal(model[target.weight], source[target.weight] + change)
+
+
+def test_published_adapter_is_what_the_merged_weights_add(
+    given: tuple[LoraConfig, dict[str, torch.Tensor]],
+) -> None:
+    lora, tensors = given
+    published = dict(as_published(tensors.items(), targets_of("llama", lora), lora))
+    unscaled = replace(lora, alpha=float(lora.rank), use_rslora=False)
+    for target in targets_of("llama", lora):
+        weight = torch.zeros(target.shape)
+        torch.testing.assert_close(
+            merged(target, weight, published, unscaled), merged(target, weight, tensors, lora)
+        )
+
+
+@pytest.mark.parametrize("name", sorted(ALL_MODELS))
+def test_all_linear_is_what_the_megatron_backend_has_adapters_for(name: str, tmp_path: Path) -> None:
+    architecture = architecture_of(make_config(name).to_dict(), tmp_path / "config.json")
+    rules = stage_rules(architecture, Layout.of(LAYOUTS["single"], architecture.layers), 0)
+    found = lora_rules(rules, LORA)
+    assert {rule.parameter.rpartition(".lora.")[0] for rule in found}
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from typing import Any
 
 from protocol.errors import Refused
 from services.ledger.event_log.events import ExpireEvent, decode_fields
-from services.ledger.memory.ledger import MemoryLedger
 from services.ledger.redis.keys import padded
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import AuditResult, Verifier
+from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.trials.simulation.pipeline import Pipeline
 
 DAY_MS = 86_400_000

@@ -53,7 +53,9 @@ class TrainedModel:
 
     def lora_json(self) -> dict[str, Any] | None:
         """Return the description of adapters; None without."""
-        return asdict(self.adapters) if self.adapters.rank else None
+        if not self.adapters.rank:
+            return None
+        return {name: value for name, value in asdict(self.adapters).items() if name != "path"}
 
 
 def read_layout(saved: Mapping[str, Any]) -> Layout:

@@ -1,12 +1,18 @@
 """Reads a model's architecture from the config.json of a Hugging Face checkpoint."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from trainer.megatron.families.config_file import (
+    LATENT_SIZES,
+    SIZES,
+    check_present,
+    check_types,
+    read_config,
+)
 from trainer.megatron.families.experts import NO_EXPERTS, experts_of
 from trainer.megatron.families.latent import latent_of
 from trainer.megatron.families.numbers import Architecture
@@ -24,14 +30,7 @@ def read_architecture(model_dir: Path) -> Architecture:
     Raises:
         SettingsError: the file is missing, or has an unsupported value; names the field.
     """
-    path = model_dir / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise SettingsError(
-            f"cannot read {path}: {error}: the model must be a directory with a Hugging Face checkpoint"
-        ) from error
-    return architecture_of(config, path)
+    return architecture_of(read_config(model_dir), model_dir / "config.json")
 
 
 def read_critic(model_dir: Path) -> Architecture:
@@ -48,8 +47,9 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     """Return the architecture that a config.json describes; `path` names the file in errors.
 
     Raises:
-        SettingsError: the file has an unsupported value; names the field.
+        SettingsError: a field is missing, or its value has another type or is not supported; names it.
     """
+    check_types(path, config)
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise SettingsError(
@@ -57,8 +57,8 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         )
     family = FAMILIES[model_type]
     config = {**family.defaults, **config}
+    check_present(path, config, (*SIZES, family.eps_field, *(LATENT_SIZES if family.latent else ())))
     biases = _biases(family, config)
-    _refuse_quantized(path, config)
     _refuse_unsupported(path, config, family, biases)
     hidden, heads, layers = (
         int(config[name]) for name in ("hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -122,6 +122,7 @@ def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any], family: Family, biases: tuple[str, ...]) -> None:
+    _refuse_quantized(path, config)
     activation = ACTIVATIONS[family.mlp]
     bidirectional = "use_bidirectional_attention"
     unsupported = {

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from trainer.megatron.families.config_file import check_types
 from trainer.megatron.families.table import Family
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -63,6 +64,7 @@ def ropes_of(
     if not family.local_rope:
         return _rope_of(path, config, family, positions, head_dim), None
     named = config.get("rope_parameters") or {}
+    check_types(path, named)
     if unknown := sorted(set(named) - set(GEMMA_THETAS)):
         raise SettingsError(
             f"{path}: rope_parameters must name {' and '.join(GEMMA_THETAS)}, not {', '.join(unknown)}"
@@ -84,6 +86,7 @@ def _rope_of(path: Path, config: dict[str, Any], family: Family, positions: int,
     """Read `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of older checkpoints."""
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     values: dict[str, Any] = config.get(field) or {}
+    check_types(path, values)
     theta = float(values.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = values.get("rope_type", values.get("type", "default"))
     if config["model_type"] == "phi3" and kind in ("su", "yarn"):
@@ -129,7 +132,9 @@ def _factors(path: Path, field: str, values: dict[str, Any], count: int) -> dict
         raise SettingsError(f"{path}: {field} with {unknown[0]} is not supported by the megatron backend")
     found = {}
     for name in ("short_factor", "long_factor"):
-        found[name] = tuple(float(factor) for factor in values.get(name) or ())
+        found[name] = tuple(
+            float(factor) for factor in values.get(name) or () if isinstance(factor, int | float)
+        )
         if len(found[name]) != count:
             raise SettingsError(f"{path}: {field} has {len(found[name])} numbers in {name}, not {count}")
     return found

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import (
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
-from trainer.lora import AdapterSwitch, initial_adapter
+from trainer.lora import AdapterSwitch, initial_adapters
 from trainer.megatron.convert.rules import Direct, ExpertStack, FusedQKV, Rule, Split, Stacked
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Grid
@@ -112,11 +112,8 @@ def attach(
     heads = {rule.parameter: rule for rule in rules if isinstance(rule, FusedQKV)}
     model.requires_grad_(False)
     found = lora_rules(rules, config)
-    first: dict[str, torch.Tensor] = {}
-    for target in adapter_targets(
-        {name: shape for rule in rules for name, shape in rule.shapes.items()}, config
-    ):
-        first |= initial_adapter(target, config.rank, seed)
+    shapes = {name: shape for rule in rules for name, shape in rule.shapes.items()}
+    first = initial_adapters(adapter_targets(shapes, config), config, seed)
     for a, b in zip(found[::2], found[1::2], strict=True):
         name, _, key = a.parameter.removesuffix(".a").rpartition(".lora.")
         layer: Any = model.get_submodule(name)

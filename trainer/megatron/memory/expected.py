@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from protocol.weights.lora import ALL_LINEAR, NO_ADAPTERS, LoraConfig
 from trainer.config import OptimizerConfig, ParallelConfig, RecomputeGranularity, TrainerConfig
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.families.numbers import Architecture
@@ -362,8 +362,21 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
         sizes["o_proj"] = a.heads * low.value + a.hidden
         sizes["q_b_proj"] = low.query_rank + q
         sizes["kv_b_proj"] = low.kv_rank + a.heads * (low.nope + low.value)
-    chosen = sum(size for name, size in sizes.items() if name in adapters.target_modules)
+    asked = _linear_names(a) if adapters.target_modules == ALL_LINEAR else adapters.target_modules
+    chosen = sum(size for name, size in sizes.items() if name in asked)
     return work.layers_of(stage) * adapters.rank * chosen
+
+
+def _linear_names(a: Architecture) -> set[str]:
+    """Return the layers that "all-linear" chooses; those of dense layers among experts are not counted."""
+    names = {"o_proj"}
+    if low := a.latent:
+        names |= {"kv_b_proj", "q_b_proj" if low.query_rank else "q_proj"}
+    elif not a.family.fused_qkv:
+        names |= {"q_proj", "k_proj", "v_proj"}
+    if not a.experts.count:
+        names |= {a.family.mlp_names[-1]} if a.family.fused_gate_up else set(a.family.mlp_names)
+    return names
 
 
 def _pieces(work: Workload, row: Activation) -> float:

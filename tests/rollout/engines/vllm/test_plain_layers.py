@@ -29,6 +29,17 @@ def test_mixture_is_the_weighted_sum_of_each_rows_experts(activation: str) -> No
     assert torch.equal(ACTIVATIONS["gelu"](rows), F.gelu(rows))
 
 
+def test_mixture_of_ranks_is_the_sum_of_what_each_has() -> None:
+    rows, both, downs = torch.randn(7, 6), torch.randn(4, 10, 6), torch.randn(4, 6, 5)
+    chosen, weights = torch.stack([torch.randperm(4)[:2] for _ in range(7)]), torch.rand(7, 2)
+    places = torch.tensor([[0, 1, -1, -1], [-1, -1, 0, 1]])
+    shares = [
+        mixture(rows, both[part], downs[part], weights, place[chosen], F.silu)
+        for part, place in zip((slice(2), slice(2, 4)), places, strict=True)
+    ]
+    torch.testing.assert_close(sum(shares), mixture(rows, both, downs, weights, chosen, F.silu))
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -9,7 +9,6 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 # isort: split
 import functools
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,7 +16,10 @@ import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from protocol.errors import SettingsError
+from trainer.config import AttentionBackend
 from trainer.megatron.layers.attention import fused
+from trainer.megatron.layers.attention.backends import LIBRARIES, lacks_terms
 from trainer.megatron.layers.attention.context import gather_visible, spread_queries
 from trainer.megatron.layers.attention.segmented import segmented_attention
 from trainer.megatron.layers.attention.sequences import PackedSequences
@@ -47,27 +49,35 @@ def by_segments(
 
 
 FUSED: dict[str, Kernel] = {
+    "torch": fused.varlen_attention,
     "flash_attn": fused.flash_attention,
     "transformer_engine": fused.transformer_engine_attention,
-    "torch.nn.attention.varlen": fused.varlen_attention,
 }
-"""Module -> the kernel that needs it, the preferred one first."""
-OPTIONAL: dict[str, frozenset[str]] = {
-    "flash_attn": frozenset({"softcap"}),
-    "torch.nn.attention.varlen": frozenset({"sinks"}),
-}
-"""Module -> terms that its kernel computes, of those that not every kernel does."""
+"""`trainer.attention_backend` -> its fused kernel; `segments` has none."""
+_backend = "torch"
+"""The backend of this process, see `choose_backend`."""
+
+
+def choose_backend(name: AttentionBackend) -> None:
+    """Have every model of this process compute attention by `trainer.attention_backend`."""
+    global _backend
+    _backend = "torch" if name == "auto" else name
+    kernel_for.cache_clear()
 
 
 @functools.cache
 def kernel_for(device_type: str, dtype: torch.dtype, terms: AttentionTerms = PLAIN) -> Kernel:
-    """Return the first fused kernel that is there and has the terms, on CUDA in 16 bits, or `by_segments`."""
-    if device_type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        for module, kernel in FUSED.items():
-            computed = terms.optional <= OPTIONAL.get(module, frozenset())
-            if computed and find_spec(module.partition(".")[0]) is not None and find_spec(module) is not None:
-                return kernel
-    return by_segments
+    """Return the kernel of the chosen backend; torch has `by_segments` where its fused one does not compute.
+
+    Raises:
+        SettingsError: flash_attn or transformer_engine is chosen and cannot compute it.
+    """
+    lacking = "" if _backend == "segments" else lacks_terms(_backend, terms)
+    fits = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not lacking
+    if _backend in LIBRARIES and not fits:
+        why = lacking or f"it computes on CUDA in 16 bits, and this is {device_type}, {dtype}"
+        raise SettingsError(f"setting trainer.attention_backend: {_backend}: {why}; use torch")
+    return FUSED[_backend] if fits and _backend in FUSED else by_segments
 
 
 class PackedAttention(MegatronModule):

@@ -1,6 +1,6 @@
 """Calls kernels that compute attention over packed sequences in one launch, on CUDA in 16 bits.
 
-flash-attn and TransformerEngine are used where they are installed; this project's own tests run neither.
+flash-attn and TransformerEngine are used where `trainer.attention_backend` says so; no test here runs either.
 
 Shapes: q [T, heads, D]; k and v [K, kv heads, D], K being T without context parallelism; all return
 [T, heads, D]. Where a sequence has more keys than queries, its last query belongs to its last key. The

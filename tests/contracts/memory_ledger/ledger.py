@@ -1,4 +1,4 @@
-"""Implements the ledger in memory: the oracle that the Redis one is checked against, and a ledger for tests.
+"""Implements the ledger in memory: the oracle that the Redis one is checked against.
 
 No method awaits anything, so each one is atomic within one event loop.
 """
@@ -36,9 +36,9 @@ from services.ledger.interface import (
     TakenGroup,
 )
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
-from services.ledger.memory import trainer_transitions as trainer
-from services.ledger.memory.run_clock import RunClock
-from services.ledger.memory.run_state import Group, ProcessRegistry, RunState, bound_event
+from tests.contracts.memory_ledger import trainer_transitions as trainer
+from tests.contracts.memory_ledger.run_clock import RunClock
+from tests.contracts.memory_ledger.run_state import Group, ProcessRegistry, RunState, bound_event
 
 _S = GroupState
 

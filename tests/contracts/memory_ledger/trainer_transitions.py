@@ -21,7 +21,7 @@ from services.ledger.event_log.events import (
 )
 from services.ledger.interface import RunSpec, Snapshot, StepRecord, Taken, TakenGroup
 from services.ledger.limits import check_spec
-from services.ledger.memory.run_state import Group, RunState
+from tests.contracts.memory_ledger.run_state import Group, RunState
 
 _S = GroupState
 

@@ -22,7 +22,7 @@ from services.ledger.event_log.events import (
     UnhaltEvent,
 )
 from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
-from services.ledger.memory.run_clock import RunClock
+from tests.contracts.memory_ledger.run_clock import RunClock
 
 
 @dataclass(slots=True)

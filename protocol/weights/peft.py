@@ -1,0 +1,79 @@
+"""Checks that training can start from the adapter in a directory of PEFT's format."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from protocol.errors import SettingsError
+from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_shapes
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "use_dora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+}
+"""Fields of adapter_config.json -> the only value that is trained; it is also that of a missing field."""
+SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
+"""Fields of adapter_config.json -> the setting of [lora] that has to be the same."""
+
+
+def check_peft(targets: Sequence[AdapterTarget], config: LoraConfig) -> None:
+    """Check that `config.path` has an adapter with the settings of `config`, for just these weights.
+
+    An empty `config.path` passes.
+
+    Raises:
+        SettingsError: it has another one, or none; names the field or tensor.
+    """
+    if not config.path:
+        return
+    directory = Path(config.path)
+    what = f"setting lora.path: {directory}"
+    found = _read_config(directory / CONFIG, what)
+    for field, plain in PLAIN.items():
+        if (value := found.get(field, plain)) != plain and value:
+            raise SettingsError(f"{what}: {field} is {value!r}, and adapters are trained only with {plain!r}")
+    for field, name in SAME.items():
+        value, own = found.get(field, False), getattr(config, name)
+        if value != own:
+            raise SettingsError(f"{what}: {field} is {value!r}; set lora.{name} to it, which is {own!r}")
+    shapes, wanted = _read_shapes(directory / TENSORS, what), adapter_shapes(list(targets), config.rank)
+    if missing := sorted(wanted.keys() - shapes.keys()):
+        names = json.dumps(target_modules(shapes))
+        raise SettingsError(f"{what} has no tensor {missing[0]}; set lora.target_modules to {names}")
+    if more := sorted(shapes.keys() - wanted.keys()):
+        raise SettingsError(f"{what}: {more[0]} is of no weight that lora.target_modules names")
+    for name, shape in wanted.items():
+        if shapes[name] != shape:
+            raise SettingsError(f"{what}: {name} has the shape {shapes[name]}, the model's needs {shape}")
+
+
+def target_modules(names: Iterable[str]) -> list[str]:
+    """Return the last components of the layers that tensors of adapters belong to."""
+    return sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in names})
+
+
+def _read_config(path: Path, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{what}: {CONFIG}: {getattr(error, 'strerror', None) or error}") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"{what}: {CONFIG} is not a JSON object")
+    return found
+
+
+def _read_shapes(path: Path, what: str) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(str(path), framework="numpy") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise SettingsError(f"{what}: {TENSORS}: {error}") from None

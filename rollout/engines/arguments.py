@@ -1,0 +1,79 @@
+"""Checks `[engine.arguments]`, which a user passes to the engine's own library.
+
+Each engine that takes arguments has a module with a table of the refused ones. It imports no engine: names
+are read from the source of the installed one.
+"""
+
+import ast
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+from protocol.choices import checked_name, load
+from protocol.errors import SettingsError
+from rollout.engines.base import EngineConfig
+from rollout.engines.registry import ENGINES
+
+
+def check_arguments(config: EngineConfig, setting: str) -> None:
+    """Check that an engine takes arguments, and that none of them is in its table of refused ones.
+
+    Args:
+        config: the engine's settings; a name that is not known is refused elsewhere.
+        setting: dotted name of the arguments, for errors.
+
+    Raises:
+        SettingsError: naming the argument, and why it is refused.
+    """
+    module = _module_of(config, setting)
+    refused: Mapping[str, str] = module.REFUSED if module else {}
+    for name in config.arguments:
+        if name in refused:
+            raise SettingsError(f"setting {setting}.{name}: refused, because {refused[name]}")
+
+
+def check_known(config: EngineConfig, setting: str) -> None:
+    """Check the arguments' names against those of the installed engine; passes where none is installed.
+
+    Raises:
+        SettingsError: naming the argument, and the nearest one that there is.
+    """
+    module = _module_of(config, setting)
+    if module and (known := module.argument_names(config)):
+        for name in config.arguments:
+            checked_name(name, known, f"setting {setting}: argument of {config.name}")
+
+
+def annotated_fields(paths: Iterable[Path], classes: Iterable[str] = ()) -> list[str]:
+    """Return the public fields of classes in source files, in their order; files that are missing have none.
+
+    Args:
+        paths: Python files.
+        classes: names of the classes to read; none: all classes.
+    """
+    wanted = set(classes)
+    return [
+        field.target.id
+        for path in paths
+        if path.is_file()
+        for definition in ast.parse(path.read_text()).body
+        if isinstance(definition, ast.ClassDef) and (not wanted or definition.name in wanted)
+        for field in definition.body
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and not field.target.id.startswith("_")
+    ]
+
+
+def _module_of(config: EngineConfig, setting: str) -> ModuleType | None:
+    """Return the module with the engine's table; None: it has no arguments."""
+    if not config.arguments or config.name not in ENGINES:
+        return None
+    path = ENGINES[config.name].arguments
+    if not path:
+        raise SettingsError(
+            f"setting {setting}: engine {config.name!r} takes no arguments; leave them out, or use "
+            f"{' or '.join(ENGINES.having('arguments'))}"
+        )
+    module: ModuleType = load(path)
+    return module

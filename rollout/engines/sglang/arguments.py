@@ -1,0 +1,197 @@
+"""Names the arguments of SGLang's server that are refused in `[engine.arguments]`, and why.
+
+SGLang is not imported: it may be installed for another interpreter.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rollout.engines.arguments import annotated_fields
+from rollout.engines.base import EngineConfig
+
+_MODEL = "the engine serves the model that is trained: set it in [model]"
+_OTHER_MODEL = "the engine would compute another model than the trainer"
+_FILES = (
+    "the weights that the start compares with the parameters, and that adapters rest on, are the model's "
+    "safetensors; without any, they come with the first version"
+)
+_SAMPLED = "tokens would be drawn from another distribution than the one that the trainer computes"
+_SAMPLER = "tether's plug-in applies top-k and top-p before SGLang's own sampler, which it knows"
+_QUANTISED = (
+    "weights are published in engine.dtype, and a quantised parameter has no place that they can be copied to"
+)
+_IN_FLIGHT = (
+    "a token could be in flight at a commit, sampled under weights that the record of its step does not show"
+)
+_SEVERAL = (
+    "a step would give a request several tokens, and the draft model would stay at its first version: "
+    "versions are recorded and committed for one model and one token a step"
+)
+_SPLIT = "a request's tokens would come from two servers, and a version is committed on one"
+_ADAPTER = "[lora] sets it: one adapter, which versions replace in its slot"
+_DATA_PARALLEL = (
+    "tether connects to the ranks of one tensor-parallel group, and a version has to be committed on all "
+    "ranks between the same two steps; start one rollout worker for each replica (services.rollouts)"
+)
+_RANKS = (
+    "an engine's GPUs, ranks and threads are counted by engine.tensor_parallel_size alone; raise that, or "
+    "start more rollout workers (services.rollouts)"
+)
+_ONE_HOST = (
+    "tether commands each rank over a socket of the worker's host, so an engine has one host; start a "
+    "rollout worker on each"
+)
+_MOVED = (
+    "experts would move between ranks while the engine serves, away from where versions are copied to by the "
+    "plan of its start"
+)
+_OFFLOADED = "parameters would be copied from where no version is written"
+_OTHER_KV = "keys and values would be kept where an update does not drop those of the old weights"
+_OTHER_UPDATES = "weights change only by a commit of the run's own version"
+_LOOPBACK = "the server is this worker's own, on loopback, with a key of its own"
+_START = "tether starts the server and waits for it"
+
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("model_path", "revision", "tokenizer_path", "is_embedding"), _MODEL),
+    **dict.fromkeys(("json_model_override_args", "dllm_algorithm", "dllm_algorithm_config"), _OTHER_MODEL),
+    **dict.fromkeys(("load_format", "custom_weight_loader", "startup_weight_load_mode"), _FILES),
+    "skip_tokenizer_init": "an engine takes and returns tokens; text is rendered by [render]",
+    "dtype": "set engine.dtype: weights are published in it",
+    **dict.fromkeys(
+        (
+            "sampling_defaults",
+            "preferred_sampling_params",
+            "enable_watermark",
+            "watermark_config",
+            "watermark_default_enabled",
+            "watermark_enforce_all",
+        ),
+        _SAMPLED,
+    ),
+    "sampling_backend": _SAMPLER,
+    "random_seed": "it is made of the engine's name: engines with one seed would sample the same completions",
+    **dict.fromkeys(
+        ("quantization", "quantization_param_path", "modelopt_quant", "quantize_and_serve"), _QUANTISED
+    ),
+    **dict.fromkeys(
+        ("disable_overlap_schedule", "enable_two_batch_overlap", "num_continuous_decode_steps"), _IN_FLIGHT
+    ),
+    **dict.fromkeys(
+        ("speculative_algorithm", "speculative_draft_model_path", "enable_multi_layer_eagle"), _SEVERAL
+    ),
+    **dict.fromkeys(("disaggregation_mode", "enable_pdmux", "enable_pd_role_switch"), _SPLIT),
+    **dict.fromkeys(
+        (
+            "enable_lora",
+            "max_lora_rank",
+            "lora_target_modules",
+            "lora_paths",
+            "max_loaded_loras",
+            "max_loras_per_batch",
+            "enable_lora_overlap_loading",
+        ),
+        _ADAPTER,
+    ),
+    "tp_size": "set engine.tensor_parallel_size",
+    **dict.fromkeys(
+        ("dp_size", "attn_dp_size", "enable_dp_attention", "moe_dp_size", "dwdp_size"), _DATA_PARALLEL
+    ),
+    "pp_size": _RANKS,
+    **dict.fromkeys(("base_gpu_id", "gpu_id_step"), "set services.rollout_gpus"),
+    **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "use_ray"), _ONE_HOST),
+    **dict.fromkeys(
+        ("enable_eplb", "elastic_ep_backend", "enable_elastic_expert_backup", "enable_paged_experts"), _MOVED
+    ),
+    **dict.fromkeys(
+        ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step"), _OFFLOADED
+    ),
+    **dict.fromkeys(
+        (
+            "enable_hierarchical_cache",
+            "hicache_storage_backend",
+            "enable_lmcache",
+            "enable_flexkv",
+            "enable_hisparse",
+            "radix_cache_backend",
+            "enable_unified_cache_external_linker",
+        ),
+        _OTHER_KV,
+    ),
+    **dict.fromkeys(
+        ("checkpoint_engine_wait_weights_before_ready", "weight_version", "weight_cache_mode"), _OTHER_UPDATES
+    ),
+    **dict.fromkeys(
+        (
+            "host",
+            "port",
+            "api_key",
+            "admin_api_key",
+            "ssl_keyfile",
+            "ssl_certfile",
+            "grpc_mode",
+            "smg_grpc_mode",
+        ),
+        _LOOPBACK,
+    ),
+    **dict.fromkeys(("skip_server_warmup", "gated_launch_port", "device"), _START),
+    "context_length": "set engine.max_model_len",
+    "max_running_requests": "set engine.max_running",
+    "mem_fraction_static": "set engine.memory_fraction",
+    "attention_backend": "set engine.attention_backend",
+    "disable_cuda_graph": "set engine.enforce_eager",
+    "enable_memory_saver": "set engine.enable_sleep_mode",
+    "enable_weights_cpu_backup": "set engine.enable_sleep_mode",
+    "enable_return_routed_experts": "set trainer.routing_replay",
+    "stream_interval": "requests are answered once, at their end",
+}
+"""Argument -> why it is refused. All others are passed as they are."""
+CHANGEABLE = frozenset({"log_level", "lora_backend", "max_total_tokens", "sleep_on_idle"})
+"""Arguments that the engine has a value for, and that may be given another one."""
+FIND = "import importlib.util as u; s = u.find_spec('sglang'); print(s.submodule_search_locations[0])"
+FIND_S = 30.0
+"""For an interpreter to say where it has SGLang."""
+
+
+def argument_names(config: EngineConfig) -> list[str]:
+    """Return the arguments of the SGLang that `engine.python` has; empty if there is none on this host."""
+    place = _package(config.python or sys.executable)
+    if place is None:
+        return []
+    arguments = place / "srt/server_args.py"
+    fields = sorted(place.glob("srt/arg_groups/fields/*.py"))  # since 0.5.2x they are spread over groups
+    return [*annotated_fields([arguments], ("ServerArgs",)), *annotated_fields(fields)]
+
+
+def option_words(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the words that pass arguments on the server's command line.
+
+    true is the option alone, and false `--no-OPTION`, which SGLang has for some; the words of an array follow
+    the option; a table is JSON.
+    """
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, list | tuple):
+            words += [option, *map(str, value)]
+        else:
+            words.append(f"{option}={json.dumps(value) if isinstance(value, Mapping) else value}")
+    return words
+
+
+@cache
+def _package(python: str) -> Path | None:
+    """Return the directory of an interpreter's SGLang, which it does not import; None: it has none."""
+    try:
+        found = subprocess.run(
+            [python, "-c", FIND], capture_output=True, text=True, timeout=FIND_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return Path(found.stdout.strip())

@@ -1,0 +1,161 @@
+"""Names the arguments of vLLM's AsyncEngineArgs that are refused in `[engine.arguments]`, and why.
+
+vLLM is not imported.
+"""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from rollout.engines.arguments import annotated_fields
+from rollout.engines.base import EngineConfig
+
+_MODEL = "the engine serves the model that is trained: set it in [model]"
+_OTHER_MODEL = "the engine would compute another model than the trainer"
+_FILES = (
+    "the weights that the start compares with the parameters, and that adapters rest on, are the model's "
+    "safetensors; without any, they come with the first version"
+)
+_SAMPLED = "tokens would be drawn from another distribution than the one that the trainer computes"
+_LOGPROBS = "log-probabilities have to be those of the distribution that a token was drawn from"
+_QUANTISED = (
+    "weights are published in engine.dtype, and a quantised parameter has no place that they can be copied to"
+)
+_IN_FLIGHT = (
+    "a token could be in flight at a commit, sampled under weights that the record of its step does not show"
+)
+_SEVERAL = (
+    "a step would give a request several tokens, and the draft model would stay at its first version: "
+    "versions are recorded and committed for one model and one token a step"
+)
+_SCHEDULER = "commits and the record of token versions rest on vLLM's own scheduler and worker"
+_ADAPTER = "[lora] sets it: one adapter, which versions replace in its slot"
+_DATA_PARALLEL = (
+    "replicas step apart, and vLLM answers calls to all of them with the first one's answer: a version would "
+    "not be committed everywhere between the same two steps; start one rollout worker for each replica "
+    "(services.rollouts)"
+)
+_RANKS = (
+    "an engine's GPUs, ranks and threads are counted by engine.tensor_parallel_size alone; raise that, or "
+    "start more rollout workers (services.rollouts)"
+)
+_ONE_HOST = (
+    "each rank is asked to stage over a socket of the worker's host, so an engine has one host; start a "
+    "rollout worker on each"
+)
+_MOVED = (
+    "experts would move between ranks while the engine serves, away from where versions are copied to by the "
+    "plan of its start"
+)
+_OFFLOADED = "parameters would be copied from where no version is written"
+_OTHER_KV = "keys and values would be kept where an update does not drop those of the old weights"
+_OTHER_UPDATES = "weights change only by a commit of the run's own version"
+
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "model",
+            "model_weights",
+            "hf_config_path",
+            "revision",
+            "code_revision",
+            "hf_token",
+            "tokenizer",
+            "tokenizer_revision",
+        ),
+        _MODEL,
+    ),
+    **dict.fromkeys(("hf_overrides", "model_class_overrides", "diffusion_config"), _OTHER_MODEL),
+    **dict.fromkeys(("runner", "convert"), "the engine generates: it has no other task"),
+    "skip_tokenizer_init": "an engine takes and returns tokens; text is rendered by [render]",
+    "load_format": _FILES,
+    "dtype": "set engine.dtype: weights are published in it",
+    **dict.fromkeys(
+        (
+            "generation_config",
+            "override_generation_config",
+            "logits_processors",
+            "watermark_config",
+            "enable_trace_replay",
+        ),
+        _SAMPLED,
+    ),
+    "logprobs_mode": _LOGPROBS,
+    "seed": "it is made of the engine's name: engines with one seed would sample the same completions",
+    **dict.fromkeys(("quantization", "quantization_config"), _QUANTISED),
+    "async_scheduling": _IN_FLIGHT,
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SEVERAL),
+    **dict.fromkeys(("scheduler_cls", "worker_cls", "worker_extension_cls"), _SCHEDULER),
+    **dict.fromkeys(
+        (
+            "enable_lora",
+            "max_loras",
+            "max_cpu_loras",
+            "max_lora_rank",
+            "lora_dtype",
+            "lora_target_modules",
+            "default_mm_loras",
+        ),
+        _ADAPTER,
+    ),
+    "tensor_parallel_size": "set engine.tensor_parallel_size",
+    **dict.fromkeys(
+        (
+            "data_parallel_size",
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_size_local",
+            "data_parallel_address",
+            "data_parallel_rpc_port",
+            "data_parallel_hybrid_lb",
+            "data_parallel_external_lb",
+            "data_parallel_multi_port_external_lb",
+            "data_parallel_backend",
+        ),
+        _DATA_PARALLEL,
+    ),
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size"), _RANKS),
+    "device_ids": "set services.rollout_gpus",
+    **dict.fromkeys(
+        ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_HOST
+    ),
+    **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), _MOVED),
+    **dict.fromkeys(
+        (
+            "offload_backend",
+            "cpu_offload_gb",
+            "cpu_offload_params",
+            "offload_group_size",
+            "offload_num_in_group",
+            "offload_prefetch_step",
+            "offload_params",
+        ),
+        _OFFLOADED,
+    ),
+    **dict.fromkeys(
+        ("kv_transfer_config", "ec_transfer_config", "kv_offloading_size", "kv_offloading_backend"), _OTHER_KV
+    ),
+    **dict.fromkeys(
+        ("weight_transfer_config", "enable_fault_tolerance", "fault_tolerance_config"), _OTHER_UPDATES
+    ),
+    "max_model_len": "set engine.max_model_len",
+    "max_num_seqs": "set engine.max_running",
+    "gpu_memory_utilization": "set engine.memory_fraction",
+    "enforce_eager": "set engine.enforce_eager",
+    "attention_backend": "set engine.attention_backend",
+    "enable_sleep_mode": "set engine.enable_sleep_mode",
+    "enable_return_routed_experts": "set trainer.routing_replay",
+}
+"""Argument -> why it is refused. All others are passed as they are."""
+CHANGEABLE = frozenset(
+    {"disable_log_stats", "enable_prefix_caching", "kv_cache_memory_bytes", "max_num_batched_tokens"}
+)
+"""Arguments that the engine has a value for, and that may be given another one."""
+
+
+def argument_names(config: EngineConfig | None = None) -> list[str]:
+    """Return the arguments of the installed vLLM, which is not imported; empty if there is none."""
+    spec = find_spec("vllm")
+    places = spec.submodule_search_locations if spec is not None else None
+    paths = [Path(place) / "engine/arg_utils.py" for place in places or ()]
+    return annotated_fields(paths, ("EngineArgs", "AsyncEngineArgs"))

@@ -1,0 +1,82 @@
+"""Loads the tokenizer of a model directory."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from protocol.errors import SettingsError
+from rollout.plain_tokenizer import load_plain
+
+GENERIC = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+"""Values of `tokenizer_class` that merely refer to tokenizer.json."""
+
+
+def vocabulary_of(model_dir: Path) -> Mapping[str, int]:
+    """Return token -> id of a model's tokenizer.
+
+    Raises:
+        SettingsError: there is none, or it cannot be loaded.
+    """
+    path = model_dir / "tokenizer.json"
+    try:
+        found: Mapping[str, int] = (
+            Tokenizer.from_file(str(path)) if path.is_file() else load_tokenizer(model_dir)
+        ).get_vocab()
+    except SettingsError:
+        raise
+    except Exception as error:  # the tokenizers library raises its own
+        raise SettingsError(f"the tokenizer in {model_dir} cannot be loaded: {str(error)[:300]}") from error
+    return found
+
+
+def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:
+    """Load the tokenizer of a directory.
+
+    Args:
+        model_dir: has it.
+        alone: whether no chat template will be given to it, which takes transformers.
+
+    Raises:
+        SettingsError: there is none, or it cannot be loaded.
+    """
+    if not any(
+        (model_dir / name).is_file()
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
+        raise SettingsError(
+            f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model "
+            "(save_pretrained writes it)"
+        )
+    # the tokenizers library hands a text to a thread of its own, which pays for many at once, and here is one
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        path = model_dir / "tokenizer_config.json"
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        # For these, AutoTokenizer would use the tokenizer class of the model's family, with other tokens.
+        if config.get("tokenizer_class") in GENERIC:
+            plain = load_plain(model_dir, config) if alone else None
+            if plain is not None:
+                return plain
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader  # imports torch and every model class
+        return Loader.from_pretrained(str(model_dir), local_files_only=True)
+    except Exception as error:  # OSError, ValueError, or the tokenizers library's own
+        raise SettingsError(
+            f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def end_ids(model_dir: Path, tokenizer: Any) -> list[int]:
+    """Return the end-of-sequence ids of the tokenizer and of generation_config.json, which often has more."""
+    path = model_dir / "generation_config.json"
+    try:
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise SettingsError(f"{path}: {error}") from None
+    listed = found if isinstance(found, list) else [found]
+    return [int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None]

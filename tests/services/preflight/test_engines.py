@@ -1,0 +1,42 @@
+"""Tests what is found of engines and a model before a run starts."""
+
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError
+from tests.services.preflight.test_check import demo, found, model_in, with_model
+
+MOE = {
+    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "head_dim": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["hf", "megatron"])
+def test_an_engine_on_one_rank_refuses_tensor_parallelism(tmp_path: Path, engine: str) -> None:
+    problems = found(demo(tmp_path / "run", f"engine.name={engine}", "engine.tensor_parallel_size=2"))
+    assert f"setting engine.tensor_parallel_size = 2: engine '{engine}' computes on one rank" in problems[0]
+
+
+def test_sglang_refuses_layers_without_experts(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model", **MOE, mlp_only_layers=[0])
+    problems = found(with_model(tmp_path / "run", model, "engine.name=sglang"))
+    assert any("layers without experts (mlp_only_layers = [0])" in text for text in problems), problems
+    assert not any(
+        "mlp_only" in text for text in found(with_model(tmp_path / "run", model, "engine.name=hf"))
+    )
+
+
+def test_routing_replay_needs_experts(tmp_path: Path) -> None:
+    dense = found(demo(tmp_path / "run", "engine.name=hf", "trainer.routing_replay=true"))
+    assert any("setting trainer.routing_replay = True: the model in" in text for text in dense), dense
+    model = model_in(tmp_path / "model", **MOE)
+    mixture = with_model(tmp_path / "run", model, "engine.name=hf", "trainer.routing_replay=true")
+    assert not any("no experts whose choice" in text for text in found(mixture))
+
+
+def test_every_engine_of_a_pool_has_to_serve_adapters(tmp_path: Path) -> None:
+    pool = "services.pool=[{count=1}, {count=1, engine={name='megatron'}}]"
+    with pytest.raises(SettingsError, match=r"setting lora\.rank: engine 'megatron' does not serve adapters"):
+        demo(tmp_path / "run", pool, "lora.rank=8")

@@ -1,0 +1,49 @@
+"""Tests which adapters and arguments of engines are refused before anything starts."""
+
+from pathlib import Path
+
+import torch
+
+from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
+from services.preflight.model import tensor_shapes
+from tests.services.preflight.test_check import demo, found, with_model
+from trainer.config import ScratchConfig
+from trainer.lora import save_adapter
+from trainer.random_model import build_scratch
+
+BACKEND = ('trainer.backend="reference"', 'engine.name="hf"')
+
+
+def test_adapter_to_start_from_is_checked_before_the_start(tmp_path: Path) -> None:
+    model = build_scratch(ScratchConfig(vocabulary="0123456789= "), tmp_path / "model")
+    lora = LoraConfig(rank=2)
+    targets = adapter_targets(tensor_shapes(model), lora)
+    tensors = {name: torch.zeros(shape) for name, shape in adapter_shapes(targets, 2).items()}
+    save_adapter(tensors.items(), tmp_path / "given", lora, model)
+    path = f'lora.path="{tmp_path / "given"}"'
+
+    def problems(*overrides: str) -> list[str]:
+        settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *BACKEND, *overrides)
+        return [problem for problem in found(settings) if "lora" in problem]
+
+    assert problems("lora.rank=2", path) == []
+    assert problems("lora.rank=2") == []
+    (other,) = problems("lora.rank=4", path)
+    assert "r is 2; set lora.rank to it, which is 4" in other
+    (without,) = problems(path)
+    assert "setting lora.path" in without
+    assert "lora.rank is 0; set lora.rank" in without
+    (unknown,) = problems("lora.rank=2", 'lora.target_modules=["qproj"]')
+    assert "the model has no linear layer qproj" in unknown
+
+
+def test_arguments_that_no_engine_has_are_found_for_each_engine(tmp_path: Path) -> None:
+    def problems(*overrides: str) -> list[str]:
+        return [problem for problem in found(demo(tmp_path / "run", *overrides)) if "block_s" in problem]
+
+    wrong = 'engine={ name = "vllm", max_model_len = 64, arguments = { block_sze = 16 } }'
+    assert problems('engine.name="vllm"', "engine.arguments={ block_size = 16 }") == []
+    for override in (wrong, f"services.pool=[{{ {wrong} }}]"):
+        (problem,) = problems(override)
+        assert "argument of vllm 'block_sze' is not known; did you mean 'block_size'?" in problem
+    assert len(problems("eval.every=1", f"eval.{wrong}")) == 1
