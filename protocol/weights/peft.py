@@ -5,8 +5,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_shapes
 
@@ -72,6 +70,8 @@ def _read_config(path: Path, what: str) -> dict[str, Any]:
 
 
 def _read_shapes(path: Path, what: str) -> dict[str, tuple[int, ...]]:
+    from safetensors import SafetensorError, safe_open  # services without tensors import this module
+
     try:
         with safe_open(str(path), framework="numpy") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

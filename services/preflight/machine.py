@@ -31,7 +31,7 @@ def device_problems(settings: Settings, gpus: Sequence[str]) -> Iterator[Problem
             yield Problem(
                 f"torch sees no GPU {', '.join(missing)} here, it sees {', '.join(gpus) or 'none'}; "
                 "the process would compute on a CPU",
-                "leave it out to compute on a CPU; if there is a GPU, look at its driver, at "
+                "leave it out to compute on a CPU; if there is a GPU, check its driver, "
                 "CUDA_VISIBLE_DEVICES, and whether torch is a build for CUDA",
                 f"services.{name}",
                 text,
@@ -72,7 +72,7 @@ def directory_problems(run_dir: Path) -> Iterator[Problem]:
 
 
 def _unwritable(run_dir: Path) -> Problem | None:
-    """Return why nothing can be written to a run directory, which may be missing; None if it can."""
+    """Return why a run directory, which may be missing, cannot be written; None if it can."""
     place = run_dir
     try:
         while not place.exists():
@@ -82,7 +82,7 @@ def _unwritable(run_dir: Path) -> Problem | None:
     except OSError as error:
         reason = error.strerror or str(error)
     return Problem(
-        f"nothing can be written to {place}: {reason}", "choose another directory", "run.dir", str(run_dir)
+        f"{place} cannot be written: {reason}", "choose another directory", "run.dir", str(run_dir)
     )
 
 

@@ -14,7 +14,7 @@ from protocol.ranges import range_errors
 from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.bus.config import is_loopback
-from services.settings.engine_pool import check_pool
+from services.settings.engine_pool import check_pool, engine_names
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list
 from services.settings.sections import Settings
@@ -267,7 +267,7 @@ def _check_model(settings: Settings) -> None:
 
 def _check_adapters_and_sleep(settings: Settings) -> None:
     engine = settings.engine.name
-    for name in _engine_names(settings) if settings.lora.rank else ():
+    for name in engine_names(settings.engine, settings.services.pool) if settings.lora.rank else ():
         if name not in ENGINES.having("serves_adapters"):
             raise SettingsError(
                 f"setting lora.rank: engine {name!r} does not serve adapters; "
@@ -283,12 +283,6 @@ def _check_adapters_and_sleep(settings: Settings) -> None:
             "settings colocated.enabled and services.pool exclude each other: "
             "engines that share a GPU are of one kind"
         )
-
-
-def _engine_names(settings: Settings) -> list[str]:
-    """Return the names of the engines that the run starts: the pool's, or `[engine]`'s."""
-    name = settings.engine.name
-    return [str(entry.engine.get("name", name)) for entry in settings.services.pool] or [name]
 
 
 def _check_routing_replay(settings: Settings) -> None:
@@ -307,7 +301,7 @@ def _check_routing_replay(settings: Settings) -> None:
             + remedy
         )
     recording = ENGINES.having("records_experts")
-    for name in _engine_names(settings):
+    for name in engine_names(settings.engine, settings.services.pool):
         if name not in recording:
             raise SettingsError(
                 f"setting {setting}: engine {name!r} does not record which experts it chose; "

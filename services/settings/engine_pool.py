@@ -90,3 +90,8 @@ def pool_variables(pool: Sequence[PoolEntry], index: int) -> dict[str, str]:
     entries = [entry for entry in pool for _ in range(entry.count)]
     engine = entries[index % len(entries)].engine
     return {f"TETHER_ENGINE__{name.upper()}": to_toml(value) for name, value in engine.items()}
+
+
+def engine_names(engine: EngineConfig, pool: Sequence[PoolEntry]) -> list[str]:
+    """Return the names of the engines that a run starts: the pool's, or `[engine]`'s."""
+    return [str(entry.engine.get("name", engine.name)) for entry in pool] or [engine.name]

@@ -146,7 +146,6 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
             ],
             ["the parsers of sglang cannot be started", "/nothing/python"],
         ),
-        (['render.stop=["12"]'], ["setting render.stop", "2 tokens"]),
         (["render.max_prompt_tokens=1", 'render.suffix="00"'], ["all of the first 16 prompts are too long"]),
         (['prompts.path="/nowhere.jsonl"'], ["/nowhere.jsonl"]),
         (['model.scratch.vocabulary="00"'], ["vocabulary"]),

@@ -60,7 +60,7 @@ def test_a_library_for_attention_is_refused_where_it_cannot_compute(tmp_path: Pa
 @pytest.mark.parametrize("place", ["/proc/run", "/proc/self/status", "/dev/null/run"])
 def test_a_place_that_takes_no_directory_is_refused(place: str) -> None:
     (problem,) = directory_problems(Path(place))
-    assert str(problem).startswith(f"setting run.dir = '{place}': nothing can be written to")
+    assert str(problem).startswith(f"setting run.dir = '{place}': {place} cannot be written")
 
 
 def test_a_directory_of_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
