@@ -23,6 +23,7 @@ from rollout.engines.vllm.core_server import (
     start_server,
     stop_server,
 )
+from rollout.engines.vllm.core_start import reported_start
 from rollout.engines.vllm.imports import (
     cpu_head_sizes,
     eager_environment,
@@ -271,18 +272,13 @@ def launch(arguments: dict[str, Any]) -> Any:
     Raises:
         EngineError: with vLLM's reason; EngineSettingsError if it refuses the arguments.
     """
-    try:
-        with eager_environment(arguments["enforce_eager"]):
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
+    with eager_environment(arguments["enforce_eager"]), reported_start(arguments["model"]):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
-            is_served = has_server(arguments["enforce_eager"], arguments["tensor_parallel_size"])
-            with forked_from_server(is_served):
-                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-    except Exception as error:  # vLLM raises many types; all of them mean that it did not start
-        # errors of its processes arrive as RuntimeError: there may be memory a moment later
-        kind = EngineSettingsError if isinstance(error, (TypeError, ValueError)) else EngineError
-        raise kind(f"vLLM cannot serve {arguments['model']}: {' '.join(str(error).split())}") from error
+        is_served = has_server(arguments["enforce_eager"], arguments["tensor_parallel_size"])
+        with forked_from_server(is_served):
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
 def sampling_parameters(sampling: Sampling) -> Any:

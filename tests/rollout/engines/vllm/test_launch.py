@@ -11,6 +11,7 @@ from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.contract.models import tiny_model
+from rollout.engines.vllm.imports import set_environment
 from rollout.engines.vllm.launch import check_model, engine_arguments, launch, sampling_parameters
 
 
@@ -45,9 +46,20 @@ def test_model_that_vllm_cannot_run_is_refused(
         check_model(config, tmp_path)
 
 
-def test_arguments_that_vllm_refuses_are_no_reason_to_try_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("dtype", "float3", "float3"),
+        ("block_size", 7, "ValueError: No common block size for 7"),  # its engine process says so
+    ],
+)
+def test_arguments_that_vllm_refuses_are_no_reason_to_try_again(
+    tmp_path: Path, name: str, value: object, words: str
+) -> None:
     tiny_model(1).save_pretrained(tmp_path)
-    arguments = engine_arguments(EngineConfig(max_model_len=64), tmp_path, "rollout.0.a", NO_ADAPTERS)
-    with pytest.raises(EngineSettingsError, match=r"vLLM cannot serve .*float3") as refused:
-        launch({**arguments, "dtype": "float3"})
+    config = EngineConfig(max_model_len=64)
+    set_environment(config)
+    arguments = engine_arguments(config, tmp_path, "rollout.0.a", NO_ADAPTERS)
+    with pytest.raises(EngineSettingsError, match=f"vLLM cannot serve .*{words}") as refused:
+        launch({**arguments, name: value})
     assert "\n" not in str(refused.value)

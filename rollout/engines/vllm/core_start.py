@@ -1,0 +1,70 @@
+"""Brings the error with which vLLM's engine process fails at its start to the process that starts it.
+
+vLLM itself says only that its engine process failed, and leaves the error to the log.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import EngineError, EngineSettingsError
+
+REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError)
+"""Errors that another start would end with, too, unless they are about memory, which may be free by then."""
+
+
+@contextmanager
+def reported_start(model: str) -> Iterator[None]:
+    """Start vLLM in the block; an error of its engine process is raised here.
+
+    Args:
+        model: the model's directory, named in the error.
+
+    Raises:
+        EngineError: with vLLM's reason; EngineSettingsError if it refuses arguments or model.
+    """
+    from vllm.v1.engine.core import EngineCoreProc
+
+    with tempfile.TemporaryDirectory(prefix="tether-start-") as directory:
+        report = Path(directory) / "error"
+        run = EngineCoreProc.run_engine_core
+        by_us = run if isinstance(run, functools.partial) else None  # `eager_core` replaces it, too
+        EngineCoreProc.run_engine_core = functools.partial(run_core, str(report), by_us)
+        try:
+            yield
+        except Exception as error:  # vLLM raises many types; all of them mean that it did not start
+            kind, text = _read(report) or (_kind(error), str(error))
+            raise kind(f"vLLM cannot serve {model}: {' '.join(text.split())}") from error
+        finally:
+            EngineCoreProc.run_engine_core = run
+
+
+def run_core(report: str, run: Callable[..., None] | None, *args: Any, **kwargs: Any) -> None:
+    """Run vLLM's engine process by `run`, or as vLLM does; an error is written to the file `report`, too."""
+    try:
+        if run is None:
+            from vllm.v1.engine.core import EngineCoreProc
+
+            run = EngineCoreProc.run_engine_core
+        run(*args, **kwargs)
+    except Exception as error:
+        place = Path(report)
+        if place.parent.is_dir():  # once the engine has started, its errors are reported by vLLM
+            place.write_text(f"{_kind(error).__name__}\n{type(error).__name__}: {error}")
+        raise
+
+
+def _read(report: Path) -> tuple[type[EngineError], str] | None:
+    """Return the error that the engine process has written; None if it has written none."""
+    if not report.is_file():
+        return None
+    name, _, text = report.read_text().partition("\n")
+    return (EngineSettingsError if name == EngineSettingsError.__name__ else EngineError), text
+
+
+def _kind(error: Exception) -> type[EngineError]:
+    is_refusal = isinstance(error, REFUSALS) and "memory" not in str(error).lower()
+    return EngineSettingsError if is_refusal else EngineError
