@@ -2,6 +2,7 @@
 
 import bisect
 import inspect
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,12 @@ from protocol.paths import FilePath, set_first
 from rollout.prompts.base import Prompt
 from rollout.tokenizer_files import end_ids, load_tokenizer
 
+log = logging.getLogger("tether.rollout")
+
+NO_TOOLS = (
+    "a request offers tools, and the chat template does not write them, so the model does not see them: "
+    "give a template that does by render.chat_template_file"
+)
 _MARK = "\x02assistant\x03"
 """Placeholder for an assistant's message, at which a rendered template is cut."""
 
@@ -88,6 +95,8 @@ class Renderer:
         self._chat = has_template and config.chat_template is not ChatTemplate.OFF
         self._check_variables()
         self._parts = self._chat and _takes_parts(self._tokenizer, config.chat_template_kwargs)
+        self._tools_seen = False
+        """Whether tools were offered, and the text was searched for them."""
         self.longest_piece = max(map(len, self._tokenizer.get_vocab()), default=1)
         """Characters of the vocabulary's longest token; of bytes, if it is of bytes."""
         self.stop_token_ids = self._stop_ids(Path(model_dir))
@@ -181,12 +190,15 @@ class Renderer:
         Raises:
             SettingsError: the template refuses them.
         """
-        if not self._chat:
-            return "\n".join(str(message["content"]) for message in messages)
         try:
-            return self._applied(messages, tools)
+            text = self._applied(messages, tools) if self._chat else _lines(messages)
+            if tools and not self._tools_seen:
+                self._tools_seen = True
+                if not self._chat or text == self._applied(messages):
+                    log.warning("render.no_tools said=%s", NO_TOOLS)
         except Exception as error:  # templates raise any exception of jinja or their own
             raise SettingsError(f"the chat template refuses the messages: {error}") from error
+        return text
 
     def encode(self, text: str, *, special: bool = False, most: int = 0) -> tuple[int, ...]:
         """Tokenize a text.
@@ -314,6 +326,10 @@ def checked_length(tokens: tuple[int, ...], most: int) -> tuple[int, ...]:
     if 0 < most < len(tokens):
         raise PromptTooLong(f"{len(tokens)} tokens")
     return tokens
+
+
+def _lines(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(str(message["content"]) for message in messages)
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Checks everything of a run that can be checked before anything starts, and describes what would start."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,16 +8,18 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from rollout.environments.registry import make_environment
-from rollout.prompts.base import PromptSource
+from rollout.prompts.base import Prompt, PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
+from rollout.render import PromptTooLong
 from services.preflight.critic import critic_problems
 from services.preflight.data import (
+    character_problems,
+    count_too_long,
     first_prompts,
     rendered_prompt,
     rendering_problems,
     stream_problems,
-    verifier_problems,
 )
 from services.preflight.endpoints import local_problems
 from services.preflight.engines import engine_problems
@@ -25,6 +28,7 @@ from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
 from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem
+from services.preflight.rewards import trial_problems, verifier_problems
 from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems, length_problems
 from services.runtime.user_modules import add_user_modules
@@ -58,7 +62,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         settings: the run's settings.
         local: whether all services will run on this machine, so that its ports, keys and libraries matter.
     """
-    add_user_modules(settings)
+    modules = add_user_modules(settings)
     problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
     problems += length_problems(settings)
     problems += _error_of_environment(settings)
@@ -88,11 +92,13 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         problems += engine_problems(settings, model)
         problems += adapter_problems(settings, model)
         problems += critic_problems(settings, model)
+        problems += character_problems(settings, prompts)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
     problems += _error_of_remote(settings)
     if local:
         problems += local_problems(settings)
+        problems += [] if problems else trial_problems(settings, prompts, modules)
         if model:
             problems += host_memory_problems(settings, model)
             problems += attention_problems(settings, model, visible_gpus(os.environ))
@@ -106,7 +112,6 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     count = f"{model.parameters:,}" if model.parameters else "unknown"
     made = "" if model.is_made else ", made at the start"
     per_step = bound.groups_per_step * sampling.samples_per_prompt
-    stream = "without end" if source.size is None else f"{source.size:,} in {prompts.passes} passes"
     ranks = (
         f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
         f"context {parallel.context_parallel_size} x data {parallel.data_parallel_size}"
@@ -117,8 +122,9 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     mixed = " + ".join(entry.name for entry in prompts.mixture)
     return [
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{made}",
-        f"prompts  {mixed or prompts.source}: {stream}; {prompts.held_out:,} held out",
-        f"first    {_first_prompt(settings, model, source)}",
+        f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {prompts.held_out:,} held out"
+        + _left_out(settings, model, source),
+        f"first    {_first_prompt(settings, model, first_prompts(source))}",
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
@@ -139,11 +145,32 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     ]
 
 
-def _first_prompt(settings: Settings, model: ModelFacts, source: PromptSource) -> str:
-    """Return the beginning of the first prompt as the model will read it, quoted."""
-    text = rendered_prompt(settings, model, source.at(0))
-    more = f" and {len(text) - SHOWN:,} more characters" if len(text) > SHOWN else ""
-    return json.dumps(text[:SHOWN], ensure_ascii=not text.isprintable()) + more
+def _stream(settings: Settings, source: PromptSource) -> str:
+    """Return how many prompts there are, and the step after which they end if it is not the last."""
+    if source.size is None:
+        return "without end"
+    passes, steps = settings.prompts.passes, source.size // settings.bound.groups_per_step
+    ends = f", which end after step {steps:,}" if steps < settings.run.steps else ""
+    return f"{source.size:,} in {passes} pass{'es' if passes > 1 else ''}{ends}"
+
+
+def _left_out(settings: Settings, model: ModelFacts, source: PromptSource) -> str:
+    """Return how many of the first prompts are dropped for their length; empty if there is no such prompt."""
+    prompts = first_prompts(source)
+    count, most = count_too_long(settings, model, prompts), settings.rendering.max_prompt_tokens
+    if not count:
+        return ""
+    return f"; {count} of the first {len(prompts)} are longer than {most:,} tokens, and are dropped"
+
+
+def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Prompt]) -> str:
+    """Return the beginning of the first prompt that is not too long, as the model will read it, quoted."""
+    for prompt in prompts:
+        with contextlib.suppress(PromptTooLong):
+            text = rendered_prompt(settings, model, prompt)
+            more = f" and {len(text) - SHOWN:,} more characters" if len(text) > SHOWN else ""
+            return json.dumps(text[:SHOWN], ensure_ascii=not text.isprintable()) + more
+    return "none"
 
 
 def _on(gpus: str) -> str:

@@ -1,26 +1,20 @@
-"""Finds what prompts and tokenizer do not allow: steps, verifiers, lengths, stop tokens."""
+"""Finds what prompts and tokenizer do not allow: steps, characters, lengths, stop tokens."""
 
 import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from protocol.choices import checked_options, load
 from protocol.errors import SettingsError
-from reward.verifiers.registry import VERIFIERS, make_verifier
-from reward.workers.group_scoring import check_fallbacks
 from rollout.prompts.base import Prompt, PromptSource
 from rollout.render import PromptTooLong, Renderer
 from services.preflight.model import ModelFacts
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
-from trainer.algorithms.registry import check_turn_scores
 from trainer.random_model import write_tokenizer
 
 SAMPLE = 16
 """Prompts, the first of the stream, that are rendered and compared with what verifiers need."""
-ENTRY_FIELDS = {"reasoning_gym": ("family", "entry")}
-"""Verifier -> fields of the metadata that it needs, where no option names them."""
 
 
 def stream_problems(settings: Settings, source: PromptSource) -> Iterator[Problem]:
@@ -76,6 +70,39 @@ def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prom
             return
 
 
+def character_problems(settings: Settings, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Yield the first prompt of which the tokenizer of a random model would leave out characters."""
+    scratch, render = settings.model.scratch, settings.render
+    if scratch is None or render.tokenizer or render.chat_template_file:
+        return
+    for prompt in prompts:
+        texts = [content for _, content in prompt.messages] or [prompt.text]
+        outside = sorted(set("".join((*texts, render.system, render.suffix))) - set(scratch.vocabulary))
+        if outside:
+            yield Problem(
+                f"prompt {prompt.index} has characters outside it, which the model would not see: "
+                f"{''.join(outside[:20])!r}",
+                "add them, or give other prompts",
+                "model.scratch.vocabulary",
+                scratch.vocabulary,
+            )
+            return
+
+
+def count_too_long(settings: Settings, model: ModelFacts, prompts: Sequence[Prompt]) -> int:
+    """Return how many of some prompts are longer than `render.max_prompt_tokens`."""
+    renderer = _renderer(settings, model)
+    return sum(_is_too_long(renderer, prompt) for prompt in prompts)
+
+
+def _is_too_long(renderer: Renderer, prompt: Prompt) -> bool:
+    try:
+        renderer.prompt_tokens(prompt)
+    except PromptTooLong:
+        return True
+    return False
+
+
 def rendered_prompt(settings: Settings, model: ModelFacts, prompt: Prompt) -> str:
     """Return a prompt as the model will read it, special tokens included.
 
@@ -96,44 +123,7 @@ def _renderer(settings: Settings, model: ModelFacts) -> Renderer:
         return Renderer(place, settings.rendering)
 
 
-def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Problem]:
-    """Yield verifiers that cannot be made, fall back to none, or need a field that no prompt has."""
-    if wrong := check_fallbacks({item.component: item.fallback for item in settings.reward.verifiers}):
-        yield Problem(f"setting reward.verifiers: {wrong}")
-    for verifier in settings.reward.verifiers:
-        try:
-            if make_verifier(verifier.name, verifier.options).by_turn:
-                check_turn_scores(settings.algorithm)
-            fields = _needed_fields(verifier.name, verifier.options)
-        except SettingsError as error:
-            yield Problem(str(error))
-            continue
-        for field in fields:
-            if prompts and all(prompt.metadata.get(field) is None for prompt in prompts):
-                found = ", ".join(sorted(map(str, prompts[0].metadata))) or "none"
-                yield Problem(
-                    f"it needs the field {field!r} of a prompt, and the prompts have {found}",
-                    "set prompts.answer_field, or the option of the verifier that names the field",
-                    "reward.verifiers",
-                    verifier.name,
-                )
-
-
 def first_prompts(source: PromptSource) -> list[Prompt]:
     """Return the first prompts of a stream, at most `SAMPLE`."""
     size = SAMPLE if source.size is None else min(SAMPLE, source.size)
     return [source.at(index) for index in itertools.islice(range(size), SAMPLE)]
-
-
-def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
-    """Return the fields of the metadata that one of our verifiers needs; none for a module of the user."""
-    if name not in VERIFIERS:
-        return ()
-    module = load(VERIFIERS[name].path)
-    bound = checked_options(module.Options, options, f"verifier {name}")
-    if hasattr(module, "needed_fields"):
-        return tuple(module.needed_fields(bound))
-    if getattr(bound, "schema", None):  # json_schema: one schema for all prompts
-        return ()
-    key = getattr(bound, "key", None)
-    return ENTRY_FIELDS.get(name, ()) if key is None else (str(key),)

@@ -96,14 +96,15 @@ def test_a_run_outlives_its_page_and_leaves_no_weights_at_a_second_ctrl_c(tmp_pa
 
 
 def test_setting_refused_at_the_start_of_an_engine_ends_the_run_at_once(tmp_path: Path) -> None:
-    """The checks before the start do not find this one."""
+    """The checks before the start do not find this one, and vLLM's engine process does."""
     run, run_dir, output = f"ends-engine-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
-    sets = ("engine.name=hf", "engine.max_model_len=64", "services.restarts=5")
-    refused = "engine.enable_return_routed_experts"
-    with tether_up(*arguments(run_dir, run, *sets, f"{refused}=true"), output=output) as up:
+    refused = "engine.arguments.block_size=7"
+    sets = ("engine.name=vllm", "engine.max_model_len=64", "services.restarts=5", refused)
+    with tether_up(*arguments(run_dir, run, *sets), output=output) as up:
         assert up.wait(120) == 2, output.read_text()
     text = output.read_text()
-    assert text.splitlines()[-1].startswith(f"tether: tether rollout: setting {refused}: ")
+    assert text.splitlines()[-1].startswith("tether: tether rollout: vLLM cannot serve ")
+    assert "No common block size for 7" in text.splitlines()[-1]
     assert "Traceback" not in text
     assert (run_dir / "logs/rollout.0.log").read_text().count("process.failed") == 1
     assert (processes_of(run_dir), shared_memory(run)) == ([], [])

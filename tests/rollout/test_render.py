@@ -25,6 +25,9 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("chat"), template=TEMPLATE, eos="<|im_end|>")
 
 
+MESSAGES = [{"role": "user", "content": "1+1"}]
+
+
 def shown(renderer: Renderer, prompt: Prompt) -> str:
     return str(renderer._tokenizer.decode(renderer.prompt_tokens(prompt)))
 
@@ -227,3 +230,25 @@ def test_stopped_length_is_that_of_the_shortest_text_with_a_stop(
     ends = [n for n in range(len(text) + 1) if any(item in text[:n] for item in stop)]
     if kept == text:
         assert renderer.stopped_length(tokens) == (ends[0] if ends else len(tokens))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_tools_that_a_template_leaves_out_are_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, writes: bool
+) -> None:
+    file, model = tmp_path / "own.jinja", write_tokenizer(tmp_path / "model")
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    file.write_text(
+        "{{ tools | tojson if tools }}" * writes + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    renderer = Renderer(model, RenderConfig(chat_template_file=str(file)))
+    assert renderer.dialogue_text(MESSAGES) == "1+1"
+    texts = {renderer.dialogue_text(MESSAGES, tools) for _ in range(2)}
+    assert all(('"add"' in text) == writes for text in texts)
+    assert sum("the chat template does not write them" in text for text in caplog.messages) == (not writes)
+
+
+def test_tools_without_a_template_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    renderer = Renderer(write_tokenizer(tmp_path / "model"), RenderConfig(chat_template=ChatTemplate.OFF))
+    assert renderer.dialogue_text(MESSAGES, [{"type": "function"}]) == "1+1"
+    assert "render.no_tools" in caplog.text

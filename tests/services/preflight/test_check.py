@@ -149,6 +149,10 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
         (["render.max_prompt_tokens=1", 'render.suffix="00"'], ["all of the first 16 prompts are too long"]),
         (['prompts.path="/nowhere.jsonl"'], ["/nowhere.jsonl"]),
         (['model.scratch.vocabulary="00"'], ["vocabulary"]),
+        (
+            ['model.scratch.vocabulary="023456789="'],
+            ["setting model.scratch.vocabulary", "has characters outside it", "'1'"],
+        ),
     ],
 )
 def test_check_run_names_the_problem_and_the_remedy(
@@ -274,3 +278,38 @@ def test_a_tracking_library_that_is_missing_is_found(tmp_path: Path, monkeypatch
         "setting tracking.kind = 'wandb': wandb is not installed; "
         "pip install 'tether-rl[wandb]', or leave it out"
     ]
+
+
+def score(response: str, metadata: dict[str, str]) -> float:
+    """Score as a reward that does not expect any text."""
+    return float(int(response) == int(metadata["answer"]))
+
+
+@pytest.mark.parametrize(("function", "words"), [("score", "ValueError: invalid literal"), ("gone", "gone")])
+def test_check_run_tries_the_users_reward_on_a_real_row(tmp_path: Path, function: str, words: str) -> None:
+    verifier = f'reward.verifiers=[{{name="function",options={{path="{__name__}:{function}"}}}}]'
+    (problem,) = found(demo(tmp_path / "run", verifier), local=True)
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["prompts.passes=1", "bound.groups_per_step=3"], "10 in 1 pass, which end after step 3;"),
+        (["prompts.passes=0"], "without end;"),
+        (
+            ["render.max_prompt_tokens=2", "prompts.passes=1"],
+            "held out; 3 of the first 10 are longer than 2 tokens",
+        ),
+    ],
+)
+def test_describe_run_counts_prompts_that_are_not_trained(
+    tmp_path: Path, overrides: list[str], words: str
+) -> None:
+    settings = demo(tmp_path / "run", *overrides)
+    longer = [{**row, "prompt": "12="} if row["answer"] in "123" else row for row in PROMPTS]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in longer))
+    findings = check_run(settings)
+    assert findings.model is not None
+    assert findings.source is not None
+    assert words in "\n".join(describe_run(settings, findings.model, findings.source))

@@ -1,0 +1,86 @@
+"""Finds verifiers that cannot score the prompts, and tries the user's own on one of them."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from protocol.choices import checked_options, is_own, load
+from protocol.errors import RewardError, SettingsError
+from reward.config import RewardConfig
+from reward.verifiers.registry import VERIFIERS, make_verifier
+from reward.workers.group_scoring import check_fallbacks
+from reward.workers.pool import ScorePool
+from rollout.prompts.base import Prompt
+from services.preflight.problem import Problem
+from services.settings.sections import Settings
+from trainer.algorithms.registry import check_turn_scores
+
+ENTRY_FIELDS = {"reasoning_gym": ("family", "entry")}
+"""Verifier -> fields of the metadata that it needs, where no option names them."""
+RESPONSE = "an answer"
+"""Response that verifiers of the user are tried on."""
+
+
+def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Problem]:
+    """Yield verifiers that cannot be made, fall back to none, or need a field that no prompt has."""
+    if wrong := check_fallbacks({item.component: item.fallback for item in settings.reward.verifiers}):
+        yield Problem(f"setting reward.verifiers: {wrong}")
+    for verifier in settings.reward.verifiers:
+        try:
+            if make_verifier(verifier.name, verifier.options).by_turn:
+                check_turn_scores(settings.algorithm)
+            fields = _needed_fields(verifier.name, verifier.options)
+        except SettingsError as error:
+            yield Problem(str(error))
+            continue
+        for field in fields:
+            if prompts and all(prompt.metadata.get(field) is None for prompt in prompts):
+                found = ", ".join(sorted(map(str, prompts[0].metadata))) or "none"
+                yield Problem(
+                    f"it needs the field {field!r} of a prompt, and the prompts have {found}",
+                    "set prompts.answer_field, or the option of the verifier that names the field",
+                    "reward.verifiers",
+                    verifier.name,
+                )
+
+
+def trial_problems(
+    settings: Settings, prompts: Sequence[Prompt], modules: Sequence[str]
+) -> Iterator[Problem]:
+    """Score the response `RESPONSE` to the first prompt; yield the error of each verifier of the user.
+
+    It runs in a worker process, within the limits of `[reward]`.
+
+    Args:
+        settings: of the run.
+        prompts: the first of the stream.
+        modules: directories with modules of the user.
+    """
+    for verifier in settings.reward.verifiers:
+        if not prompts or not (is_own(verifier.name) or verifier.name == "function"):
+            continue
+        alone = dataclasses.replace(verifier, fallback="")
+        reward = dataclasses.replace(settings.reward, verifiers=(alone,), workers=1)
+        try:
+            asyncio.run(_score(reward, modules, prompts[0]))
+        except (RewardError, SettingsError) as error:
+            yield Problem(f"verifier {verifier.component}, tried on prompt 0 and {RESPONSE!r}: {error}")
+
+
+async def _score(reward: RewardConfig, modules: Sequence[str], prompt: Prompt) -> None:
+    async with ScorePool(reward, modules) as pool:
+        await pool.score(prompt.text, [RESPONSE], prompt.metadata)
+
+
+def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
+    """Return the fields of the metadata that one of our verifiers needs; none for a module of the user."""
+    if name not in VERIFIERS:
+        return ()
+    module = load(VERIFIERS[name].path)
+    bound = checked_options(module.Options, options, f"verifier {name}")
+    if hasattr(module, "needed_fields"):
+        return tuple(module.needed_fields(bound))
+    if getattr(bound, "schema", None):  # json_schema: one schema for all prompts
+        return ()
+    key = getattr(bound, "key", None)
+    return ENTRY_FIELDS.get(name, ()) if key is None else (str(key),)
