@@ -52,21 +52,22 @@ ARGUMENTS += [word for override in OVERRIDES for word in ("--set", override)]
 @pytest.mark.parametrize("kind", ["scripted", pytest.param("model", marks=pytest.mark.slow)])
 def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path, kind: str) -> None:
     words = [word for override in KINDS[kind] for word in ("--set", override)]
-    with tether_up(*ARGUMENTS, *words, "--run-dir", str(tmp_path), output=tmp_path / "up.log") as up:
-        until(lambda: len(read_steps(tmp_path / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
+    run_dir, output = tmp_path / "run", tmp_path / "up.log"
+    with tether_up(*ARGUMENTS, *words, "--run-dir", str(run_dir), output=output) as up:
+        until(lambda: len(read_steps(run_dir / "metrics.jsonl")) >= 2, seconds=180, what="step 2")
         alive = until(
-            lambda: (found := pids(tmp_path)).keys() >= WORKERS and found,
+            lambda: (found := pids(run_dir)).keys() >= WORKERS and found,
             seconds=120,
             what="two workers of each kind",
         )
         os.kill(alive["rollout.0"], signal.SIGKILL)
         os.kill(alive["reward.1"], signal.SIGKILL)
-        asyncio.run(kill_between_take_and_commit(tmp_path, alive["trainer"]))
-        os.kill(json.loads((tmp_path / "ledger/endpoint.json").read_text())["pid"], signal.SIGKILL)
-        assert up.wait(400) == 0, (tmp_path / "up.log").read_text()
-    steps = read_steps(tmp_path / "metrics.jsonl")
+        asyncio.run(kill_between_take_and_commit(run_dir, alive["trainer"]))
+        os.kill(json.loads((run_dir / "ledger/endpoint.json").read_text())["pid"], signal.SIGKILL)
+        assert up.wait(400) == 0, output.read_text()
+    steps = read_steps(run_dir / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(STEPS))
-    result = audit(tmp_path)
+    result = audit(run_dir)
     assert (result["code"], result["violations"], result["steps"], result["trained"]) == (
         0,
         [],
@@ -74,7 +75,7 @@ def test_a_run_survives_the_death_of_every_kind_of_worker(tmp_path: Path, kind: 
         STEPS * 8,
     )
     assert len({step["epoch"] for step in steps}) == 2
-    assert processes_of(tmp_path) == []
+    assert processes_of(run_dir) == []
     assert list(Path("/dev/shm").glob(f"tether-demo-*{os.getpid()}*")) == []
 
 
