@@ -74,7 +74,7 @@ def test_a_directory_of_other_files_is_refused_and_left_alone(tmp_path: Path) ->
         check_directory(tmp_path)
     (tmp_path / "settings.json").write_text("{}")
     check_directory(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", "settings.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", "settings.json", "up.log"}
 
 
 def test_an_interpreter_without_sglang_is_named(tmp_path: Path) -> None:
