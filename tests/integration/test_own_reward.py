@@ -11,7 +11,8 @@ CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
 
 
 def test_an_exception_reaches_the_halt_with_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "own_reward.py").write_text("def score(response, metadata):\n    return metadata['anwser']\n")
+    source = "def score(response, metadata):\n    return 'an' in response or metadata['anwser']\n"
+    (tmp_path / "own_reward.py").write_text(source)  # the response of the check before the start passes
     settings = (
         'reward.verifiers=[{name="function",options={path="own_reward:score"}}]',
         f'run.modules=["{tmp_path}"]', "bound.max_attempts=1", "bound.drop_window=4", "bound.drop_share=1.0",
