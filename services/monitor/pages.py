@@ -20,7 +20,7 @@ import xxhash
 from aiohttp import hdrs, web
 
 from services.bus.config import is_loopback
-from services.monitor.history import History
+from services.monitor.history import History, warning_event
 from services.run_record.evaluations import ScoredVersions
 from services.run_record.samples import SampleBrowser
 from services.run_record.sentences import TOPICS
@@ -90,7 +90,14 @@ class Pages:
     async def _serve_events(self, request: web.Request) -> web.Response:
         topics = request.query.get("topics", ",".join(TOPICS)).split(",")
         answer = self.tail.sentences(_number(request, "after"), topics, MAX_EVENTS)
-        return _json({**answer, "warnings": self.history.warnings() if "run" in topics else []})
+        return _json(
+            {**answer, "warnings": await asyncio.to_thread(self._warnings) if "run" in topics else []}
+        )
+
+    def _warnings(self) -> list[dict[str, Any]]:
+        """Return the newest warnings of steps, and of held-out sets whose scores have fallen, as events."""
+        fallen = [warning_event(row.time, text) for row, text in self._scores.fallen()]
+        return [*self.history.warnings(), *fallen]
 
     async def _serve_versions(self, request: web.Request) -> web.Response:
         return _json(self.tail.versions(_number(request, "after")))

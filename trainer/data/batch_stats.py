@@ -47,8 +47,8 @@ class BatchStats:
     """Population standard deviation over all samples."""
     frac_reward_zero_std: float | None
     """Share of groups whose rewards are all equal, among groups of several samples; None if there is none."""
-    truncated_share: float
-    """Share of samples that ended at the length limit."""
+    truncated_share: float | None
+    """Share of samples that ended at the length limit; None where the limit is one token: all end there."""
     truncated_tokens: int | None
     """Sampled tokens that carry no gradient because their sample is truncated; None unless it is masked."""
     shaped_reward_mean: float | None
@@ -169,14 +169,18 @@ class StepTally:
             fresh=0 in lags,
         )
 
-    def stats(self, samples: Sequence[BatchSample], truncated: str, shaped: torch.Tensor) -> BatchStats:
+    def stats(
+        self, samples: Sequence[BatchSample], truncated: str, shaped: torch.Tensor, max_tokens: int = 0
+    ) -> BatchStats:
         """Return the statistics of all samples.
 
         Args:
             samples: the first row of each.
             truncated: `algorithm.truncated`.
             shaped: float32 [N]: the rewards that advantages are made of.
+            max_tokens: limit of one generation; 0: not known.
         """
+        cut = sum(sample.truncated for sample in samples) / len(samples)
         histogram, values = self._lag_histogram(), rewards_of(samples).double()
         trained = histogram.total()
         masked = sum(self.sampled_tokens) - trained - self._truncated_tokens
@@ -195,7 +199,7 @@ class StepTally:
             reward_mean=float(values.mean()),
             reward_std=float(values.std(correction=0)),
             frac_reward_zero_std=_share_without_signal(samples),
-            truncated_share=sum(sample.truncated for sample in samples) / len(samples),
+            truncated_share=None if max_tokens == 1 else cut,
             truncated_tokens=self._truncated_tokens if truncated == "mask" else None,
             shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,
             generate_s=_mean(self._generate_s),

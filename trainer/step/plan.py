@@ -167,7 +167,9 @@ def plan_step(
         totals=tally.totals(),
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
         trained_counts=counts,
-        stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
+        stats=tally.stats(
+            tally.first_rows(samples), algorithm.config.truncated, scores["rewards"], max_tokens
+        ),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample | digested(turns)),
         mini_batches=divided,
         experts_shape=_experts_shape(samples),

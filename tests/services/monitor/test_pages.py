@@ -77,6 +77,19 @@ async def test_scores_are_sent_once_and_again_when_the_file_was_replaced(tmp_pat
         assert await reader.ask("evaluations.json?after=3") == {"rows": [], "last": 0, "reset": True}
 
 
+async def test_a_fallen_score_is_a_warning_among_the_events(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with monitored(offline_settings(run_dir)) as url, aiohttp.ClientSession() as session:
+        reader = Reader(session, url)
+        assert (await reader.ask("events.json?topics=run"))["warnings"] == []
+        for version, greedy in ((0, 0.5), (4, 0.25)):
+            fields = {"greedy": greedy, "greedy_stderr": 0.03125, "time": 1.5}
+            append_evaluation(run_dir, Evaluation(version=version, set="math", **fields))
+        (warning,) = (await reader.ask("events.json?topics=run"))["warnings"]
+        assert (warning["level"], warning["time_ms"]) == ("warn", 1500)
+        assert "math has fallen: greedy 0.250" in warning["text"]
+
+
 @pytest.mark.parametrize("query", ["after=x", "after=-1", "after=1e3", "after=" + "9" * 17])
 async def test_wrong_query_is_refused(tmp_path: Path, query: str) -> None:
     async with monitored(offline_settings(recorded_run(tmp_path))) as url, aiohttp.ClientSession() as session:
