@@ -189,7 +189,7 @@ def _fall(rows: Sequence[Evaluation], metric: str) -> str:
         return ""
     return (
         f"{newest.set} has fallen: {metric} {value:.3f} ± {error:.3f} at version {newest.version}, its best "
-        f"is {high:.3f} ± {best_error:.3f} at version {best.version}; look at samples for what the reward "
+        f"is {high:.3f} ± {best_error:.3f} at version {best.version}; read samples for what the reward "
         "pays for, and lower optimizer.lr or bound.max_staleness"
     )
 

@@ -152,7 +152,7 @@ def plan_step(
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
         SettingsError: turns were scored, and the algorithm has a penalty of whole samples.
     """
-    tally, digest = StepTally(step), BatchDigest()
+    tally, digest = StepTally(step, max_tokens), BatchDigest()
     if not (samples := list(_counted(groups, tally, digest, mask_late, algorithm.config))):
         raise ProtocolError(f"step {step}: the batch has no samples")
     divided, counts = MiniBatches.of(tally, mini_batches, seed), tally.trained_counts()
@@ -167,9 +167,7 @@ def plan_step(
         totals=tally.totals(),
         measured=_measured(counts, mismatch_share)[by_sample["group_index"]],
         trained_counts=counts,
-        stats=tally.stats(
-            tally.first_rows(samples), algorithm.config.truncated, scores["rewards"], max_tokens
-        ),
+        stats=tally.stats(tally.first_rows(samples), algorithm.config.truncated, scores["rewards"]),
         digest=digest.finish({"step": step, "temperature": temperature}, by_sample | digested(turns)),
         mini_batches=divided,
         experts_shape=_experts_shape(samples),

@@ -335,16 +335,6 @@ def test_a_masked_sample_has_no_gradient_and_counts_for_the_others_of_its_group(
     assert masked.digest != trained.digest
 
 
-def test_samples_of_one_token_are_not_counted_as_truncated() -> None:
-    spec = GroupSpec(samples=[SampleSpec([5], [0], finish="length")] * 2)
-    algorithm = make_algorithm(AlgorithmConfig(name="dr_grpo"))
-    shares = [
-        plan_step([(scored(spec), 1)], step=0, algorithm=algorithm, max_tokens=limit).stats.truncated_share
-        for limit in (1, 2)
-    ]
-    assert shares == [None, 1.0]
-
-
 def test_a_step_of_truncated_samples_alone_trains_nothing_if_they_are_masked() -> None:
     spec = GroupSpec(samples=[SampleSpec([5], [0], finish="length")] * 2)
     made = plan_step([(scored(spec), 1)], step=0, algorithm=make_algorithm(AlgorithmConfig(truncated="mask")))
