@@ -87,9 +87,12 @@ def _unwritable(run_dir: Path) -> Problem | None:
 
 
 def _foreign(run_dir: Path) -> Problem | None:
-    """Return the problem if a directory has files and was never a run's; None if not."""
+    """Return the problem if a directory has files and was never a run's; None if not.
+
+    Logs are no obstacle: the output of `tether up` may be written there.
+    """
     with contextlib.suppress(OSError):
-        names = sorted(path.name for path in run_dir.iterdir())
+        names = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".log")
         if names and not OWN.intersection(names):
             more = ", ..." if len(names) > 3 else ""
             return Problem(

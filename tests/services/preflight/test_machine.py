@@ -67,12 +67,14 @@ def test_a_place_that_takes_no_directory_is_refused(place: str) -> None:
 def test_a_directory_of_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert list(directory_problems(tmp_path / "new" / "run")) == []
     assert list(directory_problems(tmp_path)) == []
+    (tmp_path / "up.log").write_text("")
+    assert list(directory_problems(tmp_path)) == []
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(SettingsError, match=r"it holds other files \(thesis\.tex\) and no run"):
         check_directory(tmp_path)
     (tmp_path / "settings.json").write_text("{}")
     check_directory(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", "settings.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"thesis.tex", "settings.json", "up.log"}
 
 
 def test_an_interpreter_without_sglang_is_named(tmp_path: Path) -> None:
