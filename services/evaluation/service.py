@@ -33,6 +33,7 @@ from services.run_record.evaluations import (
     append_evaluation,
     describe_evaluation,
     due_versions,
+    fallen_scores,
     read_evaluations,
     unscored_versions,
 )
@@ -167,6 +168,10 @@ class Evaluator:
         self._process.metrics.count("evaluation.scored")
         self._process.metrics.seconds.labels("evaluation").observe(evaluation.seconds)
         log.info("evaluation.scored %s", describe_evaluation(evaluation))
+        for row, text in await asyncio.to_thread(fallen_scores, self._run_dir):
+            if row == evaluation:
+                self._process.metrics.count("evaluation.fallen")
+                log.warning("evaluation.fallen %s", text)
 
     def _note_skipped(self, version: int) -> None:
         """Count the versions before this one that were due, have no scores and will not get any."""

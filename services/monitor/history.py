@@ -239,11 +239,10 @@ def _warnings_of(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 *texts,
             ]
         for text in texts[:10]:
-            yield {
-                "seq": 0,
-                "time_ms": int(time_s * 1000),
-                "kind": "warning",
-                "topic": "run",
-                "level": "warn",
-                "text": str(text)[:400],
-            }
+            yield warning_event(time_s, str(text))
+
+
+def warning_event(time_s: float, text: str) -> dict[str, Any]:
+    """Return a warning of a Unix time as an event for the page."""
+    fields = {"kind": "warning", "topic": "run", "level": "warn"}
+    return {"seq": 0, "time_ms": int(time_s * 1000), **fields, "text": text[:400]}

@@ -5,11 +5,14 @@
 history that changed since (see `services.monitor.history`) | | /events.json?after=NUMBER&topics=run,versions
 | the newest events, and warnings of steps, as sentences | | /versions.json?after=NUMBER | who served which
 version when | | /evaluations.json?after=NUMBER | scores of versions on held-out sets | |
-/samples.json?step=STEP&group=GROUP | samples of one group | | /targets.json | addresses of every process's
+/samples.json?step=STEP&group=GROUP | samples of one group, with
+`least` and `most` those of such rewards | | /settings.json | settings that the run was last started with | |
+/logs.json?name=NAME | the end of a log | | /targets.json | addresses of every process's
 /metrics, for Prometheus (`http_sd_configs`) |
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -20,11 +23,13 @@ import xxhash
 from aiohttp import hdrs, web
 
 from services.bus.config import is_loopback
-from services.monitor.history import History
+from services.monitor.history import History, warning_event
+from services.monitor.logs import LOGS, read_log
 from services.run_record.evaluations import ScoredVersions
 from services.run_record.samples import SampleBrowser
 from services.run_record.sentences import TOPICS
 from services.run_record.tail import EventTail
+from services.settings.load import shown_settings
 from services.settings.sections import Settings
 
 MAX_EVENTS = 100
@@ -39,7 +44,7 @@ class Pages:
 
     def __init__(self, settings: Settings, state: Callable[[], Mapping[str, Any]]) -> None:
         """Store the arguments. `state` returns the answer of /status.json."""
-        run_dir = settings.run_dir
+        run_dir = self._run_dir = settings.run_dir
         self._metrics_host = settings.bus.host
         self.history = History(run_dir / "metrics.jsonl")
         self.tail = EventTail(run_dir)
@@ -70,6 +75,8 @@ class Pages:
             "/versions.json": self._serve_versions,
             "/evaluations.json": self._serve_evaluations,
             "/samples.json": self._serve_samples,
+            "/settings.json": self._serve_settings,
+            "/logs.json": self._serve_logs,
             "/targets.json": self._serve_targets,
         }
 
@@ -90,7 +97,14 @@ class Pages:
     async def _serve_events(self, request: web.Request) -> web.Response:
         topics = request.query.get("topics", ",".join(TOPICS)).split(",")
         answer = self.tail.sentences(_number(request, "after"), topics, MAX_EVENTS)
-        return _json({**answer, "warnings": self.history.warnings() if "run" in topics else []})
+        return _json(
+            {**answer, "warnings": await asyncio.to_thread(self._warnings) if "run" in topics else []}
+        )
+
+    def _warnings(self) -> list[dict[str, Any]]:
+        """Return the newest warnings of steps, and of held-out sets whose scores have fallen, as events."""
+        fallen = [warning_event(row.time, text) for row, text in self._scores.fallen()]
+        return [*self.history.warnings(), *fallen]
 
     async def _serve_versions(self, request: web.Request) -> web.Response:
         return _json(self.tail.versions(_number(request, "after")))
@@ -101,7 +115,14 @@ class Pages:
     async def _serve_samples(self, request: web.Request) -> web.Response:
         step = _number(request, "step") if "step" in request.query else None
         group = _number(request, "group") if "group" in request.query else None
-        return _json(await asyncio.to_thread(self._samples.open, step, group))
+        rewards = _reward(request, "least", -math.inf), _reward(request, "most", math.inf)
+        return _json(await asyncio.to_thread(self._samples.open, step, group, rewards))
+
+    async def _serve_settings(self, _: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(shown_settings, self._run_dir))
+
+    async def _serve_logs(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(read_log, self._run_dir / LOGS, request.query.get("name", "")))
 
     async def _serve_targets(self, _: web.Request) -> web.Response:
         return _json([self._target(process) for process in self._state().get("processes", ())])
@@ -154,3 +175,15 @@ def _number(request: web.Request, name: str) -> int:
     if not text.isdecimal() or len(text) > 16:
         raise web.HTTPBadRequest(text=f"{name} must be a number of at most 16 digits\n")
     return int(text)
+
+
+def _reward(request: web.Request, name: str, default: float) -> float:
+    """Return a reward of the query, `default` if it is not given.
+
+    Raises:
+        web.HTTPBadRequest: it is no number.
+    """
+    try:
+        return float(request.query.get(name, default))
+    except ValueError:
+        raise web.HTTPBadRequest(text=f"{name} must be a number\n") from None

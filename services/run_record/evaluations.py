@@ -1,5 +1,6 @@
 """Writes and reads eval.jsonl, which has one line for each version and held-out set that was scored."""
 
+import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,8 @@ LEFT_OUT = "left_out"
 """File in a version's folder there: the version could not be staged, and is tried at the next start."""
 MAX_ROWS = 4000
 """Newest lines of eval.jsonl that the page shows."""
+FALL_ERRORS = 3.0
+"""Standard errors of a difference that the newest score may be under the best one without a warning."""
 MAX_SCORE = 1e100
 """Scores that are not below this are not drawn."""
 
@@ -161,6 +164,36 @@ def describe_scores(evaluation: Evaluation) -> list[str]:
     ]
 
 
+def fallen_scores(run_dir: Path) -> list[tuple[Evaluation, str]]:
+    """Return the newest line of each set whose score is far under the set's best, with a sentence about it.
+
+    Far is more than `FALL_ERRORS` standard errors of the difference, greedy or sampled. Scores without a
+    standard error, and versions that a rewind has abandoned, are not compared.
+    """
+    by_set: dict[str, list[Evaluation]] = {}
+    for row in sorted(counted_evaluations(run_dir), key=lambda row: row.version):
+        by_set.setdefault(row.set, []).append(row)
+    found = [(rows[-1], _fall(rows, metric)) for rows in by_set.values() for metric in ("greedy", "sampled")]
+    # of a set that fell by both scores the last sentence replaces the one before
+    return list({row.set: (row, text) for row, text in found if text}.values())
+
+
+def _fall(rows: Sequence[Evaluation], metric: str) -> str:
+    """Return a sentence if the last of `rows` is far under the best of them, else nothing."""
+    *earlier, (newest, value, error) = [(row, *row.score(metric)) for row in rows]
+    measured = [(v, row, e) for row, v, e in earlier if v is not None and e is not None]
+    if value is None or error is None or not measured:
+        return ""
+    high, best, best_error = max(measured, key=lambda item: item[0])
+    if high - value <= FALL_ERRORS * math.hypot(error, best_error):
+        return ""
+    return (
+        f"{newest.set} has fallen: {metric} {value:.3f} ± {error:.3f} at version {newest.version}, its best "
+        f"is {high:.3f} ± {best_error:.3f} at version {best.version}; read samples for what the reward "
+        "pays for, and lower optimizer.lr or bound.max_staleness"
+    )
+
+
 def describe_evaluation(evaluation: Evaluation) -> str:
     """Return one line for people."""
     counts = f"{evaluation.n} prompts" + (
@@ -173,7 +206,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def evaluation_facts(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest scores and the best version, as JSON types; None if no version was scored."""
+    """Return the newest scores, the best version and warnings as JSON types; None without any score."""
     latest = latest_evaluations(run_dir)
     if not latest:
         return None
@@ -181,7 +214,8 @@ def evaluation_facts(run_dir: Path) -> dict[str, Any] | None:
         best = msgspec.json.decode((run_dir / BEST).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         best = None
-    return {"latest": [msgspec.to_builtins(found, str_keys=True) for found in latest], "best": best}
+    rows = [msgspec.to_builtins(found, str_keys=True) for found in latest]
+    return {"latest": rows, "best": best, "warnings": [text for _, text in fallen_scores(run_dir)]}
 
 
 def render_facts(facts: dict[str, Any] | None) -> str:
@@ -195,6 +229,7 @@ def render_facts(facts: dict[str, Any] | None) -> str:
             f"best: version {best['version']}, {best['set']} {best['metric']} {best['score']:.3f}, "
             f"in exports/{best['directory']}"
         )
+    lines += [f"warning: {text}" for text in facts["warnings"]]
     return "".join(f"\n{line}" for line in lines)
 
 
@@ -212,6 +247,8 @@ class ScoredVersions:
         self._rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
         self._count = 0
         """Evaluations read so far, also the ones that `_rows` no longer holds."""
+        self._fallen: tuple[int, list[tuple[Evaluation, str]]] = (0, [])
+        """What `fallen_scores` said when there were so many evaluations."""
 
     def since(self, after: int) -> dict[str, Any]:
         """Return the lines after the first `after` ones, for `/evaluations.json`.
@@ -226,6 +263,14 @@ class ScoredVersions:
             forgotten = self._count - len(self._rows)
             rows = list(self._rows)[0 if reset else max(0, after - forgotten) :]
             return {"rows": rows, "last": self._count, "reset": reset}
+
+    def fallen(self) -> list[tuple[Evaluation, str]]:
+        """Return what `fallen_scores` says; the files are read again only once there is a new line."""
+        with self._lock:
+            self._read_more()
+            if self._fallen[0] != self._count:
+                self._fallen = (self._count, fallen_scores(self._follower.path.parent))
+            return self._fallen[1]
 
     def _read_more(self) -> None:
         lines = self._follower.read_rest()

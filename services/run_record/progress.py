@@ -23,7 +23,7 @@ from services.observability.service_rows import (
 )
 from services.observability.start_parts import describe_start
 from services.run_record.evaluations import FILE as EVALUATIONS
-from services.run_record.evaluations import describe_evaluation, parse_evaluation
+from services.run_record.evaluations import describe_evaluation, fallen_scores, parse_evaluation
 from services.run_record.lines import LineFollower
 from services.run_record.steps import FILE, count_skipped, parse_line, read_steps
 
@@ -101,6 +101,8 @@ class Progress:
         for line in self._evaluations.read_rest():
             if (evaluation := parse_evaluation(line.data)) is not None:
                 self.note(describe_evaluation(evaluation))
+                fallen = fallen_scores(self._run_dir)
+                self.note("\n".join(f"warning: {text}" for row, text in fallen if row == evaluation))
 
     def say_stopping(self, at_once: bool) -> None:
         """Print that a signal ends the run, now or after the groups in flight."""

@@ -1,5 +1,6 @@
 """Reads the samples of past steps and of single groups, from the spool and the archive of a run."""
 
+import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -27,6 +28,8 @@ MAX_GROUPS = 128
 """Groups of a step that are read at once."""
 PRINTED_TEXT = 1_000_000
 """Characters printed of a text."""
+ANY = (-math.inf, math.inf)
+"""All rewards, as the least and the largest."""
 NEWEST = (1 << 31) - 1
 """Largest version that a span can name: records are of any version."""
 
@@ -46,22 +49,23 @@ class SampleBrowser:
         known = {*self._archive.steps(), *(self._tail.trained_steps() if self._spool.is_file() else ())}
         return sorted(known)[-MAX_STEPS:]
 
-    def open(self, step: int | None, group: int | None) -> dict[str, Any]:
+    def open(self, step: int | None, group: int | None, rewards: tuple[float, float] = ANY) -> dict[str, Any]:
         """Return a step's groups and the samples of one of them.
 
         Args:
             step: None: the newest step whose records are there.
             group: None, or one that the step did not train: its first group.
+            rewards: least and largest; groups and samples without such a reward are left out.
 
         Returns:
             `steps` (offered), `step`, `groups` (overview of each), `group` (number), `samples`; if there is
-            no sample to show, `step` is None and `reason` says why.
+            no sample to show, `reason` says why; then `step` is None, but where rewards left none.
         """
         with self._lock:
             steps = self.steps()
             for candidate in [step] if step is not None else reversed(steps[-3:]):
                 try:
-                    description = _describe(candidate, self.read_step(candidate), group)
+                    description = _describe(candidate, self.read_step(candidate), group, rewards)
                 except TetherError as error:
                     return _nothing(steps, f"step {candidate}: {error}")
                 if description:
@@ -159,12 +163,27 @@ def _checked(records: Sequence[bytes]) -> list[ScoredRollout]:
     return messages
 
 
-def _describe(step: int, messages: Sequence[ScoredRollout], group: int | None) -> dict[str, Any]:
-    """Return an overview of all groups and the samples of one; empty if there are no groups."""
+def _describe(
+    step: int, messages: Sequence[ScoredRollout], group: int | None, rewards: tuple[float, float]
+) -> dict[str, Any]:
+    """Return an overview of the groups with such rewards, and such samples of one; empty without groups."""
     if not messages:
         return {}
-    chosen = next((item for item in messages if item.rollout.group == group), messages[0])
-    return {"groups": [group_overview(message, step) for message in messages], **describe_group(chosen, step)}
+    low, high = rewards
+    kept = [m for m in messages if ((m.rewards.numpy() >= low) & (m.rewards.numpy() <= high)).any()]
+    if rewards != ANY and not kept:
+        reason = f"no sample of step {step} has a reward from {low:g} to {high:g}"
+        return {"groups": [], "group": None, "samples": [], "reason": reason}
+    kept = messages if rewards == ANY else kept
+    chosen = next((item for item in kept if item.rollout.group == group), kept[0])
+    described = describe_group(chosen, step)
+    if rewards != ANY:
+        described["samples"] = [
+            sample
+            for sample in described["samples"]
+            if sample["reward"] is not None and low <= sample["reward"] <= high
+        ]
+    return {"groups": [group_overview(message, step) for message in kept], **described}
 
 
 def _nothing(steps: list[int], reason: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from trainer.storage.checksums import sealed
 
 FILE = "settings.json"
 """Settings that a run was last started with, in its directory."""
+PRIVATE = ("ledger", "bus", "monitor")
+"""Sections that `shown_settings` leaves out: addresses, and names of files with secrets."""
 
 _adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
 
@@ -166,3 +168,15 @@ def dump_settings(settings: Settings, path: Path) -> None:
     values["ledger"]["url"] = ""
     values["run"]["dir"] = str(settings.run_dir)
     write_atomically(path, sealed(json.dumps(values, indent=2).encode()))
+
+
+def shown_settings(run_dir: Path) -> dict[str, Any]:
+    """Return the settings of a run that readers may see, as tables; none if they cannot be read.
+
+    Addresses and names of files with secrets are left out (`PRIVATE`).
+    """
+    try:
+        values = json.loads((run_dir / FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {section: table for section, table in values.items() if section not in PRIVATE}

@@ -5,16 +5,15 @@ a time, and no point is lost or sent twice except for ones that a kill interrupt
 """
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from services.run_record.lines import LineFollower
+from services.settings.load import shown_settings
 from services.settings.sections import Settings
 from services.tracking.base import TrackedPoint, Tracker, TrackerOptions
 from services.tracking.points import flat_settings, point_of
@@ -28,8 +27,6 @@ CHUNK_BYTES = 1 << 18
 """Bytes of a file that are sent at once."""
 RETRY_S = (5.0, 300.0)
 """Seconds until a library that failed is tried again: the first time, and at most."""
-PRIVATE = ("ledger", "bus", "monitor")
-"""Sections of the settings that are not sent: addresses, and names of files with secrets."""
 MAX_PROBLEM = 300
 """Characters of a library's error that are shown."""
 
@@ -114,7 +111,7 @@ class TrackedRun:
             project=config.project,
             name=config.name or self._settings.run.name,
             tags=config.tags,
-            settings=flat_settings(_shown(run_dir)),
+            settings=flat_settings(shown_settings(run_dir)),
             directory=directory,
             offline=config.offline,
             run_id=self.state.run_id,
@@ -147,12 +144,3 @@ class TrackedRun:
             )
             for name in FILES
         }
-
-
-def _shown(run_dir: Path) -> dict[str, Any]:
-    """Return the settings that a tracking service may see: without addresses and files of secrets."""
-    try:
-        values = json.loads((run_dir / "settings.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return {section: table for section, table in values.items() if section not in PRIVATE}

@@ -47,8 +47,8 @@ class BatchStats:
     """Population standard deviation over all samples."""
     frac_reward_zero_std: float | None
     """Share of groups whose rewards are all equal, among groups of several samples; None if there is none."""
-    truncated_share: float
-    """Share of samples that ended at the length limit."""
+    truncated_share: float | None
+    """Share of samples that ended at the length limit; None where the limit is one token: all end there."""
     truncated_tokens: int | None
     """Sampled tokens that carry no gradient because their sample is truncated; None unless it is masked."""
     shaped_reward_mean: float | None
@@ -85,7 +85,9 @@ def _share_without_signal(samples: Sequence[BatchSample]) -> float | None:
 class StepTally:
     """Counts of the groups and samples that were added so far."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, max_tokens: int = 0) -> None:
+        """Begin with no sample of a step; `max_tokens` is the limit of one generation, 0 if not known."""
+        self._cuts_all = max_tokens == 1
         self.sample_of_row: list[int] = []
         """[R]: index of the sample of each row that was added."""
         self.sampled_tokens: list[int] = []
@@ -181,6 +183,7 @@ class StepTally:
         trained = histogram.total()
         masked = sum(self.sampled_tokens) - trained - self._truncated_tokens
         total, queued = sum(n * count for n, count in histogram.items()), self._lag_in_queue()
+        cut = sum(sample.truncated for sample in samples) / len(samples)
         return BatchStats(
             lag_histogram=dict(sorted(histogram.items())),
             lag_mean=total / trained if trained else None,
@@ -195,7 +198,7 @@ class StepTally:
             reward_mean=float(values.mean()),
             reward_std=float(values.std(correction=0)),
             frac_reward_zero_std=_share_without_signal(samples),
-            truncated_share=sum(sample.truncated for sample in samples) / len(samples),
+            truncated_share=None if self._cuts_all else cut,
             truncated_tokens=self._truncated_tokens if truncated == "mask" else None,
             shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,
             generate_s=_mean(self._generate_s),

@@ -152,7 +152,7 @@ def plan_step(
         BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
         SettingsError: turns were scored, and the algorithm has a penalty of whole samples.
     """
-    tally, digest = StepTally(step), BatchDigest()
+    tally, digest = StepTally(step, max_tokens), BatchDigest()
     if not (samples := list(_counted(groups, tally, digest, mask_late, algorithm.config))):
         raise ProtocolError(f"step {step}: the batch has no samples")
     divided, counts = MiniBatches.of(tally, mini_batches, seed), tally.trained_counts()

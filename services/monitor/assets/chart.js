@@ -1,14 +1,13 @@
 // One chart: a panel with a legend that shows the values at the cursor, and a uPlot below it.
 
 import { el, replace, setText } from "./dom.js";
-import { number } from "./format.js";
+import { axisLabels, number } from "./format.js";
 import { drawCells, lagColumns } from "./lag.js";
+import { isLogarithmic, isSmoothed, movingMean } from "./look.js";
 import { color } from "./theme.js";
 import { shownRange, zoomTo } from "./range.js";
 
 const HEIGHT = 190;
-const SMOOTH_FROM = 150; // points
-const SMOOTH_SHARE = 40; // the moving mean is over this part of the points
 const FONT = "11px system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif";
 
 /** A chart of one panel of the table in panels.js. */
@@ -34,10 +33,12 @@ export class Chart {
   update(store, series) {
     this.store = store;
     this.series = series;
-    const ids = `${series.map((item) => item.id)} ${this.smoothed()} ${this.bands()}`;
+    this.columns = series.map((item) => (item.from ? store.derive(item.from, item.compute) : store.values(item.name)));
+    this.isLog = !this.panel.stack && !this.panel.lag && isLogarithmic(this.columns);
+    this.element.dataset.scale = this.isLog ? "log" : "linear";
+    const ids = `${series.map((item) => item.id)} ${this.smoothed()} ${this.bands()} ${this.isLog}`;
     const isNew = ids !== this.ids || !this.plot;
     this.ids = ids;
-    this.columns = series.map((item) => (item.from ? store.derive(item.from, item.compute) : store.values(item.name)));
     if (this.panel.lag) this.extra = lagColumns(store, this.columns);
     const data = this.data();
     if (isNew) this.rebuild(data);
@@ -71,12 +72,13 @@ export class Chart {
     if (this.panel.stack) return [x, ...stacked(this.columns)];
     const bands = this.bands().flatMap(([i, name]) => edges(this.columns[i], this.store.values(name)));
     const smooth = this.smoothed().map((i) => movingMean(this.columns[i]));
-    return [x, ...this.columns, ...(this.extra ? [this.extra.line] : []), ...bands, ...smooth];
+    const lines = [...this.columns, ...(this.extra ? [this.extra.line] : []), ...bands, ...smooth];
+    return [x, ...(this.isLog ? lines.map((column) => column.map((value) => (value > 0 ? value : null))) : lines)];
   }
 
   /** Series that get a moving mean over faint values: a thousand noisy steps hide where a run is going. */
   smoothed() {
-    if (this.store.length < SMOOTH_FROM || this.panel.stack || this.panel.lag || this.panel.raw) return [];
+    if (this.panel.stack || this.panel.lag || !isSmoothed(this.store.length, this.panel.raw)) return [];
     return this.series.flatMap((item, i) => (item.points ? [] : [i]));
   }
 
@@ -96,10 +98,10 @@ export class Chart {
     return {
       width: Math.max(this.box.clientWidth, 120), height: HEIGHT, padding: [8, 10, 0, 0], legend: { show: false },
       cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 7 }, y: false },
-      scales: { x: { time: false, range: (_, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) }, y: { range: (_, min, max) => this.yRange(min, max) } },
+      scales: { x: { time: false, range: (_, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) }, y: { distr: this.isLog ? 3 : 1, range: (_, min, max) => this.yRange(min, max) } },
       axes: [
         { ...axis, size: 26, gap: 4, space: 60, incrs: WHOLE },
-        { ...axis, size: 54, gap: 6, space: 32, values: (_, ticks) => ticks.map((tick) => this.tick(tick)), ...(this.extra ? { incrs: WHOLE } : {}) },
+        { ...axis, size: 54, gap: 6, space: 32, values: (_, ticks) => this.ticks(ticks), ...(this.extra ? { incrs: WHOLE } : {}) },
       ],
       series: [{}, ...lines, ...extra, ...bands.flatMap(() => [hidden, hidden]), ...smooth.map((i) => ({ stroke: color(this.series[i].color), width: 1.75, points: { show: false } }))],
       bands: this.panel.stack
@@ -126,7 +128,8 @@ export class Chart {
   yRange(min, max) {
     if (this.extra) return [-0.5, this.extra.largest + 0.9];
     if (this.panel.stack) return [0, 1];
-    if (min === null || max === null) return [0, 1];
+    if (min === null || max === null) return [this.isLog ? 0.1 : 0, 1];
+    if (this.isLog) return uPlot.rangeLog(min, max, 10, false);
     let [low, high] = [min, max];
     if (this.panel.zero) low = Math.min(0, low);
     if (this.panel.max) high = Math.max(high, this.panel.max);
@@ -135,10 +138,9 @@ export class Chart {
     return [low === 0 && this.panel.zero ? 0 : low - room, this.panel.max === high ? high : high + room];
   }
 
-  tick(value) {
-    if (this.format !== number) return this.format(value).replace(/(\.\d*?)0+(?!\d)/, "$1").replace(/\.(?!\d)/, "");
-    if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(0).replace("e-", "e−").replace(/^-/, "−");
-    return Math.abs(value) >= 10000 ? `${+(value / 1000).toFixed(1)} k` : `${+value.toPrecision(4)}`.replace(/^-/, "−");
+  ticks(ticks) {
+    if (this.isLog) return ticks.map((tick) => (tick === null ? "" : axisLabels([tick], this.format)[0]));
+    return axisLabels(ticks, this.format);
   }
 
   makeLegend() {
@@ -208,20 +210,6 @@ function stacked(columns) {
     sums.push(column.map((value, i) => (value === null ? null : value + (below?.[i] ?? 0))));
   }
   return sums;
-}
-
-/** Returns the mean of the values around each point. */
-function movingMean(column) {
-  const reach = Math.ceil(column.length / SMOOTH_SHARE / 2);
-  const sums = [0], counts = [0];
-  for (const value of column) {
-    sums.push(sums.at(-1) + (value ?? 0));
-    counts.push(counts.at(-1) + (value === null ? 0 : 1));
-  }
-  return column.map((value, i) => {
-    const [from, to] = [Math.max(0, i - reach), Math.min(column.length, i + reach + 1)];
-    return value === null ? null : (sums[to] - sums[from]) / (counts[to] - counts[from]);
-  });
 }
 
 function edges(middle, spread) {

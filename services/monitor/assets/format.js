@@ -38,6 +38,37 @@ const short = (value) => (value < 100 ? `${+value.toPrecision(3)}` : `${Math.rou
 /** Returns milliseconds in the unit that fits. */
 export const milliseconds = (value) => seconds(value === null || value === undefined ? value : value / 1000);
 
+const scaleOfSeconds = (largest) => (largest < 0.1 ? [1000, " ms"] : largest < 120 ? [1, " s"] : largest < 7200 ? [1 / 60, " min"] : [1 / 3600, " h"]);
+const SCALES = new Map([
+  [percent, () => [100, " %"]],
+  [seconds, scaleOfSeconds],
+  [milliseconds, (largest) => { const [factor, unit] = scaleOfSeconds(largest / 1000); return [factor / 1000, unit]; }],
+]);
+
+function scaleOfNumbers(largest) {
+  if (largest >= 1e4) return largest >= 1e6 ? [1e-6, " M"] : [1e-3, " k"];
+  const power = Math.floor(Math.log10(largest));
+  return power < -3 ? [10 ** -power, `e−${-power}`] : [1, ""];
+}
+
+/** Returns the labels of an axis: all in one unit, with as many digits as tell each tick from the others. */
+export function axisLabels(ticks, format) {
+  const largest = Math.max(...ticks.map(Math.abs));
+  if (!(largest > 0)) return ticks.map(() => "0");
+  const [factor, unit] = (SCALES.get(format) ?? scaleOfNumbers)(largest);
+  const values = ticks.map((tick) => tick * factor);
+  const isExact = (digits) => values.every((value) => Math.abs(Number(value.toFixed(digits)) - value) < 1e-6 * largest * factor);
+  const digits = [0, 1, 2, 3, 4, 5, 6, 7, 8].find(isExact) ?? 8;
+  return values.map((value) => (value === 0 ? "0" : `${value.toFixed(digits)}${unit}`.replace(/^-/, "−")));
+}
+
+/** Returns the local times of day of Unix times in milliseconds, exact enough to differ. */
+export function clocks(times) {
+  const labels = times.map(clock);
+  if (new Set(labels).size === times.length) return labels;
+  return times.map((ms, i) => `${labels[i]}.${String(Math.floor(ms) % 1000).padStart(3, "0")}`);
+}
+
 /** Returns the local time of day of a Unix time in milliseconds. */
 export const clock = (ms) => new Date(ms).toLocaleTimeString("en-GB");
 

@@ -5,7 +5,9 @@ import { Chart } from "./chart.js";
 import { byId, setText } from "./dom.js";
 import { addEvaluations, pollEvaluations } from "./evaluations.js";
 import { pollEvents, startEvents } from "./events.js";
+import { pollFiles, startFiles } from "./files.js";
 import { bytes } from "./format.js";
+import { startLook } from "./look.js";
 import { otherPanels, PANELS, seriesOf } from "./panels.js";
 import { showDrops, showEngines, showProcesses } from "./processes.js";
 import { startRange } from "./range.js";
@@ -69,7 +71,7 @@ async function pollVersions() {
 }
 
 function show() {
-  showTiles(store, state);
+  showTiles(store, state, isOver());
   if (!state) return;
   showProcesses(state, store);
   showEngines(state, servedVersions());
@@ -79,7 +81,7 @@ function show() {
 
 async function poll() {
   const questions = [pollSteps(), pollState()];
-  if (round % SLOW_EVERY === 0) questions.push(pollEvents(), pollVersions(), pollScores());
+  if (round % SLOW_EVERY === 0) questions.push(pollEvents(), pollVersions(), pollScores(), pollFiles());
   const failed = (await Promise.allSettled(questions)).find((result) => result.status === "rejected");
   round += 1;
   setText(byId("link"), failed ? "connection lost" : "");
@@ -102,7 +104,9 @@ async function pollForever() {
 
 startTheme(byId("theme"));
 startRange(byId("range"), () => charts.forEach((chart) => chart.setRange()));
+startLook(byId("scale"), byId("smoothing"), () => store.length && drawCharts());
 startEvents();
+startFiles();
 startTimeline();
 startSamples();
 onTheme(() => charts.forEach((chart) => chart.rebuild()));

@@ -14,23 +14,24 @@ export const PANELS = [
     help: "Mean reward of the trained groups; the band is one standard deviation of single samples.",
     series: [
       { name: "reward_mean", label: "training", color: "c1", band: "reward_std" },
+      { name: "shaped_reward_mean", label: "after the length penalty", color: "c2" },
       { match: /^eval_/, color: "c3", points: true },
     ],
   },
   { id: "scores", section: "learning", title: "Reward by source, score by verifier", help: "Means over samples; scores before weighting.", series: [{ match: /^reward_of_/, color: "c1" }, { match: /^score_by_/, color: "c3" }] },
-  { id: "loss", raw: true, section: "learning", title: "Loss", help: "What the optimizer minimized.", series: [{ name: "loss", label: "loss", color: "c1" }, { match: /_loss(_mean)?$/, color: "c2" }] },
+  { id: "loss", raw: true, section: "learning", title: "Loss", help: "What the optimizer minimized.", series: [{ name: "loss", label: "policy", color: "c1" }, { name: "value_loss", label: "critic", color: "c3" }, { match: /_loss(_mean)?$/, color: "c2" }] },
   {
     id: "kl", section: "learning", title: "KL divergence", zero: true, help: "Estimator k3, nats per token: from the engine's policy, and from the initial model.",
-    series: [{ name: "behaviour_kl_k3", label: "from the engine", color: "c1" }, { name: "reference_kl_k3", label: "from the initial model", color: "c2" }, { match: /(^|_)kl($|_)/, color: "c4" }],
+    series: [{ name: "behaviour_kl_k3", label: "from the engine", color: "c1" }, { name: "reference_kl_k3", label: "from the initial model", color: "c2" }, { name: "teacher_kl_k1", label: "from the teacher", color: "c3" }, { match: /(^|_)kl($|_)/, color: "c4" }],
   },
   { id: "entropy", section: "learning", title: "Entropy", zero: true, help: "Of the model's distribution, nats per token.", series: [{ name: "entropy", label: "entropy", color: "c3" }, { match: /^entropy_/, color: "c2" }] },
-  { id: "clip", section: "learning", title: "Clipped tokens", ...share, help: "Share of tokens with a clipped ratio: in the loss, and if it were measured from the engine's policy.", series: [{ name: "clip_fraction", label: "in the loss", color: "c2" }, { name: "behaviour_clip_fraction", label: "from the engine", color: "c1" }, { match: /^clip_/, color: "c4" }] },
-  { id: "grad_norm", raw: true, section: "learning", title: "Gradient norm", zero: true, help: "Before clipping.", series: [{ name: "grad_norm", label: "norm", color: "c1" }, { match: /^grad_norm_/, color: "c2" }] },
+  { id: "clip", section: "learning", title: "Clipped tokens", ...share, help: "Share of tokens with a clipped ratio: in the loss, and if it were measured from the engine's policy.", series: [{ name: "clip_fraction", label: "in the loss", color: "c2" }, { name: "behaviour_clip_fraction", label: "from the engine", color: "c1" }, { name: "value_clip_fraction", label: "of the critic", color: "c3" }, { match: /^clip_/, color: "c4" }] },
+  { id: "grad_norm", raw: true, section: "learning", title: "Gradient norm", zero: true, help: "Before clipping.", series: [{ name: "grad_norm", label: "norm", color: "c1" }, { name: "critic_grad_norm", label: "of the critic", color: "c3" }, { match: /^grad_norm_/, color: "c2" }] },
   {
     id: "lengths", section: "learning", title: "Response length", zero: true, help: "Tokens of a sample.",
     series: [{ name: "response_length_mean", label: "mean", color: "c1" }, { name: "dropped_length_mean", label: "of dropped groups", color: "c5", points: true }, { match: /^response_length_/, color: "c3" }],
   },
-  { id: "truncated", section: "learning", title: "Truncated samples", ...share, help: "Ended by the token limit.", series: [{ match: /truncated/, color: "c5" }] },
+  { id: "truncated", section: "learning", title: "Truncated samples", ...share, help: "Ended by the token limit.", series: [{ name: "truncated_share", label: "truncated", color: "c5" }, { match: /truncated/, color: "c5" }] },
   {
     id: "lag", section: "freshness", wide: true, title: "Lag of trained tokens", lag: true,
     help: "In versions. Darker cells hold more of a step's tokens; dashed is the bound.",
@@ -81,12 +82,35 @@ export const PANELS = [
   { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do.", series: [{ name: "engine_busy", label: "busy", color: "c3", points: true }, { match: /^engine_busy_/, color: "c1" }] },
   { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { name: "score_s", label: "scoring", color: "c5" }, { match: /^generate_s_/, color: "c2" }] },
   { id: "pause", raw: true, section: "freshness", title: "Pause for an update", zero: true, format: milliseconds, help: "Longest of any engine.", series: [{ name: "pause_ms", label: "longest", color: "c5" }, { match: /^pause_ms_/, color: "c2" }] },
-  { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }, { match: /^dropped_for_/, color: "c1" }] },
+  { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }, { name: "filtered_groups", label: "without signal", color: "c4" }, { match: /^dropped_for_/, color: "c1" }] },
   {
     id: "wasted", raw: true, section: "losses", title: "Wasted tokens per step", ...perStep,
     help: "Of dropped groups, or over the bound.",
-    series: [{ name: "wasted_tokens", label: "wasted", color: "c5" }, { name: "masked_tokens", label: "masked", color: "c2" }],
+    series: [
+      { name: "wasted_tokens", label: "wasted", color: "c5" }, { name: "masked_tokens", label: "masked", color: "c2" },
+      { name: "filtered_tokens", label: "without signal", color: "c4" }, { name: "truncated_tokens", label: "truncated", color: "c1" },
+    ],
   },
+  ...[
+    ["Groups without signal", { ...share, help: "Their rewards are all equal: of the batch, and of all that ended." }, ["frac_reward_zero_std", "in the batch"], ["filtered_share", "filtered"]],
+    ["Tokens over the bound", { ...share, help: "Share of sampled tokens that the bound left out." }, ["masked_share", "masked"]],
+    ["Prefix cache", { ...share, max: 1, help: "Share of tokens to continue that an engine had cached." }, ["prefix_hit_rate", "found"]],
+    ["Size of the batch", { ...perStep, help: "Tokens that forward passes read." }, ["step_tokens", "tokens"]],
+    ["Forward passes", { ...perStep, help: "Micro-batches of the busiest replica." }, ["micro_batches", "passes"]],
+    ["Padding and imbalance", { ...share, help: "Wasted computation: padding, and the dearest replica over the mean." }, ["padding_share", "padding"], ["imbalance", "imbalance"]],
+    ["Updates of a step", { ...perStep, help: "Of the optimizer: made, and skipped." }, ["updates", "made"], ["updates_skipped", "skipped"]],
+    ["Learning rate by sample size", { zero: true, max: 1, help: "Factor of algorithm.ess_scaling." }, ["lr_scale", "factor"]],
+    ["Bonus for entropy", { zero: true, help: "Coefficient under algorithm.entropy_target." }, ["entropy_coef", "coefficient"]],
+    ["KL in the reward", { zero: true, help: "Of a sample, before algorithm.kl_coef, nats." }, ["reward_kl_k1", "sum"]],
+    ["Values of the critic", { help: "Against the returns that it is trained towards." }, ["value_mean", "values"], ["return_mean", "returns"]],
+    ["Explained variance", { help: "Of returns by the critic: 1 is best, below 0 is worse than a constant." }, ["explained_variance", "explained"]],
+    ["Memory of a GPU", { zero: true, help: "Largest allocation of a rank of the trainer, GiB." }, ["memory_peak_gb", "peak"], ["memory_expected_gb", "expected"]],
+    ["Load of experts", { zero: true, help: "Tokens of the busiest and the idlest one by the mean." }, ["expert_load_max", "busiest"], ["expert_load_min", "idlest"]],
+    ["Scale of the loss", { zero: true, help: "In float16." }, ["loss_scale", "factor"]],
+    ["Repeated steps", { ...perStep, help: "Gradients that overflowed in float16." }, ["loss_scale_repeats", "times"]],
+  ].map(([title, how, ...fields]) => ({
+    id: fields[0][0], section: "other", title, ...how, series: fields.map(([name, label], i) => ({ name, label, color: `c${i + 1}` })),
+  })),
 ];
 
 /** Fields that are drawn as a part of something else, or that say nothing over time. */

@@ -11,6 +11,7 @@ let asked = 0;
 export function startSamples() {
   byId("sample-step").addEventListener("change", (event) => load(event.target.value, null));
   byId("sample-group").addEventListener("change", (event) => load(shown.step, event.target.value));
+  for (const name of ["least", "most"]) byId(`sample-${name}`).addEventListener("change", () => load(shown.step, shown.group));
   byId("sample-newest").addEventListener("click", () => load(null, null));
   byId("sample-form").addEventListener("submit", (event) => event.preventDefault());
   load(null, null);
@@ -24,7 +25,7 @@ export function retrySamples() {
 async function load(step, group) {
   const turn = ++asked;
   try {
-    const answer = await ask("samples.json", { step, group });
+    const answer = await ask("samples.json", { step, group, least: byId("sample-least").value || null, most: byId("sample-most").value || null });
     if (turn === asked) show(answer);
   } catch (error) {
     if (turn === asked) replace(byId("samples"), el("p", { class: "empty", text: error.message }));
@@ -35,7 +36,7 @@ function show(answer) {
   shown = { step: answer.step, group: answer.group };
   choose(byId("sample-step"), answer.steps.toReversed().map((step) => [step, String(step)]), answer.step);
   choose(byId("sample-group"), answer.groups.map((item) => [item.group, `${item.group} · ${number(item.reward_mean)} · ${item.prompt.slice(0, 28)}`]), answer.group);
-  if (answer.step === null) {
+  if (!answer.samples.length) {
     replace(byId("samples"), el("p", { class: "empty", text: `There is nothing to show: ${answer.reason}.` }));
     return;
   }

@@ -34,21 +34,21 @@ function facts(state) {
   ].filter(Boolean).join("  ·  ");
 }
 
-/** Shows the newest numbers of the run. */
-export function showTiles(store, state) {
-  const last = store.last;
-  const has = Object.keys(last).length > 0;
+/** Shows the newest numbers of the run, or those of all its steps once it is over. */
+export function showTiles(store, state, isOver) {
+  const last = isOver ? wholeRun(store) : store.last;
+  const has = Object.keys(store.last).length > 0;
   const total = last.step_s;
   const tiles = [
-    { id: "reward_mean", label: "Reward", value: has ? last.reward_mean : null, note: change(store, "reward_mean") },
+    { id: "reward_mean", label: isOver ? "Last reward" : "Reward", value: has ? store.last.reward_mean : null, note: change(store, "reward_mean") },
     { id: "lag_mean", label: "Mean lag", value: has ? last.lag_mean : null, note: has ? `largest ${number(last.lag_max)}${state ? `, bound ${state.bound.max_staleness}` : ""}` : "" },
     { id: "tokens_per_s", label: "Trained tokens/s", value: total > 0 ? last.trained_tokens / total : null, note: has ? `${count(last.trained_tokens, "token")} in ${seconds(total)}` : "" },
-    { id: "wait_share", label: "Trainer waits", value: total > 0 ? last.wait_s / total : null, format: percent, note: has ? `${seconds(last.wait_s)} of the last step` : "" },
-    engines(state, store),
+    { id: "wait_share", label: "Trainer waits", value: total > 0 ? last.wait_s / total : null, format: percent, note: has ? `${seconds(last.wait_s)} of ${isOver ? seconds(total) : "the last step"}` : "" },
+    engines(state, store, isOver),
     { id: "dropped", label: "Groups dropped", value: state?.dropped ?? null, note: state?.issued ? `${percent(state.dropped / state.issued)} of ${state.issued.toLocaleString("en-US")}` : "" },
   ];
   if (store.skipped) {
-    tiles.push({ id: "skipped", label: "Steps skipped", value: store.skipped, note: last.skipped ? `the last one: ${last.skipped}` : "they changed no weights" });
+    tiles.push({ id: "skipped", label: "Steps skipped", value: store.skipped, note: store.last.skipped ? `the last one: ${store.last.skipped}` : "they changed no weights" });
   }
   const parent = byId("tiles");
   if (parent.children.length !== tiles.length) {
@@ -63,11 +63,24 @@ export function showTiles(store, state) {
   });
 }
 
-function engines(state, store) {
+/** Returns the sums and means over all steps under the names that a step's line has. */
+function wholeRun(store) {
+  const steps = store.columns.start.map((start) => Math.min(store.width, store.last.step - start + 1));
+  const sum = (name) => (store.values(name) ?? []).reduce((all, value, i) => all + (value ?? 0) * steps[i], 0);
+  const tokens = store.lags.flat().reduce((all, [, count]) => all + count, 0);
+  const known = (store.values("lag_max") ?? []).filter((value) => value !== null);
+  return {
+    step_s: sum("step_s"), wait_s: sum("wait_s"), trained_tokens: sum("trained_tokens"),
+    lag_mean: tokens ? store.lags.flat().reduce((all, [lag, count]) => all + lag * count, 0) / tokens : null,
+    lag_max: known.length ? known.reduce((a, b) => Math.max(a, b)) : null,
+  };
+}
+
+function engines(state, store, isOver) {
   const known = (state?.engines ?? []).map((engine) => engine.busy).filter((busy) => busy !== null && busy !== undefined);
   if (known.length) return { id: "busy", label: "Engines busy", value: known.reduce((a, b) => a + b, 0) / known.length, format: percent, note: count(state.engines.length, "engine") };
-  const recent = (store.values("engine_busy") ?? []).filter((value) => value !== null).slice(-20);
-  return { id: "busy", label: "Engines busy", value: recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null, format: percent, note: `mean of the last ${count(recent.length * store.width, "step")}` };
+  const recent = (store.values("engine_busy") ?? []).filter((value) => value !== null).slice(isOver ? 0 : -20);
+  return { id: "busy", label: "Engines busy", value: recent.length ? recent.reduce((a, b) => a + b, 0) / recent.length : null, format: percent, note: isOver ? "mean of the run" : `mean of the last ${count(recent.length * store.width, "step")}` };
 }
 
 /** Compares the last tenth of the run with the tenth before it. */

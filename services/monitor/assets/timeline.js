@@ -1,7 +1,7 @@
 // When each version was committed, and which version each engine served meanwhile.
 
 import { byId, el, replace, svg } from "./dom.js";
-import { clock } from "./format.js";
+import { clock, clocks } from "./format.js";
 
 const ROW = 26, GAP = 4, NAME = 84, AXIS = 18, LETTER = 6.6;
 const SHOWN_ENGINES = 10;
@@ -74,9 +74,10 @@ function segment(version, from, to, y, color, opacity, x, what) {
 
 function* axis(begin, end, height, width, x) {
   const steps = Math.max(1, Math.floor((width - NAME) / 140));
-  for (let i = 0; i <= steps; i += 1) {
-    const ms = begin + ((end - begin) * i) / steps;
-    yield svg("text", { x: x(ms), y: height - 4, class: "tick", "text-anchor": i === 0 ? "start" : i === steps ? "end" : "middle" }, clock(ms));
+  const times = Array.from({ length: steps + 1 }, (_, i) => begin + ((end - begin) * i) / steps);
+  const labels = clocks(times);
+  for (const [i, ms] of times.entries()) {
+    yield svg("text", { x: x(ms), y: height - 4, class: "tick", "text-anchor": i === 0 ? "start" : i === steps ? "end" : "middle" }, labels[i]);
   }
 }
 

@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
+from protocol.messages import StepReport
 from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import read_steps
 from tests.services.monitor.chromium import Page, chromium
@@ -80,7 +82,8 @@ async def tile(page: Page, name: str) -> float:
 @WINDOWS
 async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme: str) -> None:
     run_dir = recorded_run(tmp_path)
-    last = read_steps(run_dir / "metrics.jsonl")[-1]
+    steps = read_steps(run_dir / "metrics.jsonl")
+    last = steps[-1]
     for version, score in ((0, 0.25), (6, 0.75)):
         append_evaluation(run_dir, Evaluation(version=version, set="held_out", greedy=score))
     async with opened(tmp_path, run_dir, width, scheme) as (page, url):
@@ -108,10 +111,16 @@ async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme:
         assert (await legend(page, "eval_held_out_greedy"))[0] == 0.75
         assert await page.evaluate(f"({PANEL_OF})('eval_held_out_greedy')") == "reward"
         assert await tile(page, "reward_mean") == last["reward_mean"]
-        assert await tile(page, "lag_mean") == last["lag_mean"]
-        seconds = last["step_s"]
-        assert await tile(page, "tokens_per_s") == pytest.approx(last["trained_tokens"] / seconds)
-        assert await tile(page, "wait_share") == pytest.approx(last["wait_s"] / seconds)
+        await page.until(
+            "document.querySelector('[data-tile=reward_mean] span').textContent.startsWith('Last')"
+        )
+        tokens, seconds, waits = (
+            sum(line[name] for line in steps) for name in ("trained_tokens", "step_s", "wait_s")
+        )
+        lags = sum(int(lag) * n for line in steps for lag, n in line["lag_histogram"].items())
+        assert await tile(page, "lag_mean") == pytest.approx(lags / tokens)
+        assert await tile(page, "tokens_per_s") == pytest.approx(tokens / seconds, rel=1e-6)
+        assert await tile(page, "wait_share") == pytest.approx(waits / seconds, rel=1e-6)
         assert await page.evaluate("document.getElementById('version').textContent") == "version 7 of 1,000"
         await page.until("document.querySelectorAll('.sample').length === 8")
         await page.until("document.querySelectorAll('#events li').length > 3")
@@ -279,3 +288,83 @@ async def test_lost_connection_is_said_and_recovers(tmp_path: Path) -> None:
         await page.until("document.getElementById('link').textContent === 'connection lost'")
         async with monitored(offline_settings(run_dir, f"monitor.port={urlsplit(url).port}")):
             await page.until("document.getElementById('link').textContent === ''")
+
+
+async def test_each_measure_of_a_step_has_a_name_and_an_explained_chart(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    path = run_dir / "metrics.jsonl"
+    path.unlink()
+    numbers = [
+        f.name for f in msgspec.structs.fields(StepReport) if f.type in (float, int, float | None, int | None)
+    ]
+    fields = {name: 0.5 for name in numbers if name not in ("step", "version", "time")}
+    write_lines(path, (step_line(s, **fields) for s in range(5)))
+    async with opened(tmp_path, run_dir, 390, "light") as (page, _):
+        named = await page.evaluate(TEXTS_OF.format(".chart h3, .chart .legend span"))
+        assert [text for text in named if "_" in text] == []
+        assert await page.evaluate("document.querySelectorAll('[data-panel^=other-]').length") == 0
+        assert "" not in await page.evaluate(TEXTS_OF.format(".chart .panel-head p"))
+        assert await page.evaluate(TOO_WIDE) == []
+        assert page.failures == []
+
+
+async def test_labels_of_an_axis_differ(tmp_path: Path) -> None:
+    async with opened(tmp_path, recorded_run(tmp_path), 1280, "light") as (page, _):
+        labels = """import('/assets/format.js').then((m) => [
+          m.axisLabels([0, 5e-7, 1e-6, 1.5e-6, 2e-6], m.number), m.axisLabels([0.5, 0.505, 0.51], m.percent),
+          m.axisLabels([0, 0.25, 0.5], m.number), m.axisLabels([-20000, 0, 25000], m.number),
+          m.axisLabels([0, 0.05, 0.1], m.seconds), m.axisLabels([0, 500, 1000], m.milliseconds),
+          m.clocks([0, 400]).map((text) => text.slice(-6))])"""
+        assert await page.evaluate(labels) == [
+            ["0", "0.5e−6", "1.0e−6", "1.5e−6", "2.0e−6"], ["50.0 %", "50.5 %", "51.0 %"],
+            ["0", "0.25", "0.50"], ["−20 k", "0", "25 k"],
+            ["0", "0.05 s", "0.10 s"], ["0", "0.5 s", "1.0 s"], ["00.000", "00.400"],
+        ]  # fmt: skip
+
+
+async def test_charts_have_a_log_axis_and_smoothing_by_choice(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    path = run_dir / "metrics.jsonl"
+    path.unlink()
+    write_lines(
+        path, (step_line(s, grad_norm=40.0 if s == 30 else 0.01, loss=(-1.0) ** s) for s in range(60))
+    )
+    press = "[...document.querySelectorAll('#{} button')].find((e) => e.textContent === '{}').click()"
+    ids = "[...document.querySelectorAll('.chart')].map((e) => [e.dataset.panel, e.dataset.scale])"
+    async with opened(tmp_path, run_dir, 1280, "light") as (page, _):
+        assert {scale for _, scale in await page.evaluate(ids)} == {"linear"}
+        await page.evaluate(press.format("scale", "Log"))
+        scales = dict(await page.evaluate(ids))
+        assert (scales["grad_norm"], scales["loss"], scales["lag"]) == ("log", "linear", "linear")
+        mean = "import('/assets/look.js').then((m) => m.movingMean([0, 0, 6, 0, 0]))"
+        smoothed = "import('/assets/look.js').then((m) => [m.isSmoothed(60, false), m.isSmoothed(60, true)])"
+        assert await page.evaluate(smoothed) == [False, False]
+        await page.evaluate(press.format("smoothing", "Smoother"))
+        assert await page.evaluate(smoothed) == [True, True]
+        assert await page.evaluate(mean) == [0, 2, 2, 2, 0]
+        assert await page.evaluate(PAINTED)
+        assert page.failures == []
+
+
+async def test_settings_logs_and_samples_of_a_reward_are_on_the_page(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    (run_dir / "logs").mkdir()
+    (run_dir / "logs" / "trainer.log").write_text("step.done <b>7</b>\n")
+    async with opened(tmp_path, run_dir, 390, "light") as (page, _):
+        await page.evaluate("document.querySelectorAll('details.panel').forEach((e) => { e.open = true; })")
+        row = "document.querySelector('[data-setting=\"bound.max_staleness\"]')"
+        await page.until(f"{row}?.textContent === 'bound.max_staleness1'")
+        await page.until("document.getElementById('log-text').textContent === 'step.done <b>7</b>\\n'")
+        await page.evaluate(
+            "(() => { const box = document.getElementById('setting-filter'); box.value = 'OPTIMIZER';"
+            "box.dispatchEvent(new Event('input')); })()"
+        )
+        assert await page.evaluate(f"{row}.hidden")
+        await page.until("document.querySelectorAll('.sample').length === 8")
+        await page.evaluate(
+            "(() => { const box = document.getElementById('sample-least'); box.value = '98';"
+            "box.dispatchEvent(new Event('change')); })()"
+        )
+        await page.until("document.getElementById('samples').textContent.includes('has a reward from 98')")
+        assert await page.evaluate(TOO_WIDE) == []
+        assert page.failures == []

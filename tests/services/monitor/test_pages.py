@@ -77,6 +77,53 @@ async def test_scores_are_sent_once_and_again_when_the_file_was_replaced(tmp_pat
         assert await reader.ask("evaluations.json?after=3") == {"rows": [], "last": 0, "reset": True}
 
 
+async def test_a_fallen_score_is_a_warning_among_the_events(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with monitored(offline_settings(run_dir)) as url, aiohttp.ClientSession() as session:
+        reader = Reader(session, url)
+        assert (await reader.ask("events.json?topics=run"))["warnings"] == []
+        for version, greedy in ((0, 0.5), (4, 0.25)):
+            fields = {"greedy": greedy, "greedy_stderr": 0.03125, "time": 1.5}
+            append_evaluation(run_dir, Evaluation(version=version, set="math", **fields))
+        (warning,) = (await reader.ask("events.json?topics=run"))["warnings"]
+        assert (warning["level"], warning["time_ms"]) == ("warn", 1500)
+        assert "math has fallen: greedy 0.250" in warning["text"]
+
+
+async def test_samples_are_those_of_rewards_that_are_asked_for(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with monitored(offline_settings(run_dir)) as url, aiohttp.ClientSession() as session:
+        reader = Reader(session, url)
+        await complete(reader)
+        everything = await reader.ask("samples.json?step=3")
+        found = sorted({sample["reward"] for sample in everything["samples"]})
+        some = await reader.ask(f"samples.json?step=3&group={everything['group']}&least={found[-1]}")
+        assert {sample["reward"] for sample in some["samples"]} == {found[-1]}
+        none = await reader.ask("samples.json?step=3&least=98&most=99.5")
+        assert (none["step"], none["samples"]) == (3, [])
+        assert none["reason"] == "no sample of step 3 has a reward from 98 to 99.5"
+        async with session.get(f"{url}samples.json?least=high") as answer:
+            assert answer.status == 400
+
+
+async def test_settings_without_addresses_and_ends_of_logs_are_served(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with monitored(offline_settings(run_dir)) as url, aiohttp.ClientSession() as session:
+        reader = Reader(session, url)
+        settings = await reader.ask("settings.json")
+        assert settings["bound"]["max_staleness"] == 1
+        assert not {"ledger", "bus", "monitor"} & settings.keys()
+        assert await reader.ask("logs.json") == {"names": [], "name": "", "text": ""}
+        (run_dir / "logs").mkdir()
+        lines = [f"line {number}\n" for number in range(20_000)]
+        (run_dir / "logs" / "trainer.log").write_text("".join(lines) + "\x1b[31mred\n")
+        for name in ("", "trainer.log", "../settings.json"):
+            answer = await reader.ask(f"logs.json?name={name}")
+            assert (answer["names"], answer["name"]) == (["trainer.log"], "trainer.log")
+            assert answer["text"].endswith("line 19999\n\\x1b[31mred\n")
+            assert answer["text"].splitlines()[0] + "\n" in lines
+
+
 @pytest.mark.parametrize("query", ["after=x", "after=-1", "after=1e3", "after=" + "9" * 17])
 async def test_wrong_query_is_refused(tmp_path: Path, query: str) -> None:
     async with monitored(offline_settings(recorded_run(tmp_path))) as url, aiohttp.ClientSession() as session:

@@ -15,6 +15,7 @@ from services.run_record.evaluations import (
     describe_evaluation,
     due_versions,
     evaluation_facts,
+    fallen_scores,
     latest_evaluations,
     read_evaluations,
     render_facts,
@@ -133,3 +134,37 @@ def test_facts_are_the_sets_of_the_latest_version_and_the_best(tmp_path: Path) -
     lines = render_facts(facts).splitlines()
     assert lines[2] == "evaluation of version 6 on code: greedy 0.750, 0 prompts, 0.0 s"
     assert lines[3] == "best: version 4, math greedy 0.500, in exports/best_step_00000004"
+
+
+def put_scores(run_dir: Path, *scores: tuple[int, float | None, float | None], **fields: str) -> None:
+    for version, greedy, error in scores:
+        row = Evaluation(version=version, set="math", greedy=greedy, greedy_stderr=error, time=7.0, **fields)  # type: ignore[arg-type]
+        append_evaluation(run_dir, row)
+
+
+def test_a_score_far_under_its_best_is_a_warning_until_it_recovers(tmp_path: Path) -> None:
+    put_scores(tmp_path, (0, 0.2, 0.03), (4, 0.55, 0.03), (8, 0.45, 0.03))
+    assert fallen_scores(tmp_path) == []  # 2.4 standard errors of the difference
+    put_scores(tmp_path, (12, 0.35, 0.03))
+    ((row, text),) = fallen_scores(tmp_path)
+    assert row.version == 12
+    assert text.startswith(
+        "math has fallen: greedy 0.350 ± 0.030 at version 12, its best is 0.550 ± 0.030 at version 4; "
+    )
+    facts = evaluation_facts(tmp_path)
+    assert facts is not None
+    assert facts["warnings"] == [text]
+    assert render_facts(facts).splitlines()[-1] == f"warning: {text}"
+    put_scores(tmp_path, (16, 0.5, 0.03))
+    assert fallen_scores(tmp_path) == []
+
+
+def test_a_score_without_an_error_or_of_an_abandoned_version_is_no_best(tmp_path: Path) -> None:
+    put_scores(tmp_path, (0, 0.9, None), (2, None, None), (4, 0.1, 0.01), epoch="e1")
+    assert fallen_scores(tmp_path) == []
+    put_scores(tmp_path, (6, 0.9, 0.01), epoch="e1")
+    log = StepLog(tmp_path / "metrics.jsonl")
+    for step, epoch in ((0, "e1"), (4, "e2")):
+        log.append(msgspec.structs.replace(report(step), epoch=epoch))
+    put_scores(tmp_path, (5, 0.1, 0.01), epoch="e2")
+    assert fallen_scores(tmp_path) == []

@@ -77,3 +77,19 @@ async def test_evaluations_are_printed_once(tmp_path: Path) -> None:
     assert [line for line in out.getvalue().splitlines() if line.startswith("evaluation")] == [
         describe_evaluation(second)
     ]
+
+
+async def test_a_fallen_score_is_warned_of_with_its_evaluation(tmp_path: Path) -> None:
+    status = await (await Driver(MemoryRig()).begin()).ledger.status()
+    out = io.StringIO()
+    progress = Progress(tmp_path, 3, out)
+    for version, greedy in ((2, 0.5), (4, 0.125)):
+        append_evaluation(
+            tmp_path, Evaluation(version=version, set="math", greedy=greedy, greedy_stderr=0.0625)
+        )
+    progress.finish(status)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith(("evaluation", "warning"))]
+    assert [line.split(":")[0] for line in lines] == [
+        "evaluation of version 2 on math", "evaluation of version 4 on math", "warning"
+    ]  # fmt: skip
+    assert "math has fallen" in lines[-1]

@@ -62,3 +62,13 @@ def test_sources_beyond_the_limit_count_in_no_average() -> None:
         )
     stats = plan_step(groups, step=0, algorithm=make_algorithm(AlgorithmConfig())).stats
     assert len(stats.reward_by_source) == MAX_NAMES
+
+
+def test_samples_of_one_token_at_most_are_not_counted_as_truncated() -> None:
+    groups = [(scored(GroupSpec(samples=[SampleSpec([5], [0], 1.0, finish="length")] * 2)), 0)]
+    algorithm = make_algorithm(AlgorithmConfig())
+    shares = [
+        plan_step(groups, step=0, algorithm=algorithm, max_tokens=limit).stats.truncated_share
+        for limit in (1, 2)
+    ]
+    assert shares == [None, 1.0]
