@@ -22,7 +22,7 @@ class WorkerSlot:
         *,
         is_concurrent: bool,
     ) -> None:
-        """Start nothing yet. The arguments are those of `WorkerClient.start`."""
+        """Prepare the slot without a process. The arguments are as for `WorkerClient.start`."""
         self._config, self._modules, self._verifiers = config, modules, verifiers
         self._is_concurrent = is_concurrent
         self._worker: WorkerClient | None = None

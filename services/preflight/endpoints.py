@@ -74,7 +74,7 @@ def _library_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def _sglang_problems(settings: Settings) -> Iterator[Problem]:
-    """Ask each interpreter that is to start SGLang whether it has it; nothing is imported."""
+    """Ask each interpreter that is to start SGLang whether it has it, without importing it."""
     engines = (engine for engine in engines_of(settings) if engine.name == "sglang")
     for python in dict.fromkeys(engine.python or sys.executable for engine in engines):
         command = [python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"]

@@ -170,7 +170,9 @@ def _describe(
     if not messages:
         return {}
     low, high = rewards
-    kept = [m for m in messages if ((m.rewards.numpy() >= low) & (m.rewards.numpy() <= high)).any()]
+    kept: Sequence[ScoredRollout] = [
+        m for m in messages if ((m.rewards.numpy() >= low) & (m.rewards.numpy() <= high)).any()
+    ]
     if rewards != ANY and not kept:
         reason = f"no sample of step {step} has a reward from {low:g} to {high:g}"
         return {"groups": [], "group": None, "samples": [], "reason": reason}
