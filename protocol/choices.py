@@ -87,6 +87,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return what to append to "NAME is not known; ": the most similar known name, or all of them."""
     names = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
+    close = close or [full for full in names if _abbreviates(name, full)][:1]
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"
 
 
@@ -110,3 +111,9 @@ def _check_keys(kind: Any, values: Mapping[str, Any], what: str) -> None:
         inner = fields[checked_name(key, fields, f"{what}: option")]
         if dataclasses.is_dataclass(inner) and isinstance(value, Mapping):
             _check_keys(inner, value, f"{what}: {key}")
+
+
+def _abbreviates(name: str, full: str) -> bool:
+    """Return whether a name, such as tp, is made of initials of another, such as tensor_model_parallel_size."""
+    initials = iter(word[:1] for word in full.split("_"))
+    return len(name) > 1 and name[0] == full[:1] and all(letter in initials for letter in name)
