@@ -114,6 +114,6 @@ def _check_keys(kind: Any, values: Mapping[str, Any], what: str) -> None:
 
 
 def _abbreviates(name: str, full: str) -> bool:
-    """Return whether a name, such as tp, is made of initials of another, such as tensor_model_parallel_size."""
+    """Return whether a name, such as tp, is made of initials of a full one, tensor_model_parallel_size."""
     initials = iter(word[:1] for word in full.split("_"))
     return len(name) > 1 and name[0] == full[:1] and all(letter in initials for letter in name)
