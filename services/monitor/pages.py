@@ -24,7 +24,7 @@ from aiohttp import hdrs, web
 
 from services.bus.config import is_loopback
 from services.monitor.history import History, warning_event
-from services.monitor.logs import LOGS, read_log
+from services.observability.printable import printable
 from services.run_record.evaluations import ScoredVersions
 from services.run_record.samples import SampleBrowser
 from services.run_record.sentences import TOPICS
@@ -34,6 +34,12 @@ from services.settings.sections import Settings
 
 MAX_EVENTS = 100
 """Sentences in one answer."""
+LOGS = "logs"
+"""Folder of the run directory with a log of each service."""
+MAX_BYTES = 64 << 10
+"""Bytes that are read of a log, the last ones."""
+MAX_LOGS = 200
+"""Names that are offered."""
 COMPRESS_FROM = 1000
 """Bytes from which an answer is compressed."""
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -187,3 +193,22 @@ def _reward(request: web.Request, name: str, default: float) -> float:
         return float(request.query.get(name, default))
     except ValueError:
         raise web.HTTPBadRequest(text=f"{name} must be a number\n") from None
+
+
+def read_log(folder: Path, name: str) -> dict[str, Any]:
+    """Return the end of a log, by whole lines; a name that is no log's means the newest one.
+
+    Returns:
+        `names` of all logs, `name` (empty if there is none) and `text`.
+    """
+    logs = {path.name: path for path in sorted(folder.glob("*.log"))[:MAX_LOGS] if path.is_file()}
+    if not logs:
+        return {"names": [], "name": "", "text": ""}
+    if name not in logs:
+        name = max(logs, key=lambda known: logs[known].stat().st_mtime_ns)
+    with logs[name].open("rb") as file:
+        skipped = max(0, file.seek(0, 2) - MAX_BYTES)
+        file.seek(skipped)
+        data = file.read(MAX_BYTES)
+    text = data.partition(b"\n")[2] if skipped else data
+    return {"names": list(logs), "name": name, "text": printable(text.decode(errors="replace"))}
