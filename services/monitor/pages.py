@@ -41,6 +41,12 @@ MAX_LOGS = 200
 
 MAX_EVENTS = 100
 """Sentences in one answer."""
+LOGS = "logs"
+"""Folder of the run directory with a log of each service."""
+MAX_BYTES = 64 << 10
+"""Bytes that are read of a log, the last ones."""
+MAX_LOGS = 200
+"""Names that are offered."""
 COMPRESS_FROM = 1000
 """Bytes from which an answer is compressed."""
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}

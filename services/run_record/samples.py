@@ -176,7 +176,7 @@ def _describe(
     if rewards != ANY and not kept:
         reason = f"no sample of step {step} has a reward from {low:g} to {high:g}"
         return {"groups": [], "group": None, "samples": [], "reason": reason}
-    kept = messages if rewards == ANY else kept
+    kept = list(messages) if rewards == ANY else kept
     chosen = next((item for item in kept if item.rollout.group == group), kept[0])
     described = describe_group(chosen, step)
     if rewards != ANY:
