@@ -150,8 +150,6 @@ def test_json_is_read_like_toml(tmp_path: Path, toml: Path) -> None:
     [
         ("bound.max_stalenes=2", "bound.max_stalenes is not known; did you mean 'max_staleness'?"),
         ("parallel.tp=2", "parallel.tp is not known; did you mean 'tensor_model_parallel_size'?"),
-        ("parallel.vpp=2", "parallel.vpp is not known; did you mean 'virtual_pipeline_model_parallel_size'?"),
-        ("samplng.max_tokens=2", "samplng is not known; did you mean 'sampling'?"),
         ("model.scratch.hiden_size=2", "model.scratch.hiden_size is not known; did you mean 'hidden_size'?"),
         ('reward.verifiers=[{name="math", wieght=2}]', "reward.verifiers.0.wieght"),
         ("bound.max_staleness.deep=2", "bound.max_staleness"),
