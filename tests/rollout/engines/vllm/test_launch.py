@@ -52,6 +52,6 @@ def test_arguments_that_vllm_refuses_are_no_reason_to_try_again(tmp_path: Path) 
     config = EngineConfig(max_model_len=64)
     set_environment(config)
     arguments = engine_arguments(config, tmp_path, "rollout.0.a", NO_ADAPTERS)
-    with pytest.raises(EngineSettingsError, match="vLLM cannot serve .*float3") as refused:
+    with pytest.raises(EngineSettingsError, match=r"vLLM cannot serve .*float3") as refused:
         launch({**arguments, "dtype": "float3"})
     assert "\n" not in str(refused.value)
