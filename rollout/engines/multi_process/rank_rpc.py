@@ -136,11 +136,16 @@ class RankRpcClient:
         Raises:
             EngineError: if a rank refuses, has ended, or does not answer within `CALL_TIMEOUT_S`.
         """
-        return await self._call(self._connections[:1], method, arguments)
+        return await self._call(self._connections[:1], self._connections, method, arguments)
 
     async def call_each(self, method: str, *arguments: Any) -> list[Any]:
         """Send a call to every rank and return their answers; otherwise as `call`."""
-        return await self._call(self._connections, method, arguments)
+        return await self._call(self._connections, self._connections, method, arguments)
+
+    async def call_first(self, method: str, *arguments: Any) -> Any:
+        """Send a call to rank 0 and return its answer; otherwise as `call`."""
+        first = self._connections[:1]
+        return (await self._call(first, first, method, arguments))[0]
 
     def close(self) -> None:
         """Close all connections."""
@@ -150,11 +155,15 @@ class RankRpcClient:
         self._connections = []
 
     async def _call(
-        self, receivers: Sequence["_Connection"], method: str, arguments: Sequence[Any]
+        self,
+        receivers: Sequence["_Connection"],
+        answering: Sequence["_Connection"],
+        method: str,
+        arguments: Sequence[Any],
     ) -> list[Any]:
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                return await self._answers(receivers, method, arguments)
+                return await self._answers(receivers, answering, method, arguments)
         except TimeoutError:
             raise EngineError(
                 f"engine {self._engine}: no answer to {method} within {CALL_TIMEOUT_S:g} s"
@@ -163,18 +172,22 @@ class RankRpcClient:
             raise EngineError(f"engine {self._engine}: {error}") from error
 
     async def _answers(
-        self, receivers: Sequence["_Connection"], method: str, arguments: Sequence[Any]
+        self,
+        receivers: Sequence["_Connection"],
+        answering: Sequence["_Connection"],
+        method: str,
+        arguments: Sequence[Any],
     ) -> list[Any]:
         if not receivers:
             raise EngineError("not connected")
         number = next(self._numbers)
-        waiting = [connection.expect(number) for connection in self._connections]
+        waiting = [connection.expect(number) for connection in answering]
         try:
             for connection in receivers:
                 connection.send(RankCall(number, method, list(arguments)))
             answers = [await future for future in waiting]
         finally:
-            for connection in self._connections:
+            for connection in answering:
                 connection.forget(number)
         for rank, answer in enumerate(answers):
             if answer.error:

@@ -196,9 +196,7 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         # engines with one seed would sample the same completions
         "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
     }
-    # with the overlapping scheduler a token may be in flight at a commit, sampled under weights that its step
-    # no longer shows
-    flags = ["skip-tokenizer-init", "skip-server-warmup", "disable-overlap-schedule", "sleep-on-idle"]
+    flags = ["skip-tokenizer-init", "skip-server-warmup", "sleep-on-idle"]
     if on_gpu:
         values["mem-fraction-static"] = config.memory_fraction
         if config.attention_backend:

@@ -1,8 +1,8 @@
 """Serves with vLLM: AsyncLLM in this process, the model in processes of its own with our `worker.py` in them.
 
 Weights are staged next to the live ones while requests are decoded, and committed between two steps on all
-ranks. The worker records which version sampled a token, at the step that sampled it; the record is fetched
-for the requests that were running at a commit.
+ranks. The worker records each token with its log-probability and the version that sampled it, at the step
+that sampled it; the record of a request is fetched at its end.
 """
 
 import asyncio
@@ -113,21 +113,13 @@ class VllmEngine(MultiProcessEngine):
         try:
             if not await self._gate.admitted(request.id):
                 return ABORTED
-            changes, version = self._weights.changes, self.served.version
             answer = await self._complete(request, name)
         finally:
             del self._running[request.id]
         await self.check()
         output = answer.outputs[0]
         tokens = tuple(output.token_ids)
-        logprobs = tuple(row[token].logprob for token, row in zip(tokens, output.logprobs or (), strict=True))
-        if changes == self._weights.changes:
-            marks = [(0, version)]
-        else:
-            marks = (await self._call("marks", str(number)))[0]
-        if tokens and (not marks or marks[0][0] != 0):
-            raise EngineError(f"request {request.id}: no record of the versions of its {len(tokens)} tokens")
-        spans = spans_from_marks(marks, len(tokens))
+        logprobs, spans = await self._recorded(request, number, tokens) if tokens else ((), ())
         experts = self._experts(request, answer)
         cached = answer.num_cached_tokens or 0
         return Completion(tokens, logprobs, spans, str(output.finish_reason), experts, cached)
@@ -190,6 +182,22 @@ class VllmEngine(MultiProcessEngine):
         was_started = await self._vllm.stop(self._running.values())
         if was_started and self._shared is not None:
             self._shared.unlink(missing_ok=True)
+
+    async def _recorded(
+        self, request: Request, number: int, tokens: Sequence[int]
+    ) -> tuple[tuple[float, ...], tuple[tuple[int, int], ...]]:
+        """Return the log-probabilities and spans of tokens, as the worker has recorded them.
+
+        Raises:
+            EngineError: the record is of other tokens.
+        """
+        count = len(tokens)
+        ids, logprobs, marks = await self._vllm.sampled(number) or (b"", b"", [])
+        # an aborted request may have been sampled for once more
+        if np.frombuffer(ids, np.int32)[:count].tolist() != list(tokens):
+            raise EngineError(f"request {request.id}: no record of the sampling of its {count} tokens")
+        values = np.frombuffer(logprobs, np.float32)[:count].tolist()
+        return tuple(values), spans_from_marks(marks, count)
 
     async def _drop_old_kv(self, manifest: WeightManifest) -> None:
         """Drop the KV cache of the version before `manifest`.

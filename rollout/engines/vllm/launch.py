@@ -38,8 +38,6 @@ T = TypeVar("T")
 WORKER_EXTENSION = "rollout.engines.vllm.worker.WorkerExtension"
 SHARED_FILES = ("vllm_dist_", "psm_")
 """How names of vLLM's files in /dev/shm begin."""
-MIN_BATCHED_TOKENS = 2048
-"""Tokens that one step may prefill, where `max_model_len` is not more."""
 EXIT_GRACE_S = 1.0
 """For vLLM's processes to end by themselves."""
 
@@ -135,6 +133,12 @@ class VllmProcesses:
         """Return the answers of all ranks to a call over their sockets, during their steps."""
         return await self._ranks.call_each(method, *arguments)
 
+    async def sampled(self, number: int) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
+        """Return what rank 0 has recorded of request `number`, see `SampledTokens.pop`."""
+        found: tuple[bytes, bytes, list[tuple[int, int]]] | None
+        found = await self._ranks.call_first("sampled", str(number))
+        return found
+
     async def pause_scheduler(self) -> None:
         """Stop the scheduler between two steps, keeping every running request."""
         await self._answer(self.llm.engine_core.pause_scheduler_async("keep", False), "pause")
@@ -209,14 +213,11 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_running,
-        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, config.max_model_len),
         "logprobs_mode": "processed_logprobs",
         # not the sampling defaults of the model's generation_config.json (top_k, repetition_penalty ...)
         "generation_config": "vllm",
         "disable_log_stats": True,
         "enable_prefix_caching": True,
-        # with it a token may be in flight at a commit, sampled under weights that its step no longer shows
-        "async_scheduling": False,
         "worker_extension_cls": worker_extension,
         "enable_sleep_mode": config.enable_sleep_mode,
         # engines with one seed would sample the same completions

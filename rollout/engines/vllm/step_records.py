@@ -1,60 +1,95 @@
-"""Records, at each step of vLLM's scheduler, the version that samples each token, and the requests that run.
+"""Records, at each step of vLLM's scheduler, the tokens that are sampled, and the requests that run.
 
-It runs in the model's process, where every step brings the scheduler's changes; vLLM's own statistics would
-cost time at every token.
+It runs in the model's process, where every step brings the scheduler's changes. vLLM's own log-probabilities,
+objects of each token that pass through two more processes, and its statistics would cost time at every token.
 """
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 FINISHED_KEPT = 4096
-"""Finished requests whose marks can still be read."""
+"""Finished requests whose tokens can still be fetched."""
 NULL_BLOCKS = 1
 """Blocks that vLLM sets aside as placeholders."""
 
 
-class TokenVersions:
-    """Marks (first token, version) of every request.
+class SampledTokens:
+    """Tokens of every request as the sampler drew them, with log-probabilities and versions.
 
-    A request gets a new mark at its first step after each change of weights.
+    The thread that runs the model begins steps. Results may come from a thread that waits for the device, one
+    step later, and are fetched in a third thread.
     """
 
     def __init__(self, version: int) -> None:
-        self._version = version
-        self._change = 0
-        self._running: dict[str, tuple[int, list[tuple[int, int]]]] = {}
-        """Request id -> (change at its latest mark, its marks)."""
-        self._finished: OrderedDict[str, list[tuple[int, int]]] = OrderedDict()
+        self.version = version
+        """Version whose weights are live: tokens of the steps that begin now are sampled under it."""
+        self._running: dict[str, _RequestTokens] = {}
+        self._finished: OrderedDict[str, _RequestTokens] = OrderedDict()
 
-    def switch(self, version: int) -> None:
-        """Count tokens from the next step on as sampled under `version`."""
-        self._version = version
-        self._change += 1
-
-    def step(self, scheduled: Iterable[tuple[str, int]], finished: Iterable[str] = ()) -> None:
+    def begin_step(self, new: Iterable[str], finished: Iterable[str] = ()) -> None:
         """Record the beginning of a step.
 
         Args:
-            scheduled: (request id, tokens that it has generated so far).
+            new: ids of requests that may be in their first step.
             finished: ids of requests that ended before this step.
         """
         for request_id in finished:
             ended = self._running.pop(request_id, None)
             if ended is not None:
-                self._finished[request_id] = ended[1]
+                self._finished[request_id] = ended
         while len(self._finished) > FINISHED_KEPT:
             self._finished.popitem(last=False)
-        for request_id, tokens in scheduled:
-            change, marks = self._running.get(request_id, (-1, []))
-            if change != self._change:
-                marks.append((tokens, self._version))
-                self._running[request_id] = (self._change, marks)
+        for request_id in new:
+            self._running.setdefault(request_id, _RequestTokens())
 
-    def of(self, request_id: str) -> list[tuple[int, int]]:
-        """Return the marks of a request; none if it was never scheduled or ended too long ago."""
-        running = self._running.get(request_id)
-        return list(running[1] if running else self._finished.get(request_id, ()))
+    def add(
+        self,
+        request_ids: Iterable[str],
+        tokens: Iterable[Sequence[int]],
+        logprobs: Iterable[float],
+        version: int,
+    ) -> None:
+        """Record what a step has sampled; a request that has ended meanwhile is left out.
+
+        Args:
+            request_ids: [B], the step's requests.
+            tokens: [B], a token for each request, none for one whose prompt is not complete.
+            logprobs: [B].
+            version: `version` at the beginning of the step.
+        """
+        running = self._running
+        for request_id, row, logprob in zip(request_ids, tokens, logprobs, strict=True):
+            if row and (record := running.get(request_id)) is not None:
+                record.append(row[0], logprob, version)
+
+    def pop(self, request_id: str) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
+        """Return and forget what was recorded of a request.
+
+        Returns: token ids as int32, log-probabilities as float32, and marks (first token, version); None if
+            the request was never scheduled, was fetched before, or ended too long ago.
+        """
+        record = self._running.pop(request_id, None) or self._finished.pop(request_id, None)
+        return None if record is None else (record.tokens.tobytes(), record.logprobs.tobytes(), record.marks)
+
+
+class _RequestTokens:
+    """What was sampled for one request."""
+
+    __slots__ = ("logprobs", "marks", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = array("i")
+        self.logprobs = array("f")
+        self.marks: list[tuple[int, int]] = []
+        """(first token, version)."""
+
+    def append(self, token: int, logprob: float, version: int) -> None:
+        if not self.marks or self.marks[-1][1] != version:
+            self.marks.append((len(self.tokens), version))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
 
 
 class ScheduledRequests:

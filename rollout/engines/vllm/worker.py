@@ -27,7 +27,7 @@ from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, sock
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.plain_layers import keep_weights_plain
 from rollout.engines.vllm.rank_answers import Answer
-from rollout.engines.vllm.step_records import ScheduledRequests, TokenVersions
+from rollout.engines.vllm.step_records import SampledTokens, ScheduledRequests
 from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import record, trace
 from rollout.staging.rank import RankStaging
@@ -39,8 +39,8 @@ log = logging.getLogger("tether.rollout")
 class WorkerExtension:
     """Mixin of vLLM's worker class, which has `model_runner` and `vllm_config`.
 
-    It holds this rank's staging (`_tether`), the record of token versions (`_tether_marks`) and the requests
-    of the scheduler's last step (`_tether_scheduled`).
+    It holds this rank's staging (`_tether`), the record of sampled tokens (`_tether_sampled`) and the
+    requests of the scheduler's last step (`_tether_scheduled`).
     """
 
     def tether_install(
@@ -71,9 +71,9 @@ class WorkerExtension:
                 self._tether = _shared_staging(self, sizes, architecture, Path(shared))
             else:
                 self._tether = _staging(self, sizes, architecture, adapter, staging_mb)
-            self._tether_marks = TokenVersions(-1)
+            self._tether_sampled = SampledTokens(-1)
             self._tether_scheduled = ScheduledRequests()
-            _record_steps(self.model_runner, self._tether_marks, self._tether_scheduled)  # type: ignore[attr-defined]
+            _record_steps(self.model_runner, self._tether_sampled, self._tether_scheduled)  # type: ignore[attr-defined]
             path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
             self._tether_server = RankRpcServer(path, self._tether_called)
         except (
@@ -98,6 +98,7 @@ class WorkerExtension:
             "stage": self._tether_stage,
             "status": self._tether.status,
             "cancel": self._tether.cancel,
+            "sampled": self._tether_sampled.pop,
         }
         self._tether_server.carry_out(call, methods[call.method])
 
@@ -127,16 +128,12 @@ class WorkerExtension:
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
         result = self._tether.commit(decoded)
         if result.applied:
-            self._tether_marks.switch(decoded.version)
+            self._tether_sampled.version = decoded.version
         return msgspec.to_builtins(result)
 
     def tether_rename(self, version: int) -> None:
         """Count tokens from the next step on as sampled under `version`."""
-        self._tether_marks.switch(version)
-
-    def tether_marks(self, request_id: str) -> list[tuple[int, int]]:
-        """Return the marks (first token, version) of a request."""
-        return self._tether_marks.of(request_id)
+        self._tether_sampled.version = version
 
     def tether_occupancy(self) -> tuple[int, float | None]:
         """Return how many requests run, and the share of the KV cache that they hold."""
@@ -217,39 +214,49 @@ def _shared_staging(
     return staging
 
 
-def _record_steps(runner: Any, marks: TokenVersions, requests: ScheduledRequests) -> None:
-    from vllm.v1.core.sched.output import CachedRequestData
+def _record_steps(runner: Any, sampled: SampledTokens, requests: ScheduledRequests) -> None:
+    """Record every step of vLLM's model runner, and take the log-probabilities out of its results.
 
-    if "num_output_tokens" not in CachedRequestData.__dataclass_fields__:
+    A step is launched by `execute_model` and `sample_tokens`, one after the other, between two calls of
+    methods of ours. So the version of its tokens is the one that is live then, also where the scheduler is a
+    step ahead and asks for the result when the next step, or a commit, has been launched behind it.
+    """
+    if not hasattr(runner, "sample_tokens"):
         raise EngineSettingsError(
-            "this vLLM's scheduler does not report how many tokens a request has: "
-            "their versions cannot be recorded"
+            "this vLLM's model runner has no sample_tokens: the versions of tokens cannot be recorded"
         )
-    execute = runner.execute_model
+    execute, sample = runner.execute_model, runner.sample_tokens
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        cached = scheduler_output.scheduled_cached_reqs
-        scheduled = [(_key(new.req_id), _resumed_tokens(new)) for new in scheduler_output.scheduled_new_reqs]
-        scheduled += zip(map(_key, cached.req_ids), cached.num_output_tokens, strict=True)
-        marks.step(scheduled, map(_key, scheduler_output.finished_req_ids))
+        # some runners send a preempted request as a new one
+        new = (request.req_id for request in scheduler_output.scheduled_new_reqs)
+        sampled.begin_step(map(_key, new), map(_key, scheduler_output.finished_req_ids))
         requests.step(scheduler_output)
         return execute(scheduler_output, *args, **kwargs)
 
-    runner.execute_model = execute_model
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        output, version = sample(*args, **kwargs), sampled.version
+        if hasattr(output, "get_output"):  # asynchronous scheduling: the result is waited for later
+            wait = output.get_output
+            output.get_output = lambda: _record_result(wait(), sampled, version)
+            return output
+        return _record_result(output, sampled, version)
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
+
+
+def _record_result(output: Any, sampled: SampledTokens, version: int) -> Any:
+    """Record a step's result and return it without log-probabilities; `output` is a ModelRunnerOutput."""
+    if getattr(output, "logprobs", None) is not None:
+        values = output.logprobs.logprobs[:, 0].tolist()
+        sampled.add(map(_key, output.req_ids), output.sampled_token_ids, values, version)
+        output.logprobs = None
+    return output
 
 
 def _key(request_id: str) -> str:
     """Return our own number from the front of the id; vLLM appends random characters to the id."""
     return request_id.partition(":")[0]
-
-
-def _resumed_tokens(new: Any) -> int:
-    """Return how many tokens a request has generated before its first step.
-
-    Some runners send a preempted request as a new one, with its tokens after the prompt.
-    """
-    prefill = getattr(new, "prefill_token_ids", None)
-    return max(0, len(prefill) - len(new.prompt_token_ids)) if prefill is not None else 0
 
 
 def _end_after(owner: int, engine: int) -> None:
