@@ -13,12 +13,14 @@ import torch
 from rollout.engines.vllm.imports import eager_environment
 from rollout.engines.vllm.worker import WorkerExtension
 
-EXTENSION = f"{__name__}.OverlapExtension"
-
 
 @contextmanager
-def overlapping() -> Iterator[None]:
-    """Have engines that start in the block schedule asynchronously; their extension has to be `EXTENSION`."""
+def overlapping(engine: Any) -> Iterator[None]:
+    """Have vLLM schedule asynchronously for an engine that starts in the block."""
+    if torch.cuda.is_available():  # it does so by itself
+        yield
+        return
+    engine.worker_extension = f"{__name__}.{OverlapExtension.__name__}"
     with eager_environment(True):
         from vllm.platforms.cpu import CpuPlatform
 

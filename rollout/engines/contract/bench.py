@@ -16,7 +16,14 @@ from protocol.device.shared_tensors import SharedTensors
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest
 from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Request, Sampling
-from rollout.engines.contract.models import follows, tiny_model, weights, write_shared, write_shm
+from rollout.engines.contract.models import (
+    follows,
+    switched_logits,
+    tiny_model,
+    weights,
+    write_shared,
+    write_shm,
+)
 from rollout.engines.registry import make_engine
 
 PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
@@ -78,6 +85,25 @@ class Bench:
             pairs = pairs[:, pairs[1].isfinite()]
             assert pairs.shape[1] > 0.8 * len(found)
         torch.testing.assert_close(pairs[0], pairs[1], atol=bound, rtol=0)
+
+    def assert_switched_logprobs(
+        self, rows: Sequence[tuple[int, str]], prompt: Sequence[int], completion: Completion
+    ) -> None:
+        """Whether the log-probabilities of a completion at temperature 0 or 1 are those of the models.
+
+        Args:
+            rows: (end, name of the model).
+            prompt: token ids.
+            completion: what the engine made of it.
+        """
+        assert len(completion.logprobs) == len(completion.tokens)
+        if not self.computes:
+            return
+        models = [(end, self.models[name]) for end, name in rows]
+        recompute = self.kv is KvPolicy.RECOMPUTE
+        logits = switched_logits(models, prompt, completion.tokens, recompute=recompute)
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        self.assert_logprobs(Sampling(max_tokens=1), completion.logprobs, expected.tolist())
 
     def publish(self, name: str, epoch: str = "e1") -> WeightManifest:
         """Write the next version, with the weights of a model."""

@@ -1,8 +1,8 @@
 """Tests whether tokens were drawn from the distributions that they should have been drawn from.
 
-A token has a place between 0 and 1: the mass of all tokens that are more probable, plus a uniform share of its
-own. Places are uniform and independent if every token is drawn from its distribution given the tokens before
-it, whatever those distributions are, so tokens of all positions and requests are tested together.
+A token has a place between 0 and 1: the mass of all tokens that are more probable, plus a uniform share of
+its own. Places are uniform and independent if every token is drawn from its distribution given the tokens
+before it, whatever those distributions are, so tokens of all positions and requests are tested together.
 """
 
 import torch

@@ -186,6 +186,37 @@ def write_shared(
 
 
 @torch.no_grad()
+def switched_logits(
+    rows: Sequence[tuple[int, PreTrainedModel]],
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    recompute: bool,
+) -> torch.Tensor:
+    """Return the logits [T, V] that each token is sampled from, if the model is switched between tokens.
+
+    All tokens of a row are computed in one forward pass: its inputs are known, so decoding again would give
+    the same logits.
+
+    Args:
+        rows: (end, model): tokens up to `end` come from that model; ends increase, and the last is T.
+        prompt: token ids [P].
+        tokens: token ids [T].
+        recompute: whether the KV cache is recomputed at a switch, or kept.
+    """
+    ids = [*prompt, *tokens]
+    first = len(prompt) - 1
+    cache, start = DynamicCache(), 0
+    parts = []
+    for end, model in rows:
+        fed = 0 if recompute or start == 0 else first + start
+        cache = cache if fed else DynamicCache()
+        output = model(torch.tensor([ids[fed : first + end]]), past_key_values=cache, use_cache=True)
+        parts.append(output.logits[0, start - end :])
+        start = end
+    return torch.cat(parts)
+
+
 def follows(
     rows: Sequence[tuple[int, PreTrainedModel]],
     prompt: Sequence[int],
@@ -196,32 +227,19 @@ def follows(
 ) -> bool:
     """Return whether tokens are greedy, switched between models.
 
-    All tokens of a row are computed in one forward pass: its inputs are known, so decoding again would give
-    the same logits.
-
     Args:
-        rows: (end, model): tokens up to `end` come from that model.
+        rows: see `switched_logits`; False if one of them has no token, or the last does not end with T.
         prompt: token ids [P].
         tokens: token ids [T].
-        recompute: whether the KV cache is recomputed at a switch, or kept.
+        recompute: see `switched_logits`.
         margin: by how much the logit of a token may lie below the largest.
     """
-    ids = [*prompt, *tokens]
-    first = len(prompt) - 1
-    cache, start = DynamicCache(), 0
-    for end, model in rows:
-        fed = 0 if recompute or start == 0 else first + start
-        cache = cache if fed else DynamicCache()
-        logits = model(torch.tensor([ids[fed : first + end]]), past_key_values=cache, use_cache=True).logits[
-            0
-        ]
-        seen, chosen = logits[start - end :], torch.tensor(ids[first + 1 + start : first + 1 + end])
-        if start == end or not bool(
-            (seen.gather(-1, chosen[:, None])[:, 0] >= seen.max(-1).values - margin).all()
-        ):
-            return False
-        start = end
-    return start == len(tokens)
+    ends = [end for end, _ in rows]
+    if any(end <= start for start, end in zip([0, *ends], ends, strict=False)) or ends[-1] != len(tokens):
+        return False
+    seen = switched_logits(rows, prompt, tokens, recompute=recompute)
+    chosen = seen.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+    return bool((chosen >= seen.max(-1).values - margin).all())
 
 
 @torch.no_grad()

@@ -14,8 +14,12 @@ import torch
 from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, KvPolicy, Occupancy, Request, Sampling, Served
 from rollout.engines.contract.bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
+from rollout.engines.contract.distribution import places, uniformity
 from rollout.engines.contract.models import VOCAB, logits_of
 from rollout.engines.sampling import sampled_distribution
+
+LEAST_P_VALUE = 1e-6
+"""Of the test of the distribution: a right engine fails it once in a million times."""
 
 
 class EngineContract:
@@ -68,6 +72,21 @@ class EngineContract:
                 for row, t in zip(logits, found.tokens, strict=True)
             ]
             bench.assert_logprobs(request.sampling, found.logprobs, expected)
+
+    async def test_tokens_are_drawn_from_the_distribution_of_the_model(self, bench: Bench) -> None:
+        if not bench.computes:
+            pytest.skip("an engine without a model draws from none")
+        await bench.serve("A")
+        generator, found = torch.Generator().manual_seed(0), []
+        for temperature in (1.0, 0.4):
+            requests = [
+                Request(f"draw{i}/0", PROMPTS[i % 3], Sampling(max_tokens=24, temperature=temperature))
+                for i in range(48)
+            ]
+            for request, drawn in zip(requests, await together(bench.engine, requests), strict=True):
+                scores = logits_of(bench.models["A"], request.prompt, drawn.tokens) / temperature
+                found.append(places(scores.log_softmax(-1), torch.tensor(drawn.tokens), generator))
+        assert uniformity(torch.cat(found)) > LEAST_P_VALUE
 
     async def test_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
         request = ask("seeded", PROMPTS[0], 24, temperature=1.0, seed=7)
@@ -177,6 +196,23 @@ class EngineContract:
         assert [[v for _, v in c.spans] for c in found] == [versions] * len(found)
         if bench.computes:
             assert_switched(bench, found, [["A", "B", "A", "B"]] * len(found))
+
+    async def test_commits_one_after_the_other_are_exact_at_their_tokens(self, bench: Bench) -> None:
+        names = {(await bench.serve("A")).version: "A"}
+        async with bench.long(*PROMPTS) as tasks:
+            for name in ("B", "A") * 10:
+                names[(await bench.serve(name)).version] = name
+            await bench.pilot("after")
+        found = [task.result() for task in tasks]
+        for prompt, completion in zip(PROMPTS, found, strict=True):
+            versions = [version for _, version in completion.spans]
+            assert versions[0] == min(names)
+            assert versions[-1] == max(names)
+            assert versions == sorted(set(versions))
+            rows = [(end, names[version]) for end, version in completion.spans]
+            bench.assert_switched_logprobs(rows, prompt, completion)
+        if bench.computes:
+            assert_switched(bench, found, [[names[v] for _, v in c.spans] for c in found])
 
     async def test_commit_while_paused_stays_paused(self, bench: Bench) -> None:
         old = (await bench.serve("A")).version

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 from collections.abc import AsyncIterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from rollout.engines.contract.models import adapted, tiny_experts, tiny_model, w
 from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
+from tests.contracts.engine_commits import CommitContract
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_sessions import SessionContract
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
 from tests.contracts.sglang_environment import sglang_settings
+from tests.contracts.vllm_overlap import overlapping
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -50,6 +53,8 @@ class Setup:
     """Given to vLLM or SGLang as they are."""
     shares: bool = False
     """Its live weights can be mapped, and versions come out of masters."""
+    overlaps: bool = False
+    """vLLM on a CPU: its scheduler is a step ahead, as it always is on a GPU."""
 
 
 PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
@@ -78,8 +83,10 @@ SETUPS = [
     engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP)),
     engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True)),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
-    engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE),
-    engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2), ENGINE, SLOW),
+    engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True), ENGINE),
+    engine_under_test("vllm-keep", Setup("vllm", KvPolicy.KEEP, overlaps=True), ENGINE, SLOW),
+    engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, overlaps=True), ENGINE, SLOW),
+    engine_under_test("vllm-one-by-one", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE, SLOW),
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
     engine_under_test(
         "vllm-lora-experts",
@@ -195,7 +202,8 @@ async def bench(
     )
     shared = directory / "engine.msgpack" if setup.shares else None
     engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora, shared=shared)
-    await engine.start()
+    with overlapping(engine) if setup.overlaps else nullcontext():
+        await engine.start()
     files = shared_files({child.pid for child in psutil.Process().children(recursive=True)})
     pilots = 3 if setup.name == "sglang" else 1
     made_bench = Bench(
@@ -239,5 +247,5 @@ def is_engines(child: psutil.Process) -> bool:
         return False
 
 
-class TestEngine(SleepContract, SessionContract, DraftContract, EngineContract):
+class TestEngine(CommitContract, SleepContract, SessionContract, DraftContract, EngineContract):
     """pytest takes the last base first, and its first test wants a fresh engine."""
