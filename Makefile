@@ -26,7 +26,7 @@ export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-trainer bench-gpu chaos soak test-compose clean
+.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-trainer bench-generation bench-gpu chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -115,6 +115,10 @@ bench: $(VENV)/.ready
 
 bench-trainer: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.trainer.run --out runs/bench-trainer.json $(FLAGS)
+
+# on a GPU host: GPU_PYTHON=python3, or what demo-gpu sets up; FLAGS="--tiny" rehearses it on a CPU, with GPU_PYTHON=$(BIN)/python
+bench-generation: $(GPU_READY) $(SGLANG_READY)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m tests.benchmarks.generation.run --out runs/bench-generation.json $(FLAGS)
 
 # TRL is compared with where it is installed; FLAGS="--tiny" rehearses the first part
 bench-gpu: $(GPU_READY)

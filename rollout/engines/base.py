@@ -47,7 +47,8 @@ class EngineConfig:
     max_model_len: Annotated[int, Meta(ge=1, le=10**8)] = set_first(1024)
     """Prompt and completion together, tokens."""
     max_running: Annotated[int, Meta(ge=1, le=10**6)] = set_first(64)
-    """Requests that are decoded in one batch."""
+    """Most requests that are decoded in one batch; vllm and sglang decode fewer while their KV cache has no
+    room for more. auto: 512 with these two on a GPU, else 64."""
     enforce_eager: bool = True
     """vllm, sglang on a GPU: run without CUDA graphs. That starts faster, leaves memory free, and decodes
     slower."""

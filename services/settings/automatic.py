@@ -19,6 +19,10 @@ from services.settings.sections import Settings
 AUTO = "auto"
 ON_GPUS = ("megatron", "sglang", "vllm")
 """Engines that are made for GPUs. The others compute in float32 there too."""
+ADMIT_BY_MEMORY = ("sglang", "vllm")
+"""Engines with CUDA graphs that begin a request when their KV cache has room for it."""
+MANY_RUNNING, FEW_RUNNING = 512, 64
+"""Requests in one batch: of these engines on a GPU, and of the others."""
 ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
 """Share of a GPU for engines: without the trainer, together with it, and in their turn."""
 
@@ -189,7 +193,11 @@ def _trainer_threads(settings: Settings, machine: Machine) -> int:
 
 
 def _enforce_eager(settings: Settings, machine: Machine) -> bool:
-    return not (bool(machine.gpus) and settings.engine.name in ("sglang", "vllm"))
+    return not (bool(machine.gpus) and settings.engine.name in ADMIT_BY_MEMORY)
+
+
+def _max_running(settings: Settings, machine: Machine) -> int:
+    return MANY_RUNNING if bool(machine.gpus) and settings.engine.name in ADMIT_BY_MEMORY else FEW_RUNNING
 
 
 def _memory_fraction(settings: Settings, machine: Machine) -> float:
@@ -229,6 +237,7 @@ AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {
     "services.rollout_gpus": _rollout_gpus,
     "engine.dtype": _engine_dtype,
     "engine.enforce_eager": _enforce_eager,
+    "engine.max_running": _max_running,
     "engine.memory_fraction": _memory_fraction,
     "engine.threads": _engine_threads,
     "trainer.dtype": _trainer_dtype,

@@ -25,9 +25,7 @@ _SAMPLER = "tether's plug-in applies top-k and top-p before SGLang's own sampler
 _QUANTISED = (
     "weights are published in engine.dtype, and a quantised parameter has no place that they can be copied to"
 )
-_IN_FLIGHT = (
-    "a token could be in flight at a commit, sampled under weights that the record of its step does not show"
-)
+_OTHER_LOOP = "commits fall between the steps of SGLang's plain and overlapping loops, which tether knows"
 _SEVERAL = (
     "a step would give a request several tokens, and the draft model would stay at its first version: "
     "versions are recorded and committed for one model and one token a step"
@@ -78,9 +76,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("quantization", "quantization_param_path", "modelopt_quant", "quantize_and_serve"), _QUANTISED
     ),
-    **dict.fromkeys(
-        ("disable_overlap_schedule", "enable_two_batch_overlap", "num_continuous_decode_steps"), _IN_FLIGHT
-    ),
+    **dict.fromkeys(("enable_two_batch_overlap", "num_continuous_decode_steps"), _OTHER_LOOP),
     **dict.fromkeys(
         ("speculative_algorithm", "speculative_draft_model_path", "enable_multi_layer_eagle"), _SEVERAL
     ),
@@ -150,7 +146,9 @@ REFUSED: Mapping[str, str] = {
     "stream_interval": "requests are answered once, at their end",
 }
 """Argument -> why it is refused. All others are passed as they are."""
-CHANGEABLE = frozenset({"log_level", "lora_backend", "max_total_tokens", "sleep_on_idle"})
+CHANGEABLE = frozenset(
+    {"cuda_graph_max_bs_decode", "log_level", "lora_backend", "max_total_tokens", "sleep_on_idle"}
+)
 """Arguments that the engine has a value for, and that may be given another one."""
 FIND = "import importlib.util as u; s = u.find_spec('sglang'); print(s.submodule_search_locations[0])"
 FIND_S = 30.0

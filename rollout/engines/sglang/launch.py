@@ -188,9 +188,6 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         "host": "127.0.0.1",
         "port": port,
         "log-level": "warning",
-        # our plug-in applies top-k and top-p to the logits before SGLang samples, so its faster backends have
-        # no advantage
-        "sampling-backend": "pytorch",
         # not the model's generation_config.json (top_k, repetition_penalty ...)
         "sampling-defaults": "openai",
         # engines with one seed would sample the same completions
@@ -206,6 +203,8 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         values["max-total-tokens"] = kv_tokens(config, read_config(model_dir))
     if config.enforce_eager or not on_gpu:
         flags.append("disable-cuda-graph")
+    else:  # by itself SGLang captures graphs for half as many requests as a GPU can decode
+        values["cuda-graph-max-bs-decode"] = config.max_running
     if config.enable_sleep_mode and on_gpu:
         flags.append("enable-memory-saver")
     if config.enable_return_routed_experts:

@@ -2,8 +2,10 @@
 
 SGLang calls `load` through the entry point group `sglang.srt.plugins` in each of its processes; `launch.py`
 writes the entry point to a place where SGLang finds it. Calls arrive on a socket of rank 0 and travel with
-the requests that SGLang passes to all ranks at the top of their loops: there no forward pass is under way
-(the overlapping scheduler is off), and all ranks are between the same two steps.
+the requests that SGLang passes to all ranks at the top of their loops: there all ranks are between the same
+two steps. SGLang's scheduler overlaps steps: the last one's kernels may still run there, and its result is
+not processed. A commit waits for the kernels; their tokens carry the version under which they were launched.
+What drops the KV cache has SGLang process the result first.
 """
 
 import os

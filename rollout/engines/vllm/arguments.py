@@ -21,9 +21,6 @@ _LOGPROBS = "log-probabilities have to be those of the distribution that a token
 _QUANTISED = (
     "weights are published in engine.dtype, and a quantised parameter has no place that they can be copied to"
 )
-_IN_FLIGHT = (
-    "a token could be in flight at a commit, sampled under weights that the record of its step does not show"
-)
 _SEVERAL = (
     "a step would give a request several tokens, and the draft model would stay at its first version: "
     "versions are recorded and committed for one model and one token a step"
@@ -83,7 +80,6 @@ REFUSED: Mapping[str, str] = {
     "logprobs_mode": _LOGPROBS,
     "seed": "it is made of the engine's name: engines with one seed would sample the same completions",
     **dict.fromkeys(("quantization", "quantization_config"), _QUANTISED),
-    "async_scheduling": _IN_FLIGHT,
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SEVERAL),
     **dict.fromkeys(("scheduler_cls", "worker_cls", "worker_extension_cls"), _SCHEDULER),
     **dict.fromkeys(
@@ -148,7 +144,7 @@ REFUSED: Mapping[str, str] = {
 }
 """Argument -> why it is refused. All others are passed as they are."""
 CHANGEABLE = frozenset(
-    {"disable_log_stats", "enable_prefix_caching", "kv_cache_memory_bytes", "max_num_batched_tokens"}
+    {"disable_log_stats", "enable_prefix_caching", "kv_cache_memory_bytes", "max_cudagraph_capture_size"}
 )
 """Arguments that the engine has a value for, and that may be given another one."""
 

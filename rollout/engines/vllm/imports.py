@@ -35,6 +35,7 @@ def set_environment(config: EngineConfig) -> None:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
+        # vLLM samples with it only where no log-probabilities of the sampled distribution are wanted
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     for name, value in defaults.items():

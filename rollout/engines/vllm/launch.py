@@ -38,6 +38,8 @@ T = TypeVar("T")
 WORKER_EXTENSION = "rollout.engines.vllm.worker.WorkerExtension"
 SHARED_FILES = ("vllm_dist_", "psm_")
 """How names of vLLM's files in /dev/shm begin."""
+GRAPHS = 512
+"""Largest batch for which vLLM captures CUDA graphs by itself."""
 EXIT_GRACE_S = 1.0
 """For vLLM's processes to end by themselves."""
 
@@ -197,12 +199,17 @@ def engine_arguments(
         EngineSettingsError: if vLLM has no adapters of that rank.
     """
     on_gpu = torch.cuda.is_available()
-    memory = (
+    memory: dict[str, Any] = (
         {"gpu_memory_utilization": config.memory_fraction}
         if on_gpu
         else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
     )
-    kernels = {"attention_backend": config.attention_backend} if on_gpu and config.attention_backend else {}
+    kernels: dict[str, Any] = {}
+    if on_gpu and config.attention_backend:
+        kernels["attention_backend"] = config.attention_backend
+    captures = on_gpu and not config.enforce_eager and "compilation_config" not in config.arguments
+    if captures and config.max_running > GRAPHS:
+        kernels["max_cudagraph_capture_size"] = config.max_running
     return {
         "model": str(model_dir),
         "load_format": "auto" if any(model_dir.glob("*.safetensors")) else "dummy",
@@ -275,11 +282,15 @@ def launch(arguments: dict[str, Any]) -> Any:
     """
     with eager_environment(arguments["enforce_eager"]), reported_start(arguments["model"]):
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         is_served = has_server(arguments["enforce_eager"], arguments["tensor_parallel_size"])
         with forked_from_server(is_served):
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            # by its use vLLM chooses how many tokens a step computes: a server of many requests
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER
+            )
 
 
 def sampling_parameters(sampling: Sampling) -> Any:

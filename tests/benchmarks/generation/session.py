@@ -1,0 +1,136 @@
+"""Measures one engine in a process of its own: `python -m tests.benchmarks.generation.session --way vllm`.
+
+It prints an event of JSON for its start and for each load: {"event": "ready" | "rate" | "end", ...}.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollout.engines.base import EngineConfig, KvPolicy, Request
+from tests.benchmarks.generation.engines import START_S, Commits, bare_sglang, bare_vllm, ours
+from tests.benchmarks.generation.load import Generate, rate_of, requests_of
+from tests.benchmarks.gpu.shapes import SIZES, write_model
+from tests.contracts.sglang_environment import sglang_settings
+
+WAYS = ("vllm-bare", "vllm", "sglang-bare", "sglang")
+COMMITTING = "commits"
+LOGPROBS = "log-probabilities"
+
+
+def say(event: str, **values: Any) -> None:
+    """Print an event."""
+    print(json.dumps({"event": event, **values}), flush=True)
+
+
+def config_of(arguments: argparse.Namespace) -> EngineConfig:
+    """As `auto` makes it for an engine that has the GPU alone, or a CPU."""
+    size = SIZES[arguments.model]
+    options: dict[str, Any] = {"start_timeout_s": START_S}
+    if arguments.way.startswith("sglang"):
+        options = sglang_settings() | {"attention_backend": arguments.sglang_attention}
+    return EngineConfig(
+        name=arguments.way.removesuffix("-bare"),
+        dtype=size.dtype,
+        memory_fraction=arguments.memory_fraction,
+        max_model_len=size.max_model_len,
+        max_running=max(512, *arguments.running) if torch.cuda.is_available() else max(arguments.running),
+        enforce_eager=not torch.cuda.is_available(),
+        kv=KvPolicy(arguments.kv),
+        **options,
+    )
+
+
+class Session:
+    """One way, measured under each load."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._began = time.monotonic()
+
+    async def run(self) -> None:
+        """Start the engine, measure, end it."""
+        with tempfile.TemporaryDirectory(prefix="tether-bench-") as directory:
+            model_dir = await asyncio.to_thread(write_model, self._arguments.model, Path(directory) / "model")
+            await self._measure(config_of(self._arguments), model_dir)
+        say("end")
+
+    async def _measure(self, config: EngineConfig, model_dir: Path) -> None:
+        if self._arguments.way == "vllm-bare":
+            logprobs: list[int | None] = [None]
+            async with bare_vllm(config, model_dir, logprobs) as generate:
+                await self._loads(generate)
+                logprobs[0] = 0
+                await self._load(generate, max(self._arguments.running), LOGPROBS)
+        elif self._arguments.way == "sglang-bare":
+            async with bare_sglang(config, model_dir) as generate:
+                await self._loads(generate)
+        else:
+            async with ours(config, model_dir, self._arguments.model) as (engine, manifest):
+
+                async def generate_ours(request: Request) -> int:
+                    return len((await engine.generate(request)).tokens)
+
+                await self._loads(generate_ours)
+                for running in self._arguments.running:
+                    commits = Commits([])
+                    every = commits.every(engine, manifest, self._arguments.interval_s)
+                    await self._load(generate_ours, running, COMMITTING, every, commits)
+
+    async def _loads(self, generate: Generate) -> None:
+        """The plain loads, after one that is not measured: the first steps of each size compile."""
+        most = max(self._arguments.running)
+        warm = requests_of(most, SIZES[self._arguments.model].vocabulary, share=0.1)[:most]
+        await rate_of(generate, warm, most)
+        say("ready", start_s=time.monotonic() - self._began)
+        for running in self._arguments.running:
+            await self._load(generate, running)
+
+    async def _load(
+        self,
+        generate: Generate,
+        running: int,
+        kind: str = "",
+        beside: AbstractAsyncContextManager[None] | None = None,
+        commits: Commits | None = None,
+    ) -> None:
+        requests = requests_of(running, SIZES[self._arguments.model].vocabulary, self._arguments.share)
+        rate = await rate_of(generate, requests, running, beside)
+        more = {} if commits is None else {"paused_ms": commits.paused_ms}
+        say("rate", kind=kind, tokens_per_s=rate.tokens_per_s, **asdict(rate), **more)
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of a list with commas."""
+    return [int(word) for word in text.split(",")]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `run` passes on."""
+    parser.add_argument("--model", choices=SIZES, default="0.5b")
+    parser.add_argument("--running", type=numbers, default="32,128,512", help="requests at a time")
+    parser.add_argument("--share", type=float, default=1.0, help="of the usual lengths of completions")
+    parser.add_argument("--interval-s", type=float, default=2.0, help="from one version to the next")
+    parser.add_argument("--memory-fraction", type=float, default=0.8)
+    parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
+    parser.add_argument("--sglang-attention", default="", help="attention kernels; empty: SGLang's choice")
+
+
+def main() -> None:
+    """Measure the way that the command line names."""
+    parser = argparse.ArgumentParser(description="Tokens/s of one engine.")
+    parser.add_argument("--way", choices=WAYS, required=True)
+    add_options(parser)
+    asyncio.run(Session(parser.parse_args()).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The table that `make bench-generation` prints, in Markdown, from the JSON that it writes.
+
+python -m tests.benchmarks.generation.table runs/bench-generation.json
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.benchmarks.generation.session import COMMITTING, LOGPROBS
+
+AIMS = {"": 0.97, COMMITTING: 0.95}
+"""Kind of load -> least tokens/s of the project's engine over the bare engine's."""
+
+
+def rates_of(facts: Mapping[str, Any], way: str) -> dict[tuple[str, int], Mapping[str, Any]]:
+    """Return (kind of load, requests at a time) -> what a way has made of it."""
+    return {(rate["kind"], rate["running"]): rate for rate in facts["ways"].get(way, ())}
+
+
+def ratios_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each load of the project's engines, with the bare engine's rate without commits."""
+    rows = []
+    for engine in ("vllm", "sglang"):
+        bare = rates_of(facts, f"{engine}-bare")
+        for (kind, running), rate in rates_of(facts, engine).items():
+            reference = bare.get(("", running))
+            ratio = rate["tokens_per_s"] / reference["tokens_per_s"] if reference else None
+            rows.append(
+                {
+                    "engine": engine,
+                    "kind": kind,
+                    "running": running,
+                    "tokens_per_s": rate["tokens_per_s"],
+                    "bare": reference["tokens_per_s"] if reference else None,
+                    "ratio": ratio,
+                    "aim": AIMS[kind],
+                    "reached": None if ratio is None else ratio >= AIMS[kind],
+                    "commits": len(rate.get("paused_ms", ())),
+                    "paused_ms": median(rate["paused_ms"]) if rate.get("paused_ms") else None,
+                }
+            )
+    return rows
+
+
+def render(facts: Mapping[str, Any]) -> str:
+    """Versions and hardware, ratios, and what failed."""
+    lines = [f"Generation, model {facts['model']}: {facts['machine']} {facts['versions']}", ""]
+    lines += [
+        "| engine | at a time | tokens/s | bare | ratio | aim | commits | a commit, ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in ratios_of(facts):
+        name = f"{row['engine']}, {row['kind']}" if row["kind"] else row["engine"]
+        cells = [name, row["running"], *(number(row[key]) for key in ("tokens_per_s", "bare"))]
+        cells += [number(row["ratio"], 3), row["aim"], row["commits"] or "", number(row["paused_ms"], 1)]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    for (kind, running), rate in rates_of(facts, "vllm-bare").items():
+        if kind == LOGPROBS:
+            found = number(rate["tokens_per_s"])
+            lines += ["", f"vLLM alone with its own {LOGPROBS}, {running} at a time: {found} tokens/s"]
+    lines += ["", *(f"failed: {way}: {why}" for way, why in facts["failed"].items())]
+    return "\n".join(lines).rstrip()
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """Return a number as the table has it; empty: there is none."""
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table of a file."""
+    (path,) = arguments or sys.argv[1:]
+    print(render(json.loads(Path(path).read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The benchmark without a GPU: a tiny model, both engines alone and as the project runs them. No timing is
+asserted."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.generation.load import rate_of, requests_of
+from tests.benchmarks.generation.session import COMMITTING, LOGPROBS, WAYS
+from tests.benchmarks.generation.table import ratios_of, render
+from tests.benchmarks.versions import ROOT
+
+
+def facts(ours: float) -> dict[str, object]:
+    def rate(kind: str, tokens_per_s: float, **more: object) -> dict[str, object]:
+        return {"kind": kind, "running": 32, "tokens_per_s": tokens_per_s, **more}
+
+    return {
+        "model": "tiny",
+        "machine": {},
+        "versions": {},
+        "failed": {"sglang": "gone after 0 loads"},
+        "ways": {
+            "vllm-bare": [rate("", 1000.0), rate(LOGPROBS, 750.0)],
+            "vllm": [rate("", ours), rate(COMMITTING, 940.0, paused_ms=[1.0, 3.0, 20.0])],
+            "sglang": [],
+        },
+    }
+
+
+def test_ratio_is_over_the_bare_engine_without_commits() -> None:
+    plain, committing = ratios_of(facts(970.0))
+    assert (plain["ratio"], plain["reached"], plain["commits"]) == (0.97, True, 0)
+    assert (committing["ratio"], committing["reached"], committing["paused_ms"]) == (0.94, False, 3.0)
+
+
+def test_table_names_the_loads_the_cost_of_log_probabilities_and_what_failed() -> None:
+    table = render(facts(970.0))
+    assert "| vllm, commits | 32 | 940 | 1,000 | 0.940 | 0.95 | 3 | 3.0 |" in table
+    assert "vLLM alone with its own log-probabilities, 32 at a time: 750 tokens/s" in table
+    assert "failed: sglang: gone after 0 loads" in table
+
+
+async def test_load_keeps_so_many_running_and_every_engine_gets_the_same() -> None:
+    most = running = 0
+
+    async def generate(request: object) -> int:
+        nonlocal most, running
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return request.sampling.max_tokens  # type: ignore[attr-defined, no-any-return]
+
+    requests = requests_of(32, 100)
+    assert requests == requests_of(32, 100)
+    rate = await rate_of(generate, requests, 32)
+    assert (most, rate.tokens) == (32, sum(request.sampling.max_tokens for request in requests))
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(1500)
+def test_tiny_run_measures_every_engine_alone_and_as_the_project_runs_it(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    command = [
+        sys.executable,
+        "-m",
+        "tests.benchmarks.generation.run",
+        "--tiny",
+        "--minutes=24",
+        f"--out={out}",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1480, check=False)
+    found = json.loads(out.read_text())
+    assert found["failed"] == {}, done.stderr[-4000:]
+    assert done.returncode == 0
+    assert set(found["ways"]) == set(WAYS)
+    loads = {(row["engine"], row["kind"], row["running"]) for row in found["ratios"]}
+    kinds = ("", COMMITTING)
+    assert loads == {(engine, kind, n) for engine in ("vllm", "sglang") for kind in kinds for n in (4, 8)}
+    assert all(row["commits"] for row in found["ratios"] if row["kind"])
