@@ -116,7 +116,7 @@ bench: $(VENV)/.ready
 bench-trainer: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.trainer.run --out runs/bench-trainer.json $(FLAGS)
 
-# on a GPU host: GPU_PYTHON=python3, or what demo-gpu sets up; FLAGS="--tiny" rehearses it on a CPU, with GPU_PYTHON=$(BIN)/python
+# FLAGS=--tiny GPU_PYTHON=.venv/bin/python SGLANG_PYTHON=.venv-sglang/bin/python rehearses it on a CPU
 bench-generation: $(GPU_READY) $(SGLANG_READY)
 	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m tests.benchmarks.generation.run --out runs/bench-generation.json $(FLAGS)
 

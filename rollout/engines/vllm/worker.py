@@ -229,8 +229,8 @@ def _record_steps(runner: Any, sampled: SampledTokens, requests: ScheduledReques
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         # some runners send a preempted request as a new one
-        new = (request.req_id for request in scheduler_output.scheduled_new_reqs)
-        sampled.begin_step(map(_key, new), map(_key, scheduler_output.finished_req_ids))
+        new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        sampled.begin_step(new, scheduler_output.finished_req_ids)
         requests.step(scheduler_output)
         return execute(scheduler_output, *args, **kwargs)
 
@@ -249,14 +249,9 @@ def _record_result(output: Any, sampled: SampledTokens, version: int) -> Any:
     """Record a step's result and return it without log-probabilities; `output` is a ModelRunnerOutput."""
     if getattr(output, "logprobs", None) is not None:
         values = output.logprobs.logprobs[:, 0].tolist()
-        sampled.add(map(_key, output.req_ids), output.sampled_token_ids, values, version)
+        sampled.add(output.req_ids, output.sampled_token_ids, values, version)
         output.logprobs = None
     return output
-
-
-def _key(request_id: str) -> str:
-    """Return our own number from the front of the id; vLLM appends random characters to the id."""
-    return request_id.partition(":")[0]
 
 
 def _end_after(owner: int, engine: int) -> None:

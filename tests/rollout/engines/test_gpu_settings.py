@@ -42,3 +42,23 @@ def test_attention_backend_is_passed_to_both_engines(tmp_path: Path, monkeypatch
     assert named() == (False, False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert named() == (True, True)
+
+
+def test_graphs_are_captured_for_as_many_requests_as_may_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model(1).save_pretrained(tmp_path)
+
+    def captured(**settings: Any) -> tuple[int | None, str | None]:
+        config = EngineConfig(**{"enforce_eager": False, **settings})
+        vllm = vllm_start.engine_arguments(config, tmp_path, "e", NO_ADAPTERS)
+        sglang = sglang_start.server_command(config, tmp_path, "e", 4000)
+        words = [word for word in sglang if word.startswith("--cuda-graph-max-bs-decode=")]
+        return vllm.get("max_cudagraph_capture_size"), next(iter(words), None)
+
+    assert captured(max_running=1024) == (None, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert captured(max_running=1024) == (1024, "--cuda-graph-max-bs-decode=1024")
+    assert captured(max_running=512) == (None, "--cuda-graph-max-bs-decode=512")  # vLLM does so by itself
+    assert captured(max_running=1024, enforce_eager=True) == (None, None)
+    assert captured(max_running=1024, arguments={"compilation_config": {}})[0] is None

@@ -1,11 +1,13 @@
-"""Tests the records of vLLM's scheduler steps: versions of tokens, running requests, and their KV blocks."""
+"""Tests the records of vLLM's scheduler steps: sampled tokens, running requests, and their KV blocks."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rollout.engines.vllm.step_records import ScheduledRequests, TokenVersions
+from rollout.engines.requests import spans_from_marks
+from rollout.engines.vllm.step_records import FINISHED_KEPT, SampledTokens, ScheduledRequests
 
 Blocks = dict[str, list[int]]
 
@@ -60,15 +62,66 @@ def test_cache_without_blocks_has_no_share_in_use() -> None:
     assert readings(step(new={"a": []}), blocks=1) == [(1, None)]
 
 
-def test_request_is_marked_at_its_first_step_after_a_change() -> None:
-    marks = TokenVersions(1)
-    marks.step([("a", 0)])
-    marks.step([("a", 1)])
-    marks.switch(2)
-    marks.step([("b", 0)])  # "a" was preempted
-    marks.step([("a", 2), ("b", 1)])
-    marks.switch(3)
-    marks.step([("b", 2)], finished=["a"])
-    assert marks.of("a") == [(0, 1), (2, 2)]
-    assert marks.of("b") == [(0, 2), (2, 3)]
-    assert marks.of("c") == []
+def tokens_of(sampled: SampledTokens, number: str) -> tuple[list[int], list[float], Any]:
+    """Tokens, log-probabilities and spans of a request."""
+    ids, logprobs, marks = sampled.pop(number) or pytest.fail(f"nothing of {number}")
+    tokens = np.frombuffer(ids, np.int32).tolist()
+    return tokens, np.frombuffer(logprobs, np.float32).tolist(), spans_from_marks(marks, len(tokens))
+
+
+def test_tokens_have_the_version_of_their_step_though_its_result_comes_after_a_commit() -> None:
+    sampled = SampledTokens(1)
+    sampled.begin_step(["a"])
+    in_flight = sampled.version
+    sampled.version = 2
+    sampled.begin_step(["b"])
+    sampled.add(["a"], [[7]], [-0.5], in_flight)
+    sampled.add(["a", "b"], [[8], [9]], [-0.25, -1.0], 2)
+    sampled.add(
+        ["a", "b"], [[3], []], [-0.125, -2.0], 2
+    )  # of a prompt that is not complete nothing is sampled
+    assert tokens_of(sampled, "a") == ([7, 8, 3], [-0.5, -0.25, -0.125], ((1, 1), (3, 2)))
+    assert tokens_of(sampled, "b") == ([9], [-1.0], ((1, 2),))
+
+
+def test_request_that_began_behind_a_commit_has_none_of_the_step_before_it() -> None:
+    sampled = SampledTokens(1)
+    sampled.begin_step(["a:x-1f"])
+    sampled.version = 2
+    sampled.begin_step(["b:x-2f"])
+    sampled.add(["a:x-1f"], [[7]], [-0.5], 1)
+    sampled.version = 3
+    sampled.add(["a:x-1f", "b:x-2f"], [[8], []], [-0.5, -0.5], 2)
+    sampled.add(["a:x-1f", "b:x-2f"], [[9], [4]], [-0.5, -0.5], 3)
+    assert tokens_of(sampled, "a")[2] == ((1, 1), (2, 2), (3, 3))
+    assert tokens_of(sampled, "b")[2] == ((1, 3),)
+
+
+def test_preempted_request_that_comes_as_a_new_one_keeps_its_tokens() -> None:
+    sampled = SampledTokens(1)
+    sampled.begin_step(["a"])
+    sampled.add(["a"], [[7]], [-0.5], 1)
+    sampled.begin_step(["a"])
+    sampled.add(["a"], [[8]], [-0.5], 1)
+    assert tokens_of(sampled, "a")[0] == [7, 8]
+
+
+def test_step_in_flight_adds_nothing_to_a_request_that_ended_or_was_fetched() -> None:
+    sampled = SampledTokens(1)
+    sampled.begin_step(["a", "b"])
+    sampled.add(["a", "b"], [[7], [8]], [-0.5, -0.5], 1)
+    sampled.begin_step([], finished=["a"])
+    assert tokens_of(sampled, "b")[0] == [8]
+    sampled.add(["a", "b"], [[9], [9]], [-0.5, -0.5], 1)
+    assert tokens_of(sampled, "a")[0] == [7]
+    assert sampled.pop("a") is sampled.pop("b") is None
+
+
+def test_requests_that_ended_unfetched_are_forgotten_in_their_order() -> None:
+    sampled = SampledTokens(1)
+    names = [str(number) for number in range(FINISHED_KEPT + 1)]
+    sampled.begin_step(names)
+    sampled.add(names, [[number] for number in range(len(names))], [0.0] * len(names), 1)
+    sampled.begin_step([], finished=names)
+    assert sampled.pop("0") is None
+    assert tokens_of(sampled, "1")[0] == [1]
