@@ -78,6 +78,7 @@ SCENARIO_FOLDERS = {
     "tests": "the repository itself",
     "tests/benchmarks": "the benchmarks run",
     "tests/benchmarks/gpu": "the GPU benchmarks run, without a GPU",
+    "tests/benchmarks/generation": "the benchmark of the engines runs, without a GPU",
     "tests/benchmarks/gpu_reshard": "the benchmark of a trainer of two ranks runs, without a GPU",
     "tests/benchmarks/sessions": "the benchmark of sessions runs",
     "tests/benchmarks/staleness": "the staleness benchmark, on hand-made runs",

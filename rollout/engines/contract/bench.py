@@ -94,7 +94,7 @@ class Bench:
         Args:
             rows: (end, name of the model).
             prompt: token ids.
-            completion: what the engine made of it.
+            completion: of the prompt.
         """
         assert len(completion.logprobs) == len(completion.tokens)
         if not self.computes:

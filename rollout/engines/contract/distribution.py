@@ -9,6 +9,8 @@ import torch
 
 BINS = 16
 """Cells of the chi-square test; a token of little mass lies in the last one."""
+LEAST_P_VALUE = 1e-6
+"""A right engine has less once in a million tests."""
 
 
 def places(logprobs: torch.Tensor, tokens: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

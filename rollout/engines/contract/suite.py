@@ -14,12 +14,9 @@ import torch
 from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, KvPolicy, Occupancy, Request, Sampling, Served
 from rollout.engines.contract.bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
-from rollout.engines.contract.distribution import places, uniformity
+from rollout.engines.contract.distribution import LEAST_P_VALUE, places, uniformity
 from rollout.engines.contract.models import VOCAB, logits_of
 from rollout.engines.sampling import sampled_distribution
-
-LEAST_P_VALUE = 1e-6
-"""Of the test of the distribution: a right engine fails it once in a million times."""
 
 
 class EngineContract:

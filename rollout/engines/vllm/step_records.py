@@ -30,11 +30,11 @@ class SampledTokens:
         self._marked = version
         """Version of the last result."""
         self._running: dict[str, _RequestTokens] = {}
-        """Id -> what was sampled."""
+        """By id."""
         self._ids: dict[str, str] = {}
         """Number -> id, of running requests."""
         self._finished: OrderedDict[str, _RequestTokens] = OrderedDict()
-        """Number -> what was sampled."""
+        """By number."""
         self._lock = threading.Lock()
         """Held while a request changes its place."""
 
@@ -51,7 +51,7 @@ class SampledTokens:
                 if ended is not None:
                     number = _number(request_id)
                     self._finished[number] = ended
-                    del self._ids[number]
+                    self._ids.pop(number, None)
             while len(self._finished) > FINISHED_KEPT:
                 self._finished.popitem(last=False)
             for request_id in new:
@@ -66,7 +66,7 @@ class SampledTokens:
         logprobs: Iterable[float],
         version: int,
     ) -> None:
-        """Record what a step has sampled; a request that has ended meanwhile is left out.
+        """Record the result of a step; a request that has ended meanwhile is left out.
 
         Args:
             request_ids: [B], the step's requests.
@@ -101,7 +101,7 @@ class SampledTokens:
 
 
 class _RequestTokens:
-    """What was sampled for one request."""
+    """Tokens of one request."""
 
     __slots__ = ("logprobs", "marks", "tokens")
 

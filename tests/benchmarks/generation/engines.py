@@ -97,7 +97,7 @@ async def bare_vllm(
     """Yield what has vLLM alone generate, as its own server would be started.
 
     Args:
-        config: model length and dtype, and what a CPU needs.
+        config: model length, dtype, and the size of a CPU's cache.
         model_dir: directory of the model's config.
         logprobs: one element: `logprobs` of the requests that begin now.
     """

@@ -17,7 +17,7 @@ AIMS = {"": 0.97, COMMITTING: 0.95}
 
 
 def rates_of(facts: Mapping[str, Any], way: str) -> dict[tuple[str, int], Mapping[str, Any]]:
-    """Return (kind of load, requests at a time) -> what a way has made of it."""
+    """Return (kind of load, requests at a time) -> the rate of a way."""
     return {(rate["kind"], rate["running"]): rate for rate in facts["ways"].get(way, ())}
 
 

@@ -131,6 +131,9 @@ async def test_server_answers_its_owner_alone_and_a_killed_scheduler_ends_all_of
         stranger.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": [1]}) as refused,
     ):
         assert refused.status == 401
+    assert engine._http is not None
+    async with engine._http.get(f"http://127.0.0.1:{port}/get_server_info") as response:
+        assert (await response.json())["disable_overlap_schedule"] is False
     scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
     scheduler.send_signal(signal.SIGKILL)
     with pytest.raises(EngineError):
