@@ -78,8 +78,8 @@ class SampledTokens:
             self._marked = version
             for record in list(self._running.values()):
                 record.marks.append((len(record.tokens), version))
-        # of 512 requests 40 us, in the process whose Python is the limit of a small model
-        for record, row, logprob in zip(map(self._running.get, request_ids), tokens, logprobs, strict=True):
+        # 40 us for 512 requests, in the process whose Python is the limit of a small model; a batch may be padded
+        for record, row, logprob in zip(map(self._running.get, request_ids), tokens, logprobs, strict=False):
             if row and record is not None:
                 record.tokens.append(row[0])
                 record.logprobs.append(logprob)
