@@ -35,11 +35,6 @@ class WeightState:
         return self._served
 
     @property
-    def changes(self) -> int:
-        """Changes begun; a request submitted before the latest one may hold tokens of other weights."""
-        return self._changes
-
-    @property
     def cache_key(self) -> str:
         """Key that separates prefix-cache entries: two requests with one key ran on the same live version."""
         return f"{self._served.epoch}/{self._served.version}/{self._changes}"

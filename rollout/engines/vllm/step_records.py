@@ -78,7 +78,7 @@ class SampledTokens:
             self._marked = version
             for record in list(self._running.values()):
                 record.marks.append((len(record.tokens), version))
-        # 40 us for 512 requests, in the process whose Python is the limit of a small model; a batch may be padded
+        # 40 us for 512 requests, in the process that limits small models; a batch may be padded
         for record, row, logprob in zip(map(self._running.get, request_ids), tokens, logprobs, strict=False):
             if row and record is not None:
                 record.tokens.append(row[0])
