@@ -32,6 +32,7 @@ from rollout.engines.vllm.imports import (
 )
 from rollout.engines.vllm.lora import lora_arguments
 from rollout.engines.vllm.rank_answers import NumberedCalls
+from rollout.engines.vllm.step_records import Packed
 
 T = TypeVar("T")
 
@@ -135,10 +136,9 @@ class VllmProcesses:
         """Return the answers of all ranks to a call over their sockets, during their steps."""
         return await self._ranks.call_each(method, *arguments)
 
-    async def sampled(self, number: int) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
-        """Return what rank 0 has recorded of request `number`, see `SampledTokens.pop`."""
-        found: tuple[bytes, bytes, list[tuple[int, int]]] | None
-        found = await self._ranks.call_first("sampled", str(number))
+    async def sampled(self, number: int) -> Packed | None:
+        """Return what rank 0 has recorded of request `number`; see `SampledTokens.pop`."""
+        found: Packed | None = await self._ranks.call_first("sampled", str(number))
         return found
 
     async def pause_scheduler(self) -> None:

@@ -15,6 +15,10 @@ FINISHED_KEPT = 4096
 NULL_BLOCKS = 1
 """Blocks that vLLM sets aside as placeholders."""
 
+Packed = tuple[bytes, bytes, list[tuple[int, int]]]
+"""What was sampled for a request: token ids as int32, log-probabilities as float32, and marks (first token,
+version), of which the last one for a token counts."""
+
 
 class SampledTokens:
     """Tokens of every request as the sampler drew them, with log-probabilities and versions.
@@ -33,7 +37,7 @@ class SampledTokens:
         """By id."""
         self._ids: dict[str, str] = {}
         """Number -> id, of running requests."""
-        self._finished: OrderedDict[str, _RequestTokens] = OrderedDict()
+        self._finished: OrderedDict[str, Packed] = OrderedDict()
         """By number."""
         self._lock = threading.Lock()
         """Held while a request changes its place."""
@@ -50,7 +54,7 @@ class SampledTokens:
                 ended = self._running.pop(request_id, None)
                 if ended is not None:
                     number = _number(request_id)
-                    self._finished[number] = ended
+                    self._finished[number] = ended.packed()  # a cancelled request is never fetched
                     self._ids.pop(number, None)
             while len(self._finished) > FINISHED_KEPT:
                 self._finished.popitem(last=False)
@@ -84,20 +88,16 @@ class SampledTokens:
                 record.tokens.append(row[0])
                 record.logprobs.append(logprob)
 
-    def pop(self, number: str) -> tuple[bytes, bytes, list[tuple[int, int]]] | None:
+    def pop(self, number: str) -> Packed | None:
         """Return and forget what was recorded of a request.
 
-        Returns: token ids as int32, log-probabilities as float32, and marks (first token, version), of which
-            the last one for a token counts; None if the request was never scheduled, was fetched before, or
-            ended too long ago.
+        Returns: None if the request was never scheduled, was fetched before, or ended too long ago.
         """
         with self._lock:
             request_id = self._ids.pop(number, None)
-            source = self._finished if request_id is None else self._running
-            record = source.pop(number if request_id is None else request_id, None)
-        if record is None:
-            return None
-        return array("i", record.tokens).tobytes(), array("f", record.logprobs).tobytes(), record.marks
+            if request_id is None:
+                return self._finished.pop(number, None)
+            return self._running.pop(request_id).packed()
 
 
 class _RequestTokens:
@@ -110,6 +110,9 @@ class _RequestTokens:
         self.logprobs: list[float] = []
         self.marks = [(0, version)]
         """(first token, version)."""
+
+    def packed(self) -> Packed:
+        return array("i", self.tokens).tobytes(), array("f", self.logprobs).tobytes(), self.marks
 
 
 class ScheduledRequests:

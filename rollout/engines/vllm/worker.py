@@ -73,8 +73,11 @@ class WorkerExtension:
                 self._tether = _staging(self, sizes, architecture, adapter, staging_mb)
             self._tether_sampled = SampledTokens(-1)
             self._tether_scheduled = ScheduledRequests()
-            _record_steps(self.model_runner, self._tether_sampled, self._tether_scheduled)  # type: ignore[attr-defined]
-            path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
+            rank: int = self.rank  # type: ignore[attr-defined]
+            _record_steps(self.model_runner, self._tether_scheduled)  # type: ignore[attr-defined]
+            if rank == 0:  # whose results the scheduler gets, and which is asked for them
+                _record_results(self.model_runner, self._tether_sampled)  # type: ignore[attr-defined]
+            path = socket_path(Path(directory), rank)
             self._tether_server = RankRpcServer(path, self._tether_called)
         except (
             EngineError,
@@ -214,8 +217,18 @@ def _shared_staging(
     return staging
 
 
-def _record_steps(runner: Any, sampled: SampledTokens, requests: ScheduledRequests) -> None:
-    """Record every step of vLLM's model runner, and take the log-probabilities out of its results.
+def _record_steps(runner: Any, requests: ScheduledRequests) -> None:
+    execute = runner.execute_model
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        requests.step(scheduler_output)
+        return execute(scheduler_output, *args, **kwargs)
+
+    runner.execute_model = execute_model
+
+
+def _record_results(runner: Any, sampled: SampledTokens) -> None:
+    """Record the results of vLLM's model runner, and take the log-probabilities out of them.
 
     A step is launched by `execute_model` and `sample_tokens`, one after the other, between two calls of
     methods of ours. So the version of its tokens is the one that is live then, also where the scheduler is a
@@ -231,7 +244,6 @@ def _record_steps(runner: Any, sampled: SampledTokens, requests: ScheduledReques
         # some runners send a preempted request as a new one
         new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         sampled.begin_step(new, scheduler_output.finished_req_ids)
-        requests.step(scheduler_output)
         return execute(scheduler_output, *args, **kwargs)
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:

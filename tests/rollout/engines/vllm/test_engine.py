@@ -1,4 +1,4 @@
-"""Tests that a call to vLLM's processes ends when they die."""
+"""Tests calls to vLLM's processes: when they die, and (slow) beside a step in flight."""
 
 import asyncio
 import multiprocessing
@@ -8,13 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from protocol.errors import EngineError, PoisonedError
-from rollout.engines.base import EngineConfig
+from rollout.engines.base import EngineConfig, KvPolicy
+from rollout.engines.contract.bench import MAX_MODEL_LEN, PROMPTS, Bench
 from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, socket_path
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.engine import VllmEngine
+from tests.contracts.vllm_overlap import overlapping
 
 
 async def test_an_engine_that_has_lost_a_rank_counts_as_dead(tmp_path: Path) -> None:
@@ -55,3 +58,28 @@ async def test_commit_whose_engine_dies_ends_at_once(tmp_path: Path) -> None:
 async def refused(commit: object) -> None:
     with pytest.raises(PoisonedError, match="has ended"):
         await commit  # type: ignore[misc]
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="commits are counted by the extension for a CPU")
+@pytest.mark.parametrize(("kv", "is_behind"), [(KvPolicy.KEEP, True), (KvPolicy.RECOMPUTE, False)])
+async def test_commit_waits_for_the_step_in_flight_only_where_kv_is_recomputed(
+    tmp_path: Path, kv: KvPolicy, is_behind: bool
+) -> None:
+    config = EngineConfig(max_model_len=MAX_MODEL_LEN, kv=kv)
+    model = tiny_model(1)
+    model.save_pretrained(tmp_path / "model")
+    engine = make_engine(config, tmp_path / "model", "e")
+    try:
+        with overlapping(engine):
+            await engine.start()
+        bench = Bench(engine, kv, {"A": model}, tmp_path, {"A": weights(model)})
+        await bench.serve("A")
+        async with bench.long(*PROMPTS):
+            for _ in range(10):
+                await bench.serve("A")
+        (behind,) = await engine._call("behind")
+        assert bool(behind) is is_behind
+    finally:
+        await engine.close()
