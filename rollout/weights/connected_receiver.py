@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from protocol.errors import WeightError
+from protocol.host.line_connection import TimedLine
 from protocol.messages import WeightManifest
-from rollout.weights.parts.transfer import ReceiverChannel
-from rollout.weights.sender_connection import SenderConnection, SenderLine
+from rollout.weights.channel import ReceiverChannel
+from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class ConnectedReceiver:
         self,
         manifest: WeightManifest,
         deadline: Deadline,
-        receive: Callable[[dict[str, Any], SenderLine], Iterator[T]],
+        receive: Callable[[dict[str, Any], TimedLine], Iterator[T]],
         finish: Callable[[Callable[[], bool]], None],
         wanted: bytes,
     ) -> Iterator[T]:
@@ -63,7 +64,7 @@ class ConnectedReceiver:
         try:
             self._receiving = True
             connection, answer = self._request(host, port, manifest, deadline, wanted)
-            yield from receive(answer, SenderLine(connection, deadline))
+            yield from receive(answer, TimedLine(connection, deadline.remaining))
             finish(connection.disconnected)
             connection.confirm(manifest, deadline)
             complete = True

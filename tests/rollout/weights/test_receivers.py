@@ -14,13 +14,13 @@ from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
 from protocol.weights.slices import all_of, encode_wanted
 from rollout.engines.contract.models import write_shm
-from rollout.weights.parts.pairs import parse_location
+from rollout.weights.pairs import parse_location
 from rollout.weights.registry import RECEIVERS, make_receiver
 from tests.rollout.weights.test_connected_receiver import many_descriptors
 from tests.trainer.weights.senders import at, part_sender, read_request, receive, received
 from trainer.config import WeightConfig
 from trainer.weights.files import disk_sender
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.served.sender import PartSender
 
 DEADLINE_S = 20.0
 STRANGE_LINES = [

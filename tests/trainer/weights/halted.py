@@ -13,7 +13,7 @@ import msgspec
 
 from protocol.messages import WeightManifest
 from protocol.weights.slices import all_of, encode_wanted
-from rollout.weights.parts.pairs import parse_location
+from rollout.weights.pairs import parse_location
 from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline
 
@@ -37,7 +37,7 @@ def receive(manifest: WeightManifest, count: int) -> None:
         deadline = Deadline(manifest, TIMEOUT_S)
         line = SenderConnection(host, port, deadline)
         assert line.request(manifest, deadline, encode_wanted(all_of(manifest)))["join"]
-        line.send({"joining": True}, deadline)
+        line.send({"joining": True}, deadline.remaining)
         kept.append(line)
     print("there", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)

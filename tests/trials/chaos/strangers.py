@@ -25,7 +25,7 @@ from protocol.host.key_proof import ReceiverKeys
 from protocol.messages import WeightManifest
 from protocol.weights.slices import all_of
 from rollout.weights.key_directory import fetch_with_keys
-from rollout.weights.parts.pairs import parse_location
+from rollout.weights.pairs import parse_location
 from rollout.weights.registry import make_receiver
 from services.bus.curve import create_keys
 from services.ledger.redis.ledger import RedisLedger
@@ -34,7 +34,7 @@ from tests.trials.chaos.hosts import Hosts, connected, main, reached
 from tests.trials.chaos.place import Place
 from tests.trials.chaos.run import tell_last_step
 from tests.trials.chaos.scene import adopt_orphans
-from trainer.weights.receiver_connection import REFUSED
+from trainer.weights.served.receiver_connection import REFUSED
 
 HOSTS = {"trainer": "10.99.0.2", "engines": "10.99.0.3", "stranger": "10.99.0.4"}
 SERVICES = (("trainer", "ingest"), ("trainer", "reward"), ("trainer", "trainer"), ("engines", "rollout"))

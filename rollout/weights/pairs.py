@@ -1,4 +1,4 @@
-"""Receives slices through process groups of two ranks; the sender is `trainer/weights/parts/channel.py`.
+"""Receives slices through process groups of two ranks; the sender is `trainer/weights/served/pairs.py`.
 
 `location` is "HOST:PORT/BACKEND". The dialogue:
 
@@ -31,10 +31,9 @@ from protocol.device.pair_group import BACKENDS, RECEIVER, abort
 from protocol.device.pair_store import join_pair
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.slices import Cut
-from rollout.weights.parts.transfer import PartTransfer, memory_of
+from protocol.weights.slices import BucketSizes, Cut
+from rollout.weights.channel import AHEAD, PartTransfer, memory_of
 from rollout.weights.sender_connection import parse_address
-from rollout.weights.verification import AHEAD
 
 T = TypeVar("T")
 
@@ -49,6 +48,9 @@ class PairSlices:
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
         host, port, _ = parse_location(manifest.location)
         return host, port
+
+    def sizes(self, answer: dict[str, Any]) -> BucketSizes:
+        return BucketSizes(*answer["sizes"])
 
     def slices(self, transfer: PartTransfer) -> Iterator[list[tuple[Cut, torch.Tensor]]]:
         self._join(transfer)

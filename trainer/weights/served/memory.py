@@ -1,21 +1,23 @@
 """Holds a rank's pieces of each version, the way its transport needs them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from protocol.device.bucket_handles import buckets_on
-from protocol.device.pair_group import BACKENDS
+from protocol.device.cut_memory import dtype_of, pieces_in
+from protocol.device.pair_group import ALONE, BACKENDS
 from protocol.errors import SettingsError
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
-from protocol.weights.slices import piece_places
+from protocol.weights.buckets import ALONE_ON_GPU_BYTES
+from protocol.weights.slices import BucketSizes, piece_places
 from trainer.config import WeightConfig
-from trainer.weights.double_buffer import DoubleBuffer
-from trainer.weights.parts.channel import PartChannel
-from trainer.weights.parts.handles import PartHandleChannel
-from trainer.weights.version_server import SenderChannel, ServedVersion
+from trainer.weights.served.double_buffer import DoubleBuffer
+from trainer.weights.served.handles import HandleChannel
+from trainer.weights.served.pairs import PairChannel
+from trainer.weights.served.version_server import SenderChannel, ServedVersion
 
 
 class PartMemory(Protocol):
@@ -28,14 +30,14 @@ class PartMemory(Protocol):
     """Whether a version may be received while it is made."""
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
-        """Return a version without pieces, which `piece` and `ServedVersion.streamed` get.
+        """Return a version without pieces, which `ServedVersion.streamed` gets.
 
         Raises:
             WeightError, OutOfMemoryError: there is no memory for it.
         """
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
-        """Return where a piece of it goes, in the order of the part's pieces."""
+        """Return where a piece of it goes: dense memory, in the order of the part's pieces."""
 
     def published(self) -> None:
         """Keep the version that was made last when the next one is."""
@@ -59,21 +61,21 @@ class SentPieces:
             SettingsError: the process group backend is unknown, or cannot be used here.
         """
         self.where, self.device = backend_of(config)
-        self._part, self._bucket_bytes = part, config.bucket_mb << 20
+        self._part, self._sizes = part, _sizes(config, ALONE[self.where])
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         return ServedVersion(manifest)
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
         piece = served.manifest.parts[self._part].pieces[number]
-        dtype = getattr(torch, served.manifest.tensors[piece.tensor].dtype)
+        dtype = dtype_of(served.manifest, piece.tensor)
         return torch.empty(shape_of(piece.box), dtype=dtype, device=self.device)
 
     def published(self) -> None:
         """Return at once: every version has memory of its own."""
 
     def channel(self) -> SenderChannel:
-        return PartChannel(self.where, self.device, part=self._part, bucket_bytes=self._bucket_bytes)
+        return PairChannel(self.device, self._part, self._sizes)
 
     def close(self) -> None:
         """Return at once."""
@@ -97,27 +99,25 @@ class SharedPieces:
         self.where = self.device.type
         self._buckets = buckets_on(self.device)
         self._part, self._timeout_s = part, config.timeout_s
-        self._bucket_bytes = config.bucket_mb << 20
-        self._sizes, self._places = piece_places(blank, part, self._bucket_bytes)
-        self._versions = DoubleBuffer(self._buckets.empty)
+        self._sizes = _sizes(config, ALONE_ON_GPU_BYTES)
+        sizes, self._places = piece_places(blank, part, self._sizes.bucket_bytes)
+        self._versions = DoubleBuffer(self._buckets.empty, sizes)
+        self._pieces: Sequence[torch.Tensor] = ()
+        """Places of the pieces of the version that was made last."""
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         lease = self._versions.take(self._timeout_s)
-        buckets = tuple(lease.bucket(index, nbytes) for index, nbytes in enumerate(self._sizes))
-        return ServedVersion(manifest, buckets, lease.reading)
+        self._pieces = pieces_in(lease.buckets, self._places, manifest, self._part)
+        return ServedVersion(manifest, lease.buckets, lease.reading)
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
-        place = self._places[number]
-        piece = served.manifest.parts[self._part].pieces[number]
-        raw = served.buckets[place.bucket][place.offset : place.offset + place.nbytes]
-        dtype = getattr(torch, served.manifest.tensors[piece.tensor].dtype)
-        return raw.view(dtype).view(shape_of(piece.box))
+        return self._pieces[number]
 
     def published(self) -> None:
         self._versions.published()
 
     def channel(self) -> SenderChannel:
-        return PartHandleChannel(self._buckets, part=self._part, bucket_bytes=self._bucket_bytes)
+        return HandleChannel(self._buckets, self._part, self._sizes)
 
     def close(self) -> None:
         self._buckets.close()
@@ -144,3 +144,9 @@ def backend_of(config: WeightConfig) -> tuple[str, torch.device]:
     if not torch.cuda.is_available():
         raise SettingsError("weights.backend 'nccl': there is no GPU here; use gloo")
     return backend, torch.device("cuda", torch.cuda.current_device())
+
+
+def _sizes(config: WeightConfig, alone_bytes: int) -> BucketSizes:
+    """Return the sizes of the buckets that are sent, where a cut of `alone_bytes` need not be packed."""
+    bucket_bytes = config.bucket_mb << 20
+    return BucketSizes(bucket_bytes, min(bucket_bytes, alone_bytes))

@@ -1,9 +1,9 @@
 """Double-buffers versions: engines read one set of buckets while the next version is written to the other."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +17,8 @@ Allocate = Callable[[int], torch.Tensor]
 
 @dataclass(slots=True)
 class _Set:
-    buckets: list[torch.Tensor] = field(default_factory=list)
+    buckets: tuple[torch.Tensor, ...] = ()
+    """Allocated when it is taken for the first time."""
     readers: int = 0
     uses: int = 0
     """How often it was taken."""
@@ -29,23 +30,11 @@ class BufferLease:
     The thread that took the set writes them; engines read them until the set is taken again.
     """
 
-    def __init__(self, held: _Set, changed: threading.Condition, allocate: Allocate) -> None:
+    def __init__(self, held: _Set, changed: threading.Condition) -> None:
+        self.buckets = held.buckets
         self._set = held
         self._use = held.uses
         self._changed = changed
-        self._allocate = allocate
-
-    def bucket(self, index: int, nbytes: int) -> torch.Tensor:
-        """Return bucket `index`, uint8 of at least `nbytes`.
-
-        The memory of the set's last use is reused if it is large enough.
-        """
-        buckets = self._set.buckets
-        if index == len(buckets):
-            buckets.append(self._allocate(nbytes))
-        elif len(buckets[index]) < nbytes:
-            buckets[index] = self._allocate(nbytes)
-        return buckets[index]
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -69,8 +58,10 @@ class BufferLease:
 class DoubleBuffer:
     """Memory of the last two versions. No set is written to while an engine reads it."""
 
-    def __init__(self, allocate: Allocate) -> None:
+    def __init__(self, allocate: Allocate, sizes: Sequence[int]) -> None:
+        """Make versions of buckets of these sizes, when they are taken."""
         self._allocate = allocate
+        self._sizes = sizes
         self._sets = [_Set() for _ in range(SETS)]
         self._next = 0
         self._changed = threading.Condition()
@@ -80,6 +71,7 @@ class DoubleBuffer:
 
         Raises:
             WeightError: it is still read after `timeout_s`.
+            WeightError, OutOfMemoryError: there is no memory for it.
         """
         with self._changed:
             held = self._sets[self._next]
@@ -89,7 +81,8 @@ class DoubleBuffer:
                     f"after {timeout_s:g} s"
                 )
             held.uses += 1
-            return BufferLease(held, self._changed, self._allocate)
+            held.buckets = held.buckets or tuple(self._allocate(nbytes) for nbytes in self._sizes)
+            return BufferLease(held, self._changed)
 
     def published(self) -> None:
         """Mark the set taken last as in use; without this call, `take` returns the same set again."""
