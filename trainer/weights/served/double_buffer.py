@@ -1,37 +1,35 @@
 """Double-buffers versions: engines read one set of buckets while the next version is written to the other."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-import torch
+from typing import Generic, TypeVar
 
 from protocol.errors import WeightError
 
 SETS = 2
 
-Allocate = Callable[[int], torch.Tensor]
-"""Returns a new bucket of so many bytes, uint8."""
+Memory = TypeVar("Memory")
 
 
 @dataclass(slots=True)
-class _Set:
-    buckets: tuple[torch.Tensor, ...] = ()
-    """Allocated when it is taken for the first time."""
+class _Set(Generic[Memory]):
+    memory: Memory | None = None
+    """Made when the set is taken for the first time."""
     readers: int = 0
     uses: int = 0
     """How often it was taken."""
 
 
-class BufferLease:
-    """The buckets of one version.
+class BufferLease(Generic[Memory]):
+    """The memory of one version.
 
-    The thread that took the set writes them; engines read them until the set is taken again.
+    The thread that took the set writes it; engines read it until the set is taken again.
     """
 
-    def __init__(self, held: _Set, changed: threading.Condition) -> None:
-        self.buckets = held.buckets
+    def __init__(self, held: _Set[Memory], memory: Memory, changed: threading.Condition) -> None:
+        self.memory = memory
         self._set = held
         self._use = held.uses
         self._changed = changed
@@ -55,18 +53,17 @@ class BufferLease:
                 self._changed.notify_all()
 
 
-class DoubleBuffer:
+class DoubleBuffer(Generic[Memory]):
     """Memory of the last two versions. No set is written to while an engine reads it."""
 
-    def __init__(self, allocate: Allocate, sizes: Sequence[int]) -> None:
-        """Make versions of buckets of these sizes, when they are taken."""
-        self._allocate = allocate
-        self._sizes = sizes
-        self._sets = [_Set() for _ in range(SETS)]
+    def __init__(self, make: Callable[[], Memory]) -> None:
+        """Keep versions in memory that `make` returns, once for each set."""
+        self._make = make
+        self._sets: list[_Set[Memory]] = [_Set() for _ in range(SETS)]
         self._next = 0
         self._changed = threading.Condition()
 
-    def take(self, timeout_s: float) -> BufferLease:
+    def take(self, timeout_s: float) -> BufferLease[Memory]:
         """Take the set that was written least recently, once it has no reader.
 
         Raises:
@@ -81,8 +78,9 @@ class DoubleBuffer:
                     f"after {timeout_s:g} s"
                 )
             held.uses += 1
-            held.buckets = held.buckets or tuple(self._allocate(nbytes) for nbytes in self._sizes)
-            return BufferLease(held, self._changed)
+            if held.memory is None:
+                held.memory = self._make()
+            return BufferLease(held, held.memory, self._changed)
 
     def published(self) -> None:
         """Mark the set taken last as in use; without this call, `take` returns the same set again."""

@@ -1,7 +1,7 @@
 """Holds a rank's pieces of each version, the way its transport needs them."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -81,6 +81,14 @@ class SentPieces:
         """Return at once."""
 
 
+class PieceMemory(NamedTuple):
+    """Memory of one version."""
+
+    buckets: tuple[torch.Tensor, ...]
+    pieces: Sequence[torch.Tensor]
+    """Places of the pieces in these, in their shapes."""
+
+
 class SharedPieces:
     """Pieces of the current version and the one before it, in buckets that engines map.
 
@@ -100,15 +108,20 @@ class SharedPieces:
         self._buckets = buckets_on(self.device)
         self._part, self._timeout_s = part, config.timeout_s
         self._sizes = _sizes(config, ALONE_ON_GPU_BYTES)
-        sizes, self._places = piece_places(blank, part, self._sizes.bucket_bytes)
-        self._versions = DoubleBuffer(self._buckets.empty, sizes)
+        nbytes, places = piece_places(blank, part, self._sizes.bucket_bytes)
+
+        def allocate() -> PieceMemory:
+            buckets = tuple(map(self._buckets.empty, nbytes))
+            return PieceMemory(buckets, pieces_in(buckets, places, blank, part))
+
+        self._versions = DoubleBuffer(allocate)
         self._pieces: Sequence[torch.Tensor] = ()
         """Places of the pieces of the version that was made last."""
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         lease = self._versions.take(self._timeout_s)
-        self._pieces = pieces_in(lease.buckets, self._places, manifest, self._part)
-        return ServedVersion(manifest, lease.buckets, lease.reading)
+        self._pieces = lease.memory.pieces
+        return ServedVersion(manifest, lease.memory.buckets, lease.reading)
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
         return self._pieces[number]
