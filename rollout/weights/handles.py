@@ -21,7 +21,7 @@ from protocol.messages import WeightManifest
 from protocol.weights.boxes import relative
 from protocol.weights.slices import BucketSizes, Cut, PiecePlace, Transfer, piece_places
 from rollout.weights.channel import AHEAD, PartTransfer, memory_of
-from rollout.weights.sender_connection import parse_address
+from rollout.weights.sender_connection import parse_location
 
 VERSIONS = 2
 """Versions in the memory of a trainer rank; their buckets are used again."""
@@ -46,17 +46,13 @@ class HandleSlices:
         """Numbers of mapped buckets -> the elements of each cut in these, by buckets of the plan."""
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
-        address, _, device = manifest.location.partition("/")
-        if device not in DEVICES:
-            raise WeightError(
-                f"location {manifest.location!r} is not HOST:PORT/DEVICE with {' or '.join(DEVICES)}"
-            )
+        host, port, device = parse_location(manifest.location, DEVICES)
         if device == "cuda" and not torch.cuda.is_available():
             raise WeightError(
                 f"version {manifest.version}: transport ipc shares GPU memory, and this engine has no GPU; "
                 "use shm"
             )
-        return parse_address(address, manifest.location)
+        return host, port
 
     def sizes(self, answer: dict[str, Any]) -> BucketSizes:
         """Return no limits for memory of our own GPU: its cuts are read in place, without buckets."""

@@ -4,7 +4,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.errors import SettingsError, WeightError
@@ -103,16 +103,17 @@ class SenderConnection(LineConnection):
         self.send(keys.answer(answer), deadline.remaining)
 
 
-def parse_address(address: str, location: str) -> tuple[str, int]:
-    """Split "HOST:PORT", a part of `location`.
+def parse_location(location: str, kinds: Collection[str]) -> tuple[str, int, str]:
+    """Split "HOST:PORT/KIND".
 
     Raises:
-        WeightError: it is not of that form.
+        WeightError: it is not of that form, or the kind is none of these.
     """
+    address, _, kind = location.partition("/")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise WeightError(f"location {location!r} does not begin with HOST:PORT")
-    return host, int(port)
+    if not host or not port.isdecimal() or kind not in kinds:
+        raise WeightError(f"location {location!r} is not HOST:PORT/KIND with a kind of {', '.join(kinds)}")
+    return host, int(port), kind
 
 
 def _watch(connection: socket.socket, on_hang_up: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ from protocol.weights.slices import BucketSizes, Cut
 from rollout.weights.channel import PartTransfer
 from rollout.weights.part_receiver import PartReceiver
 from rollout.weights.registry import make_receiver
-from rollout.weights.sender_connection import parse_address
+from rollout.weights.sender_connection import parse_location
 from tests.trainer.weights.senders import at, layout_of, read_request, received
 from trainer.config import WeightConfig
 from trainer.weights.served.receiver_connection import ReceiverConnection
@@ -74,7 +74,7 @@ class MappingChannel:
         self.mapped: list[torch.Tensor] = []
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
-        return parse_address(manifest.location, manifest.location)
+        return parse_location(f"{manifest.location}/", ("",))[:2]
 
     def sizes(self, answer: dict[str, Any]) -> BucketSizes:
         return BucketSizes(*answer["sizes"])

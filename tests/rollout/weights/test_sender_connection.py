@@ -7,7 +7,7 @@ import torch
 from protocol.device.bucket_handles import HostBuckets
 from protocol.messages import WeightManifest, WeightPart
 from protocol.weights.slices import BucketSizes, encode_wanted
-from rollout.weights.sender_connection import SenderConnection, parse_address
+from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline
 from trainer.config import WeightConfig
 from trainer.weights.served.handles import HandleChannel
@@ -42,8 +42,9 @@ def test_answer_may_describe_thousands_of_buckets() -> None:
         return HandleChannel(ManyBuckets(), 0, BucketSizes(1, 1))
 
     with closing(VersionServer(config, channel)) as server:
+        host, _, port = server.address.rpartition(":")
         server.current = ServedVersion(manifest, tuple(memory.split(1)))
         deadline = Deadline(manifest, 60)
-        with closing(SenderConnection(*parse_address(server.address, ""), deadline)) as connection:
+        with closing(SenderConnection(host, int(port), deadline)) as connection:
             answer = connection.request(manifest, deadline, encode_wanted({}))
             assert [bucket["memory"] for bucket in answer["buckets"]] == list(range(BUCKETS))

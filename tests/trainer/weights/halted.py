@@ -11,10 +11,10 @@ import sys
 
 import msgspec
 
+from protocol.device.pair_group import BACKENDS
 from protocol.messages import WeightManifest
 from protocol.weights.slices import all_of, encode_wanted
-from rollout.weights.pairs import parse_location
-from rollout.weights.sender_connection import SenderConnection
+from rollout.weights.sender_connection import SenderConnection, parse_location
 from rollout.weights.verification import Deadline
 
 TIMEOUT_S = 60.0
@@ -31,7 +31,7 @@ def send() -> None:
 
 
 def receive(manifest: WeightManifest, count: int) -> None:
-    host, port, _ = parse_location(manifest.location)
+    host, port, _ = parse_location(manifest.location, BACKENDS)
     kept = []
     for _ in range(count):
         deadline = Deadline(manifest, TIMEOUT_S)

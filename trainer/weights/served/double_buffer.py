@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from protocol.errors import WeightError
@@ -13,25 +12,16 @@ SETS = 2
 Memory = TypeVar("Memory")
 
 
-@dataclass(slots=True)
-class _Set(Generic[Memory]):
-    memory: Memory | None = None
-    """Made when the set is taken for the first time."""
-    readers: int = 0
-    uses: int = 0
-    """How often it was taken."""
-
-
 class BufferLease(Generic[Memory]):
     """The memory of one version.
 
-    The thread that took the set writes it; engines read it until the set is taken again.
+    The thread that took it writes it; engines read it until it is taken for another version.
     """
 
-    def __init__(self, held: _Set[Memory], memory: Memory, changed: threading.Condition) -> None:
+    def __init__(self, memory: Memory, changed: threading.Condition) -> None:
         self.memory = memory
-        self._set = held
-        self._use = held.uses
+        self.readers = 0
+        self.is_replaced = False
         self._changed = changed
 
     @contextmanager
@@ -39,50 +29,51 @@ class BufferLease(Generic[Memory]):
         """Keep the memory from being written within the block.
 
         Raises:
-            ValueError: the set was taken for another version.
+            ValueError: it was taken for another version.
         """
         with self._changed:
-            if self._set.uses != self._use:
+            if self.is_replaced:
                 raise ValueError("the version was replaced before it was sent")
-            self._set.readers += 1
+            self.readers += 1
         try:
             yield
         finally:
             with self._changed:
-                self._set.readers -= 1
+                self.readers -= 1
                 self._changed.notify_all()
 
 
 class DoubleBuffer(Generic[Memory]):
-    """Memory of the last two versions. No set is written to while an engine reads it."""
+    """Memory of the last two versions. None is written to while an engine reads it."""
 
     def __init__(self, make: Callable[[], Memory]) -> None:
-        """Keep versions in memory that `make` returns, once for each set."""
+        """Keep versions in memory that `make` returns, once for each of the two."""
         self._make = make
-        self._sets: list[_Set[Memory]] = [_Set() for _ in range(SETS)]
+        self._leases: list[BufferLease[Memory] | None] = [None] * SETS
         self._next = 0
         self._changed = threading.Condition()
 
     def take(self, timeout_s: float) -> BufferLease[Memory]:
-        """Take the set that was written least recently, once it has no reader.
+        """Take the memory that was written least recently, once it has no reader.
 
         Raises:
             WeightError: it is still read after `timeout_s`.
             WeightError, OutOfMemoryError: there is no memory for it.
         """
         with self._changed:
-            held = self._sets[self._next]
-            if not self._changed.wait_for(lambda: not held.readers, timeout_s):
+            before = self._leases[self._next]
+            if before is not None and not self._changed.wait_for(lambda: not before.readers, timeout_s):
                 raise WeightError(
-                    f"{held.readers} engine ranks still copy the version before the last "
+                    f"{before.readers} engine ranks still copy the version before the last "
                     f"after {timeout_s:g} s"
                 )
-            held.uses += 1
-            if held.memory is None:
-                held.memory = self._make()
-            return BufferLease(held, held.memory, self._changed)
+            if before is not None:
+                before.is_replaced = True
+            memory = self._make() if before is None else before.memory
+            lease = self._leases[self._next] = BufferLease(memory, self._changed)
+            return lease
 
     def published(self) -> None:
-        """Mark the set taken last as in use; without this call, `take` returns the same set again."""
+        """Mark the memory taken last as in use; without this call, `take` returns the same again."""
         with self._changed:
             self._next = (self._next + 1) % SETS

@@ -1,7 +1,7 @@
 """Holds a rank's pieces of each version, the way its transport needs them."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +11,6 @@ from protocol.device.pair_group import ALONE, BACKENDS
 from protocol.errors import SettingsError
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
-from protocol.weights.buckets import ALONE_ON_GPU_BYTES
 from protocol.weights.slices import BucketSizes, piece_places
 from trainer.config import WeightConfig
 from trainer.weights.served.double_buffer import DoubleBuffer
@@ -20,14 +19,24 @@ from trainer.weights.served.pairs import PairChannel
 from trainer.weights.served.version_server import SenderChannel, ServedVersion
 
 
-class PartMemory(Protocol):
+class PartMemory:
     """Memory of one rank's pieces, and how engines get at them."""
 
-    device: torch.device
-    where: str
-    """Follows HOST:PORT in the location, for the receiver."""
     can_draft: bool
     """Whether a version may be received while it is made."""
+    where: str
+    """Follows HOST:PORT in the location, for the receiver."""
+
+    def __init__(self, config: WeightConfig, part: int) -> None:
+        """Hold the pieces of rank `part`; in host memory where `config.backend` is gloo.
+
+        Raises:
+            SettingsError: `config.backend` is unknown, or cannot be used here.
+        """
+        self.backend, self.device = backend_of(config)
+        self.part = part
+        bucket_bytes = config.bucket_mb << 20
+        self.sizes = BucketSizes(bucket_bytes, min(bucket_bytes, ALONE[self.backend]))
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         """Return a version without pieces, which `ServedVersion.streamed` gets.
@@ -35,50 +44,42 @@ class PartMemory(Protocol):
         Raises:
             WeightError, OutOfMemoryError: there is no memory for it.
         """
+        raise NotImplementedError
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
         """Return where a piece of it goes: dense memory, in the order of the part's pieces."""
-
-    def published(self) -> None:
-        """Keep the version that was made last when the next one is."""
+        raise NotImplementedError
 
     def channel(self) -> SenderChannel:
         """Return what serves a connection."""
+        raise NotImplementedError
+
+    def published(self) -> None:
+        """Keep the version that was made last when the next one is."""
 
     def close(self) -> None:
         """Release what outlives its tensors; idempotent."""
 
 
-class SentPieces:
+class SentPieces(PartMemory):
     """Pieces that are sent through process groups; a version lives as long as it is current or being sent."""
 
     can_draft = True
 
     def __init__(self, config: WeightConfig, blank: WeightManifest, part: int) -> None:
-        """Hold the pieces of rank `part`.
-
-        Raises:
-            SettingsError: the process group backend is unknown, or cannot be used here.
-        """
-        self.where, self.device = backend_of(config)
-        self._part, self._sizes = part, _sizes(config, ALONE[self.where])
+        super().__init__(config, part)
+        self.where = self.backend
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         return ServedVersion(manifest)
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
-        piece = served.manifest.parts[self._part].pieces[number]
+        piece = served.manifest.parts[self.part].pieces[number]
         dtype = dtype_of(served.manifest, piece.tensor)
         return torch.empty(shape_of(piece.box), dtype=dtype, device=self.device)
 
-    def published(self) -> None:
-        """Return at once: every version has memory of its own."""
-
     def channel(self) -> SenderChannel:
-        return PairChannel(self.device, self._part, self._sizes)
-
-    def close(self) -> None:
-        """Return at once."""
+        return PairChannel(self.device, self.part, self.sizes)
 
 
 class PieceMemory(NamedTuple):
@@ -89,7 +90,7 @@ class PieceMemory(NamedTuple):
     """Places of the pieces in these, in their shapes."""
 
 
-class SharedPieces:
+class SharedPieces(PartMemory):
     """Pieces of the current version and the one before it, in buckets that engines map.
 
     On a GPU these are mapped by CUDA IPC handles; without one they are anonymous files.
@@ -98,17 +99,11 @@ class SharedPieces:
     can_draft = False
 
     def __init__(self, config: WeightConfig, blank: WeightManifest, part: int) -> None:
-        """Hold the pieces of rank `part`; in host memory where `config.backend` is gloo.
-
-        Raises:
-            SettingsError: `config.backend` is unknown, or cannot be used here.
-        """
-        _, self.device = backend_of(config)
+        super().__init__(config, part)
         self.where = self.device.type
         self._buckets = buckets_on(self.device)
-        self._part, self._timeout_s = part, config.timeout_s
-        self._sizes = _sizes(config, ALONE_ON_GPU_BYTES)
-        nbytes, places = piece_places(blank, part, self._sizes.bucket_bytes)
+        self._timeout_s = config.timeout_s
+        nbytes, places = piece_places(blank, part, self.sizes.bucket_bytes)
 
         def allocate() -> PieceMemory:
             buckets = tuple(map(self._buckets.empty, nbytes))
@@ -130,7 +125,7 @@ class SharedPieces:
         self._versions.published()
 
     def channel(self) -> SenderChannel:
-        return HandleChannel(self._buckets, self._part, self._sizes)
+        return HandleChannel(self._buckets, self.part, self.sizes)
 
     def close(self) -> None:
         self._buckets.close()
@@ -157,9 +152,3 @@ def backend_of(config: WeightConfig) -> tuple[str, torch.device]:
     if not torch.cuda.is_available():
         raise SettingsError("weights.backend 'nccl': there is no GPU here; use gloo")
     return backend, torch.device("cuda", torch.cuda.current_device())
-
-
-def _sizes(config: WeightConfig, alone_bytes: int) -> BucketSizes:
-    """Return the sizes of the buckets that are sent, where a cut of `alone_bytes` need not be packed."""
-    bucket_bytes = config.bucket_mb << 20
-    return BucketSizes(bucket_bytes, min(bucket_bytes, alone_bytes))

@@ -21,7 +21,7 @@ from protocol.weights.provisional import provisional_manifest
 from protocol.weights.slices import check_parts, decode_wanted, encode_wanted
 from rollout.staging.staging import digest_of
 from rollout.weights.registry import make_receiver
-from rollout.weights.sender_connection import parse_address
+from rollout.weights.sender_connection import parse_location
 from tests.trainer.weights.engines import ROOT
 from tests.trainer.weights.served.memory_of_rank import made_of
 from tests.trainer.weights.served.trainer_ranks import (
@@ -280,7 +280,7 @@ def test_slices_that_are_not_the_versions_are_refused(
     manifest = two.publish("e1", 1, tensors(1))
     with pytest.raises(WeightError, match=problem):
         decode_wanted(wanted, manifest)
-    host, port = parse_address(manifest.location.partition("/")[0], manifest.location)
+    host, port, _ = parse_location(manifest.location, ("cpu", "gloo"))
     with socket.create_connection((host, port), timeout=DEADLINE_S) as connection:
         request = {"version": 1, "epoch": "e1", "slices": 1 << 40}
         connection.sendall(json.dumps(request).encode() + b"\n")
