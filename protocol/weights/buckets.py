@@ -81,7 +81,7 @@ def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
 def layout_digest(manifest: WeightManifest) -> int:
     """Return the xxh3-64 of where the bytes of a version lie; both ends of a transfer compare it.
 
-    That of the last manifest is kept: 36,000 tensors take 25 ms of a core that an engine's steps need.
+    The last one is kept: 36,000 tensors take 25 ms of a core that an engine's steps need.
     """
     global _known_layout
     layout = (manifest.buckets, manifest.tensors, manifest.parts)

@@ -56,7 +56,7 @@ class PartChannel:
     ) -> torch.Tensor:
         """Return the sums of all that `plan` does not send, in its order; wait for what they are made of.
 
-        Those of the unsent parts of partly sent pieces are computed anew, from the published bytes.
+        Sums of the unsent parts of partly sent pieces are computed from the published bytes.
 
         Returns:
             int64 [rows of the plan], on the pieces' device if some were computed there.

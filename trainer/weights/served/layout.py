@@ -61,7 +61,7 @@ class PieceRows:
         """By rank, (first row among all tensors', first of the rank's sums, rows) of adjacent sums."""
 
     def digests(self, sums: Sequence[NDArray[np.int64]]) -> list[int]:
-        """Return the tensors' digests from each rank's sums, those of one piece after the other."""
+        """Return the tensors' digests from each rank's sums, one piece after the other."""
         total = np.zeros(self._firsts[-1], np.int64)
         for runs, part in zip(self._runs, sums, strict=True):
             for row, first, count in runs:

@@ -65,7 +65,7 @@ class ServedVersion:
     streamed: StreamedBuckets = field(default_factory=StreamedBuckets)
     """This rank's pieces, while the version is made and after it."""
     collected: StreamedBuckets = field(default_factory=StreamedBuckets)
-    """On rank 0: each part's sums, those of one piece after the other."""
+    """On rank 0: each part's sums, one piece after the other."""
 
 
 class SenderChannel(Protocol):
