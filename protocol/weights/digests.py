@@ -25,6 +25,8 @@ from protocol.codec import Buffer
 
 ROW = 16384
 """Words per row: 64 KiB, which fit in a core's cache together with their multipliers."""
+FOLDED_ROWS = 4096
+"""Rows folded at a time: more would not stay in a core's cache, and their memory would be new each time."""
 LENGTH = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
@@ -51,26 +53,39 @@ def row_span(first_byte: int, end_byte: int) -> tuple[int, int]:
 def digests_of_sums(sums: NDArray[np.int64], sizes: Sequence[int]) -> list[int]:
     """Return the digests of tensors from the sums h of all of their rows.
 
-    One pass of numpy for all: a call for each tensor takes Python's time, which an engine's steps need.
+    Many tensors are folded by one call of numpy: each takes Python's time, which an engine's steps need.
 
     Args:
         sums: of one tensor after the other, int64 [rows of all].
         sizes: bytes of each tensor.
     """
+    halves = np.ascontiguousarray(sums, dtype="<i8").view("<i4")
     rows = [rows_of(nbytes) for nbytes in sizes]
-    filled = [index for index, count in enumerate(rows) if count]  # reduceat has no empty sums
-    digests = [0] * len(sizes)
-    if not filled:
-        return digests
-    outer = _outer(2 * max(rows))
-    factors = np.concatenate([outer[: 2 * rows[index]] for index in filled])
-    starts = [2 * first for first, count in zip(accumulate(rows, initial=0), rows, strict=False) if count]
-    with np.errstate(over="ignore"):
-        products = np.ascontiguousarray(sums, dtype="<i8").view("<i4") * factors
-        totals = np.add.reduceat(products, starts)
-    for index, total in zip(filled, totals.tolist(), strict=True):
-        digests[index] = (total + sizes[index] * LENGTH) & MASK
-    return digests
+    outer = _outer(2 * max(rows, default=0))
+    totals: list[int] = []
+    row, first = 0, 0
+    while first < len(rows):
+        last, end = first + 1, row + rows[first]
+        while last < len(rows) and end + rows[last] - row <= FOLDED_ROWS:
+            last, end = last + 1, end + rows[last]
+        totals += _folded(halves[2 * row : 2 * end], rows[first:last], outer)
+        row, first = end, last
+    return [
+        (total + nbytes * LENGTH) & MASK if nbytes else 0 for total, nbytes in zip(totals, sizes, strict=True)
+    ]
+
+
+def _folded(halves: NDArray[np.int32], rows: Sequence[int], outer: NDArray[np.int64]) -> list[int]:
+    """Return the digests of tensors with so many rows, without the term of the length."""
+    starts = np.fromiter(accumulate(rows, initial=0), np.int64)[:-1]
+    is_filled = np.array(rows) > 0  # reduceat has no empty sums
+    totals = np.zeros(len(rows), np.int64)
+    if len(halves):
+        with np.errstate(over="ignore"):
+            products = halves * np.concatenate([outer[: 2 * count] for count in rows])
+            totals[is_filled] = np.add.reduceat(products, 2 * starts[is_filled])
+    found: list[int] = totals.tolist()
+    return found
 
 
 def digest(data: Buffer) -> int:
@@ -94,7 +109,7 @@ def row_sums(rows: NDArray[np.int32], inner: NDArray[np.int64]) -> NDArray[np.in
 
 def _outer(count: int) -> NDArray[np.int64]:
     """Return at least so many multipliers of rows."""
-    return _outer_table(max(1 << 12, 1 << (count - 1).bit_length()))
+    return _outer_table(1 << max(12, (count - 1).bit_length()))
 
 
 @lru_cache(maxsize=2)

@@ -38,7 +38,6 @@ class ConnectedReceiver:
         manifest: WeightManifest,
         deadline: Deadline,
         receive: Callable[[dict[str, Any], TimedLine], Iterator[T]],
-        finish: Callable[[Callable[[], bool]], None],
         wanted: bytes,
     ) -> Iterator[T]:
         """Request a version, yield what `receive` does, and confirm it.
@@ -46,9 +45,8 @@ class ConnectedReceiver:
         Args:
             manifest: the version.
             deadline: of the version.
-            receive: takes the sender's answer and the connection to it, and receives the bytes.
-            finish: waits until they are there, and may refuse them; takes a function that returns whether the
-                sender has disconnected.
+            receive: takes the sender's answer and the connection to it, receives the bytes, waits until they
+                are there, and may refuse them.
             wanted: which slices of the version, see `SenderConnection.request`.
 
         Raises:
@@ -65,7 +63,6 @@ class ConnectedReceiver:
             self._receiving = True
             connection, answer = self._request(host, port, manifest, deadline, wanted)
             yield from receive(answer, TimedLine(connection, deadline.remaining))
-            finish(connection.disconnected)
             connection.confirm(manifest, deadline)
             complete = True
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:

@@ -118,14 +118,12 @@ class PartReceiver:
             verification.launch()
             if plan.rows:
                 verification.add_sums(plan.spans, channel.sums(transfer, plan.rows))
-
-        def finish(disconnected: Callable[[], bool]) -> None:
-            verification.wait(deadline, disconnected)
+            verification.wait(deadline, receiver.disconnected)
             if part == 0:
                 verification.finish()
 
         there = replace(manifest, location=location)
-        yield from receiver.transfer(there, deadline, receive, finish, self._plans.encoded)
+        yield from receiver.transfer(there, deadline, receive, self._plans.encoded)
 
     def _connect(self, location: str) -> tuple[ReceiverChannel, ConnectedReceiver]:
         channel = self._make_channel()
