@@ -1,4 +1,4 @@
-"""Views the memory of a bucket of a transfer as the cuts that are packed into it, for both ends."""
+"""Views the memory of a bucket as the pieces or cuts that lie in it, for both ends of a transfer."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,31 @@ import torch
 
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
-from protocol.weights.slices import Cut
+from protocol.weights.slices import Cut, PiecePlace
+
+
+def pieces_in(
+    buckets: Iterable[torch.Tensor], places: Iterable[PiecePlace], manifest: WeightManifest, part: int
+) -> list[torch.Tensor]:
+    """Return each piece of rank `part` in the bucket in which it lies, in its shape."""
+    memory = list(buckets)
+    found = []
+    for piece, place in zip(manifest.parts[part].pieces, places, strict=True):
+        raw = memory[place.bucket][place.offset : place.offset + place.nbytes]
+        found.append(raw.view(dtype_of(manifest, piece.tensor)).view(shape_of(piece.box)))
+    return found
 
 
 def cuts_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifest) -> list[torch.Tensor]:
     """Return the elements of each cut in the memory of their bucket, in their shape."""
     found = []
     for cut in bucket:
-        part = memory[cut.offset : cut.offset + cut.nbytes]
-        found.append(part.view(getattr(torch, manifest.tensors[cut.tensor].dtype)).view(shape_of(cut.box)))
+        raw = memory[cut.offset : cut.offset + cut.nbytes]
+        found.append(raw.view(dtype_of(manifest, cut.tensor)).view(shape_of(cut.box)))
     return found
+
+
+def dtype_of(manifest: WeightManifest, tensor: int) -> torch.dtype:
+    """Return the dtype of a tensor of a version, by its index."""
+    dtype: torch.dtype = getattr(torch, manifest.tensors[tensor].dtype)
+    return dtype

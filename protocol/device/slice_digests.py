@@ -1,22 +1,33 @@
 """Digests slices at their place in a tensor, on any device, so that the sums of disjoint slices add up."""
 
+import importlib.util
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import torch
 
-from protocol.device.digests import BATCH_BYTES, BATCH_TENSORS, ROWS, has_triton, inner_on
 from protocol.weights.boxes import Box, dense_blocks, dense_span, relative, size_of
 from protocol.weights.digests import INNER, ROW, row_span
 from protocol.weights.digests import row_sums as host_row_sums
-from protocol.weights.strips import WORD_BYTES, strips_of
+from protocol.weights.strips import WORD_BYTES, Strip, strips_of
 
-ROW_BYTES = 4 * ROW
+ROW_BYTES = WORD_BYTES * ROW
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 """Bytes of the tensor that are laid out at a time, with zeros where the slice is not."""
+ROWS = 512
+"""Rows digested at a time without a kernel of ours: 32 MiB of words and 64 MiB of products."""
+BATCH_BYTES = 256 << 20
+"""Bytes of GPU slices digested by one kernel: each launch takes Python's time, which an engine's steps
+need."""
+BATCH_TENSORS = 1024
+"""Slices digested by one kernel, at most; a grid has at most 65,535 programs in that dimension."""
+
+Words = tuple[int, int, torch.Tensor]
+"""(row, column of the first one, int32 [r, k]) of words of a tensor."""
 
 
 class SliceSums:
-    """Array that adds up the sums h of many slices, each at its place.
+    """Array that adds up the sums h of many slices, each at its place, and copies slices in the same pass.
 
     Slices on a GPU are added by few kernels, on the stream that is current at each call, which must always be
     the same: launching one for each slice takes Python's time, which an engine's steps need.
@@ -26,14 +37,27 @@ class SliceSums:
         """Begin with `rows` sums of zero on the device of the slices."""
         self.total = torch.zeros(rows, dtype=torch.int64, device=device)
         """int64 [rows], complete after `launch`."""
-        self._strips: list[tuple[int, ...]] = []
-        """Strips of slices for which no kernel is queued yet, as `triton_digests.add_strips` takes them."""
+        self._strips: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
+        """Strips of slices for which no kernel is queued yet, as `triton_digests.add_strips` takes them: of
+        those that are digested alone, and of those that are copied, too."""
         self._slices: list[torch.Tensor] = []
         """These slices, so that their memory stays."""
         self._bytes = 0
         """Bytes of these slices."""
 
-    def add(self, tensor: torch.Tensor, shape: Sequence[int], box: Box, first: int) -> None:
+    @property
+    def is_launched(self) -> bool:
+        """Whether the work of all slices that were added is queued."""
+        return not self._slices
+
+    def add(
+        self,
+        tensor: torch.Tensor,
+        shape: Sequence[int],
+        box: Box,
+        first: int,
+        copy: torch.Tensor | None = None,
+    ) -> None:
         """Add a slice; work that overwrites it must not be queued before `launch`.
 
         Args:
@@ -41,87 +65,92 @@ class SliceSums:
             shape: the whole tensor's shape.
             box: the slice's place in it.
             first: index of the sum of the tensor's first row; below 0 if there are sums of later rows only.
+            copy: dense memory of the slice's shape that the slice is copied to, complete after `launch`; its
+                elements are digested if they differ from the slice's in dtype.
         """
-        strips = None
-        if tensor.is_cuda and has_triton() and tensor.data_ptr() % WORD_BYTES == 0:
-            strips = strips_of(tuple(shape), box, tensor.stride(), tensor.element_size())
+        strips = _strips_of(tensor, shape, box)
+        if copy is not None and (strips is None or not _takes_words(copy, tensor)):
+            copy.copy_(tensor)
+            tensor, copy, strips = copy, None, _strips_of(copy, shape, box)
         if strips is None:
-            low = first + _rows_of(shape, box, tensor.element_size())[0]
-            sums = slice_sums(tensor, shape, box)
-            self.total[low : low + len(sums)] += sums
+            for row, column, words in _rows(tensor, shape, box):
+                self.total[first + row : first + row + len(words)] += _row_sums(words, column)
             return
-        address = tensor.data_ptr()
+        source, target = tensor.data_ptr(), 0 if copy is None else copy.data_ptr()
         for strip in strips:
-            source = address + WORD_BYTES * strip.source
-            self._strips.append((source, *strip[1:], first + strip.start // ROW, strip.rows))
-        self._slices.append(tensor)
+            start = first + strip.start // ROW
+            facts = (source + WORD_BYTES * strip.source, *strip[1:], start, strip.rows, target)
+            self._strips[copy is not None].append(facts)
+            target += WORD_BYTES * strip.runs * strip.width
+        self._slices += [tensor] if copy is None else [tensor, copy]
         self._bytes += tensor.nbytes
-        if self._bytes >= BATCH_BYTES or len(self._strips) >= BATCH_TENSORS:
+        if self._bytes >= BATCH_BYTES or sum(map(len, self._strips)) >= BATCH_TENSORS:
             self.launch()
 
     def launch(self) -> None:
-        """Queue the kernel of the slices that were added since the last call."""
-        if self._strips:
+        """Queue the kernels of the slices that were added since the last call."""
+        if self._slices:
             from protocol.device import triton_digests
 
-            triton_digests.add_strips(self._strips, inner_on(self.total.device), self.total)
+            for strips, is_copied in zip(self._strips, (False, True), strict=True):
+                if strips:
+                    inner = inner_on(self.total.device)
+                    triton_digests.add_strips(strips, inner, self.total, is_copied=is_copied)
         # Only now: the kernel's table would otherwise be written into the memory of a slice.
-        self._strips, self._slices, self._bytes = [], [], 0
+        self._strips, self._slices, self._bytes = ([], []), [], 0
 
 
-def slice_sums(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> torch.Tensor:
-    """Return the sums h of a slice in the rows of the whole tensor, on the slice's device.
-
-    Args:
-        tensor: the elements of `box`, in its shape, dense or not.
-        shape: the whole tensor's shape.
-        box: the slice's place in it.
-
-    Returns:
-        int64 [rows of `protocol.weights.slices.sum_span`].
-    """
-    first, end = _rows_of(shape, box, tensor.element_size())
-    sums = torch.zeros(end - first, dtype=torch.int64, device=tensor.device)
-    for low, rows in _rows(tensor, shape, box):
-        sums[low - first : low - first + len(rows)] += _row_sums(rows)
-    return sums
+@cache
+def inner_on(device: torch.device) -> torch.Tensor:
+    """Return the multipliers of a row on a device, int64 [ROW]."""
+    return torch.from_numpy(INNER).to(device)
 
 
-def _rows_of(shape: Sequence[int], box: Box, itemsize: int) -> tuple[int, int]:
-    """Return the rows (first, after the last) of the tensor that hold a slice."""
-    start, stop = dense_span(shape, box) if size_of(box) else (0, 0)
-    return row_span(start * itemsize, stop * itemsize)
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Return whether there is Triton here, for this device."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def _rows(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, int32 [r, ROW]): rows of the tensor with parts of the slice, which add up to it."""
+def _strips_of(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> tuple[Strip, ...] | None:
+    """Return the strips of a slice that a kernel can read; None if it has to be laid out."""
+    if not has_kernels(tensor.device) or tensor.data_ptr() % WORD_BYTES:
+        return None
+    return strips_of(tuple(shape), box, tensor.stride(), tensor.element_size())
+
+
+def _takes_words(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Return whether a kernel can copy a slice there word by word."""
+    alike = (copy.device, copy.dtype) == (tensor.device, tensor.dtype)
+    return alike and copy.is_contiguous() and copy.data_ptr() % WORD_BYTES == 0
+
+
+def _rows(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> Iterator[Words]:
+    """Yield words of the tensor which add up to the slice."""
+    if not size_of(box):
+        return
     itemsize = tensor.element_size()
     start, end = (element * itemsize for element in dense_span(shape, box))
-    if end - start != tensor.nbytes or not tensor.is_contiguous() or (start | tensor.data_ptr()) % 4:
+    is_dense = end - start == tensor.nbytes and tensor.is_contiguous()
+    if not is_dense or (start | end | tensor.data_ptr()) % WORD_BYTES:
         for block in dense_blocks(shape, box, BLOCK_BYTES[tensor.device.type] // itemsize):
             yield _laid_out(tensor[relative(block, box)], shape, block)
         return
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
-    head = min(-start % ROW_BYTES, len(raw))
-    full = (len(raw) - head) // ROW_BYTES * ROW_BYTES
-    if head:
-        yield _padded(raw[:head], start)
+    words = tensor.detach().reshape(-1).view(torch.int32)
+    row, column = divmod(start // WORD_BYTES, ROW)
+    if column:
+        head, words = words[: ROW - column], words[ROW - column :]
+        yield row, column, head.view(1, -1)
+        row += 1
+    full = len(words) // ROW
     if full:
-        yield (start + head) // ROW_BYTES, raw[head : head + full].view(torch.int32).view(-1, ROW)
-    if head + full < len(raw):
-        yield _padded(raw[head + full :], start + head + full)
+        yield row, 0, words[: full * ROW].view(full, ROW)
+    if len(words) > full * ROW:
+        yield row + full, 0, words[full * ROW :].view(1, -1)
 
 
-def _padded(raw: torch.Tensor, start: int) -> tuple[int, torch.Tensor]:
-    """Return the row that holds bytes, with zeros around them: (row, int32 [1, ROW])."""
-    row, offset = divmod(start, ROW_BYTES)
-    memory = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=raw.device)
-    memory[offset : offset + len(raw)] = raw
-    return row, memory.view(torch.int32).view(1, ROW)
-
-
-def _laid_out(part: torch.Tensor, shape: Sequence[int], block: Box) -> tuple[int, torch.Tensor]:
-    """Return the rows that hold a block, with zeros around it: (first row, int32 [r, ROW])."""
+def _laid_out(part: torch.Tensor, shape: Sequence[int], block: Box) -> Words:
+    """Return the rows that hold a block, with zeros around it."""
     itemsize = part.element_size()
     start, end = (element * itemsize for element in dense_span(shape, block))
     low, high = row_span(start, end)
@@ -132,15 +161,13 @@ def _laid_out(part: torch.Tensor, shape: Sequence[int], block: Box) -> tuple[int
     index = tuple(slice(a, b) for a, b in block[lead + 1 :])
     target = inner[(slice(None), *index)]
     target.copy_(part.reshape(target.shape))
-    return low, memory.view(torch.int32).view(-1, ROW)
+    return low, 0, memory.view(torch.int32).view(-1, ROW)
 
 
-def _row_sums(rows: torch.Tensor) -> torch.Tensor:
-    if not rows.is_cuda:
-        return torch.from_numpy(host_row_sums(rows.numpy(), INNER))
-    inner = inner_on(rows.device)
-    if has_triton():
-        from protocol.device import triton_digests
-
-        return triton_digests.row_sums(rows, inner)
-    return torch.cat([(part * inner).sum(1) for part in rows.split(ROWS)])
+def _row_sums(words: torch.Tensor, column: int) -> torch.Tensor:
+    """Return the sums of words [r, k] int32 that begin in this column of their rows: int64 [r]."""
+    end = column + words.shape[1]
+    if not words.is_cuda:
+        return torch.from_numpy(host_row_sums(words.numpy(), INNER[column:end]))
+    inner = inner_on(words.device)[column:end]
+    return torch.cat([(part * inner).sum(1) for part in words.split(ROWS)])

@@ -14,8 +14,9 @@ The sums h of disjoint slices of a tensor add up to the tensor's sums, if each s
 with zeros elsewhere. So ranks that have slices compute the digest of a tensor that none of them has.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from protocol.codec import Buffer
 
 ROW = 16384
 """Words per row: 64 KiB, which fit in a core's cache together with their multipliers."""
+FOLDED_ROWS = 4096
+"""Rows folded at a time: more would not stay in a core's cache, and their memory would be new each time."""
 LENGTH = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
@@ -42,61 +45,61 @@ def rows_of(nbytes: int) -> int:
     return -(-nbytes // (4 * ROW))
 
 
-def fold(words: Any, inner: Any, outer: Any, int32: Any, row_sums: Callable[[Any, Any], Any]) -> Any:
-    """Return the digest of `words` without the term of the length; for numpy arrays and torch tensors.
-
-    Args:
-        words: [n] int32, n > 0.
-        inner: [ROW] int64.
-        outer: [at least 2 * rows] int64.
-        int32: int32 of the library.
-        row_sums: ([r, k] int32, [k] int64) -> [r] int64, the sums of products mod 2^64.
-
-    Returns:
-        An int64 scalar of the library.
-    """
-    full = len(words) // ROW
-    rest = len(words) - full * ROW
-    total = 0
-    if full:
-        sums = row_sums(words[: full * ROW].reshape(full, ROW), inner)
-        total = (sums.view(int32) * outer[: 2 * full]).sum()
-    if rest:
-        sums = row_sums(words[full * ROW :].reshape(1, rest), inner[:rest])
-        total = (sums.view(int32) * outer[2 * full : 2 * full + 2]).sum() + total
-    return total
-
-
 def row_span(first_byte: int, end_byte: int) -> tuple[int, int]:
     """Return the rows (first, after the last) that hold these bytes of a tensor."""
     return first_byte // (4 * ROW), rows_of(end_byte)
 
 
-def digest_of_sums(sums: NDArray[np.int64], nbytes: int) -> int:
-    """Return the digest of a tensor of `nbytes` bytes from the sums h of all of its rows, int64 [rows]."""
-    if not nbytes:
-        return 0
+def digests_of_sums(sums: NDArray[np.int64], sizes: Sequence[int]) -> list[int]:
+    """Return the digests of tensors from the sums h of all of their rows.
+
+    Many tensors are folded by one call of numpy: each takes Python's time, which an engine's steps need.
+
+    Args:
+        sums: of one tensor after the other, int64 [rows of all].
+        sizes: bytes of each tensor.
+    """
     halves = np.ascontiguousarray(sums, dtype="<i8").view("<i4")
-    with np.errstate(over="ignore"):
-        total = (halves * _outer(len(sums))[: 2 * len(sums)]).sum()
-    return finish(int(total), nbytes)
+    rows = [rows_of(nbytes) for nbytes in sizes]
+    outer = _outer(2 * max(rows, default=0))
+    totals: list[int] = []
+    row, first = 0, 0
+    while first < len(rows):
+        last, end = first + 1, row + rows[first]
+        while last < len(rows) and end + rows[last] - row <= FOLDED_ROWS:
+            last, end = last + 1, end + rows[last]
+        totals += _folded(halves[2 * row : 2 * end], rows[first:last], outer)
+        row, first = end, last
+    return [
+        (total + nbytes * LENGTH) & MASK if nbytes else 0 for total, nbytes in zip(totals, sizes, strict=True)
+    ]
 
 
-def finish(total: int, nbytes: int) -> int:
-    """Return the digest of `nbytes` bytes for which `fold` returned `total`."""
-    return (total + nbytes * LENGTH) & MASK
+def _folded(halves: NDArray[np.int32], rows: Sequence[int], outer: NDArray[np.int64]) -> list[int]:
+    """Return the digests of tensors with so many rows, without the term of the length."""
+    starts = np.fromiter(accumulate(rows, initial=0), np.int64)[:-1]
+    is_filled = np.array(rows) > 0  # reduceat has no empty sums
+    totals = np.zeros(len(rows), np.int64)
+    if len(halves):
+        with np.errstate(over="ignore"):
+            products = halves * np.concatenate([outer[: 2 * count] for count in rows])
+            totals[is_filled] = np.add.reduceat(products, 2 * starts[is_filled])
+    found: list[int] = totals.tolist()
+    return found
 
 
 def digest(data: Buffer) -> int:
     """Return the digest of bytes in host memory."""
     raw = np.frombuffer(data, dtype=np.uint8)
-    if not len(raw):
-        return 0
-    if len(raw) % 4:
-        raw = np.concatenate([raw, np.zeros(-len(raw) % 4, np.uint8)])
-    with np.errstate(over="ignore"):
-        total = fold(raw.view("<i4"), INNER, _outer(rows_of(len(raw))), np.int32, row_sums)
-    return finish(int(total), memoryview(data).nbytes)
+    nbytes = len(raw)
+    if nbytes % 4:
+        raw = np.concatenate([raw, np.zeros(-nbytes % 4, np.uint8)])
+    words = raw.view("<i4")
+    full = len(words) // ROW * ROW
+    sums = [row_sums(words[:full].reshape(-1, ROW), INNER)]
+    if full < len(words):
+        sums.append(row_sums(words[full:].reshape(1, -1), INNER[: len(words) - full]))
+    return digests_of_sums(np.concatenate(sums), [nbytes])[0]
 
 
 def row_sums(rows: NDArray[np.int32], inner: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -104,10 +107,15 @@ def row_sums(rows: NDArray[np.int32], inner: NDArray[np.int64]) -> NDArray[np.in
     return np.einsum("ij,j->i", rows, inner)
 
 
-def _outer(rows: int) -> NDArray[np.int64]:
-    return _OUTER if 2 * rows <= len(_OUTER) else multipliers(1, 2 * rows)
+def _outer(count: int) -> NDArray[np.int64]:
+    """Return at least so many multipliers of rows."""
+    return _outer_table(1 << max(12, (count - 1).bit_length()))
+
+
+@lru_cache(maxsize=2)
+def _outer_table(count: int) -> NDArray[np.int64]:
+    return multipliers(1, count)
 
 
 INNER = multipliers(0, ROW)
 """Multipliers of a row."""
-_OUTER = multipliers(1, 1 << 12)

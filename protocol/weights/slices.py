@@ -61,13 +61,27 @@ class Rest(NamedTuple):
     boxes: tuple[Box, ...]
 
 
+Span = tuple[int, int, int]
+"""(tensor, first row, after the last) of sums."""
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The cuts that one trainer rank sends to one engine rank, in order."""
+    """Plan of the cuts and sums that one trainer rank sends to one engine rank, in order."""
 
     buckets: tuple[tuple[Cut, ...], ...]
     rests: tuple[Rest, ...]
-    """Their sums follow the buckets, see `rest_spans`."""
+    untouched: tuple[tuple[int, int], ...]
+    """(part, index of the piece) of all ranks' pieces without a wanted element; rank 0 alone sends their
+    sums."""
+    spans: tuple[Span, ...]
+    """Spans of the sums behind the buckets: one for each rest, and one for each tensor with untouched
+    pieces."""
+
+    @property
+    def rows(self) -> int:
+        """Number of the sums."""
+        return sum(end - first for _, first, end in self.spans)
 
     @staticmethod
     def nbytes(bucket: tuple[Cut, ...]) -> int:
@@ -85,10 +99,11 @@ class BucketSizes(NamedTuple):
 
 
 def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, sizes: BucketSizes) -> Transfer:
-    """Plan what rank `part` sends: every element of its pieces that is wanted, once."""
+    """Plan what rank `part` sends: every element of its pieces that is wanted, once; equal on both ends."""
+    pieces = manifest.parts[part].pieces
     cuts: list[tuple[int, WeightPiece, Box]] = []
     rests: list[Rest] = []
-    for number, piece in enumerate(manifest.parts[part].pieces):
+    for number, piece in enumerate(pieces):
         entry = manifest.tensors[piece.tensor]
         found = [
             box for want in wanted.get(entry.name, ()) if (box := intersection(piece.box, want)) is not None
@@ -97,7 +112,13 @@ def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, sizes: Buck
             rests.append(Rest(number, piece.tensor, tuple(left)))
         most = max(1, sizes.bucket_bytes // DTYPE_BYTES[entry.dtype])
         cuts += [(number, piece, small) for box in found for small in split(box, most)]
-    return Transfer(tuple(_packed(manifest, cuts, sizes)), tuple(rests))
+    untouched = _untouched(manifest, wanted) if part == 0 else ()
+    spans = [
+        (rest.tensor, *sum_span(manifest.tensors[rest.tensor], pieces[rest.piece].box)) for rest in rests
+    ]
+    for tensor in sorted({manifest.parts[other].pieces[number].tensor for other, number in untouched}):
+        spans.append((tensor, 0, rows_of(manifest.tensors[tensor].nbytes)))
+    return Transfer(tuple(_packed(manifest, cuts, sizes)), tuple(rests), untouched, tuple(spans))
 
 
 def _packed(
@@ -148,14 +169,13 @@ def senders_of(manifest: WeightManifest, wanted: Wanted) -> list[int]:
     return [*found, 0]
 
 
-def untouched(manifest: WeightManifest, wanted: Wanted) -> list[tuple[int, int]]:
-    """Return (part, index of the piece) of every piece without a wanted element."""
-    return [
+def _untouched(manifest: WeightManifest, wanted: Wanted) -> tuple[tuple[int, int], ...]:
+    return tuple(
         (part, number)
         for part, found in enumerate(manifest.parts)
         for number, piece in enumerate(found.pieces)
         if size_of(piece.box) and not _is_touched(manifest, piece, wanted)
-    ]
+    )
 
 
 def _is_touched(manifest: WeightManifest, piece: WeightPiece, wanted: Wanted) -> bool:
@@ -168,21 +188,6 @@ def sum_span(entry: TensorEntry, box: Box) -> tuple[int, int]:
     itemsize = DTYPE_BYTES[entry.dtype]
     first, end = dense_span(entry.shape, box)
     return row_span(first * itemsize, end * itemsize) if size_of(box) else (0, 0)
-
-
-def rest_spans(manifest: WeightManifest, part: int, transfer: Transfer) -> list[tuple[int, int, int]]:
-    """Return (tensor, first row, after the last) of each message of sums behind a rank's buckets."""
-    pieces = manifest.parts[part].pieces
-    return [
-        (rest.tensor, *sum_span(manifest.tensors[rest.tensor], pieces[rest.piece].box))
-        for rest in transfer.rests
-    ]
-
-
-def untouched_spans(manifest: WeightManifest, wanted: Wanted) -> list[tuple[int, int, int]]:
-    """Return (tensor, 0, rows) of each tensor with an untouched piece, whose sums rank 0 sends last."""
-    tensors = {manifest.parts[part].pieces[number].tensor for part, number in untouched(manifest, wanted)}
-    return [(tensor, 0, rows_of(manifest.tensors[tensor].nbytes)) for tensor in sorted(tensors)]
 
 
 def all_of(manifest: WeightManifest) -> Wanted:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import RewardError
-from protocol.host.process_tree import kill_process_tree
+from reward.sandbox.process_tree import kill_process_tree
 from reward.sandbox.system_calls import seccomp_filter
 
 CHILD = Path(__file__).with_name("child.py")

@@ -13,8 +13,8 @@ from typing import Any, cast
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
-from protocol.host.process_tree import kill_process_tree
 from reward.config import RewardConfig, VerifierConfig
+from reward.sandbox.process_tree import kill_process_tree
 from reward.workers.frames import LENGTH, MAX_FRAME, CallOutcome, GroupFrame, VerifierTraits
 
 EXIT_S = 2.0

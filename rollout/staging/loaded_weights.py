@@ -4,7 +4,7 @@ An engine may rearrange a loaded parameter in its shape for its kernels. A versi
 the loader would copy it, would then compute wrong results.
 """
 
-from collections.abc import Sequence
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def _beginning(window: Window) -> Window:
     """Return the first rows of a window."""
     if not window.size:
         return window
-    row = max(1, _count(window.size[1:]))
+    row = max(1, math.prod(window.size[1:]))
     rows = min(window.size[0], max(1, ELEMENTS // row))
     return Window(window.offset, (rows, *window.size[1:]), window.stride)
 
@@ -77,10 +77,3 @@ def _read(file: Any, name: str, window: Window) -> torch.Tensor:
         return window.on(tensor)
     found: torch.Tensor = part[tuple(slice(start, stop) for start, stop in box)]
     return found.view(window.size)
-
-
-def _count(size: Sequence[int]) -> int:
-    count = 1
-    for n in size:
-        count *= n
-    return count

@@ -6,6 +6,7 @@ model. `calibrate` sends the live weights through the plan and expects the same 
 finds what was repacked after loading.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -114,15 +115,15 @@ class LoaderTrace:
             tensor = torch.zeros(self._shapes[name], dtype=base.dtype, device=base.device)
             for copy in copies:
                 copy.source.on(tensor).copy_(copy.target.on(self.live[copy.parameter]))
-            yield name, tensor, sum(_count(copy.source.size) for copy in copies) == tensor.numel()
+            yield name, tensor, sum(math.prod(copy.source.size) for copy in copies) == tensor.numel()
 
     def _check_counts(self) -> None:
         counts = dict.fromkeys(self.live, 0)
         for copies in self._copies.values():
             for copy in copies:
-                counts[copy.parameter] += _count(copy.target.size)
+                counts[copy.parameter] += math.prod(copy.target.size)
         for name, fills in self._fills.items():
-            counts[name] += sum(_count(window.size) for window in fills)
+            counts[name] += sum(math.prod(window.size) for window in fills)
         for name, tensor in self.live.items():
             if counts[name] != tensor.numel() or not tensor.numel():
                 raise EngineSettingsError(
@@ -311,10 +312,3 @@ def trace(
         EngineError: as `record`; or there is no room for the buffer.
     """
     return StagingPlan(*record(load, parameters, shapes, dtype), staging_mb)
-
-
-def _count(size: Iterable[int]) -> int:
-    count = 1
-    for n in size:
-        count *= n
-    return count

@@ -1,4 +1,4 @@
-"""Defines what a rank answers to an engine's process about its staging copy."""
+"""Defines the answers of a rank to an engine's process about its staging copy."""
 
 from enum import StrEnum
 

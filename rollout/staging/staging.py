@@ -10,7 +10,7 @@ import torch
 from protocol.device.digests import digests_of
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from protocol.weights.buckets import manifest_digest
+from protocol.weights.buckets import layout_digest, manifest_digest
 from rollout.engines.base import Served
 from rollout.staging.placement import ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
@@ -67,6 +67,8 @@ class Staging:
         self._receiver: WeightReceiver | None = None
         self._placements: dict[tuple[tuple[str, str], ...], SlicePlacement] = {}
         """Tied names -> where slices go: the same for every version."""
+        self._checked: tuple[object, dict[str, str]] | None = None
+        """What `check` read of the last manifest that passed, and its result."""
         self._fetching = False
         self._cancelled = threading.Event()
 
@@ -78,11 +80,19 @@ class Staging:
     def check(self, manifest: WeightManifest) -> dict[str, str]:
         """Compare a manifest with what this engine expects, before anything is fetched.
 
+        A layout that passed is not compared again in the next version.
+
         Returns: for each tied name that is a tensor of its own in this engine, the name whose bytes it gets.
 
         Raises:
             WeightError: naming the first tensor that is missing, unknown or of another shape or dtype.
         """
+        known = (layout_digest(manifest), manifest.tied, manifest.base_model, self.elsewhere)
+        if self._checked is None or self._checked[0] != known:
+            self._checked = known, self._compared(manifest)
+        return self._checked[1]
+
+    def _compared(self, manifest: WeightManifest) -> dict[str, str]:
         version = manifest.version
         if manifest.base_model and self._architecture and manifest.base_model != self._architecture:
             raise WeightError(
@@ -223,12 +233,7 @@ def whole_source(target: torch.Tensor) -> ExpectedTensor:
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a dense row-major tensor."""
-    strides: list[int] = []
-    step = 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
+    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from protocol.messages import WeightManifest
-from protocol.weights.buckets import check_digest, check_layout
+from protocol.weights.buckets import check_digest, check_layout, layout_digest
 from protocol.weights.slices import Wanted, check_parts
 from rollout.weights.base import Destination, ReceivedSlice, WeightReceiver, no_destination
 
@@ -15,7 +15,8 @@ class ManifestCheck:
     """
 
     def __init__(self) -> None:
-        self._passed: object = None
+        self._passed: int | None = None
+        """`layout_digest` of the last manifest that passed."""
 
     def __call__(self, manifest: WeightManifest) -> None:
         """Refuse a manifest that contradicts itself.
@@ -23,19 +24,13 @@ class ManifestCheck:
         Raises:
             WeightError: see `check_manifest` and `check_parts`.
         """
-        layout = _layout_of(manifest)
+        layout = layout_digest(manifest)
         if layout != self._passed:
             check_layout(manifest)
             if manifest.parts:
                 check_parts(manifest)
             self._passed = layout
         check_digest(manifest)
-
-
-def _layout_of(manifest: WeightManifest) -> object:
-    """Return all that `check_layout` and `check_parts` read."""
-    places = [(e.name, e.dtype, e.shape, e.bucket, e.offset, e.nbytes) for e in manifest.tensors]
-    return manifest.buckets, places, [part.pieces for part in manifest.parts]
 
 
 class CheckedReceiver:

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from protocol.errors import WeightError
+from protocol.host.line_connection import TimedLine
 from protocol.messages import WeightManifest
-from rollout.weights.parts.transfer import ReceiverChannel
-from rollout.weights.sender_connection import SenderConnection, SenderLine
+from rollout.weights.channel import ReceiverChannel
+from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline
 
 T = TypeVar("T")
@@ -36,8 +37,7 @@ class ConnectedReceiver:
         self,
         manifest: WeightManifest,
         deadline: Deadline,
-        receive: Callable[[dict[str, Any], SenderLine], Iterator[T]],
-        finish: Callable[[Callable[[], bool]], None],
+        receive: Callable[[dict[str, Any], TimedLine], Iterator[T]],
         wanted: bytes,
     ) -> Iterator[T]:
         """Request a version, yield what `receive` does, and confirm it.
@@ -45,9 +45,8 @@ class ConnectedReceiver:
         Args:
             manifest: the version.
             deadline: of the version.
-            receive: takes the sender's answer and the connection to it, and receives the bytes.
-            finish: waits until they are there, and may refuse them; takes a function that returns whether the
-                sender has disconnected.
+            receive: takes the sender's answer and the connection to it, receives the bytes, waits until they
+                are there, and may refuse them.
             wanted: which slices of the version, see `SenderConnection.request`.
 
         Raises:
@@ -63,8 +62,7 @@ class ConnectedReceiver:
         try:
             self._receiving = True
             connection, answer = self._request(host, port, manifest, deadline, wanted)
-            yield from receive(answer, SenderLine(connection, deadline))
-            finish(connection.disconnected)
+            yield from receive(answer, TimedLine(connection, deadline.remaining))
             connection.confirm(manifest, deadline)
             complete = True
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError) as error:

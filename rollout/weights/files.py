@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from protocol.device.digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.slices import Wanted
 from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
-from rollout.weights.verification import Deadline, in_buckets, verify, view
+from rollout.weights.verification import Deadline, compare
 
 MADV_POPULATE_READ = 22
 """Advice of madvise(2) to read all pages at once, which the module mmap does not know yet."""
@@ -29,18 +30,17 @@ class FileReceiver:
         deadline_s: float,
         place: Destination = no_destination,
     ) -> Iterator[list[ReceivedSlice]]:
-        deadline = Deadline(manifest, deadline_s)
-        for index, entries in in_buckets(manifest):
-            if not entries:
-                continue
-            bucket = _map(
-                Path(manifest.location) / f"bucket_{index:05d}.bin", manifest.buckets[index], entries[0]
-            )
-            for entry in entries:
-                deadline.remaining(f"reading {entry.name}")
-                tensor = view(entry, bucket)
-                verify(entry, tensor)
-                yield whole_tensor(entry, tensor)
+        deadline, digests = Deadline(manifest, deadline_s), Digests()
+        mapped, bucket = -1, torch.empty(0, dtype=torch.uint8)
+        for entry in manifest.tensors:
+            deadline.remaining(f"reading {entry.name}")
+            if entry.bucket != mapped:
+                path = Path(manifest.location) / f"bucket_{entry.bucket:05d}.bin"
+                mapped, bucket = entry.bucket, _map(path, manifest.buckets[entry.bucket], entry)
+            tensor = _view(entry, bucket)
+            digests.add(tensor)
+            yield whole_tensor(entry, tensor)
+        compare(manifest, digests.numbers())
         self.digest = manifest.digest
 
     def close(self) -> None:
@@ -65,3 +65,12 @@ def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
     except OSError as error:
         raise WeightError(f"{path}: {error.strerror or error} (first tensor {first.name})") from error
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _view(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a view of its bucket. Raises WeightError if its offset is not aligned."""
+    try:
+        raw = bucket[entry.offset : entry.offset + entry.nbytes]
+        return raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+    except RuntimeError as error:
+        raise WeightError(f"tensor {entry.name} at offset {entry.offset}: {error}") from error

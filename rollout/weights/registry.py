@@ -7,9 +7,9 @@ from protocol.errors import WeightError
 from rollout.weights.base import WeightReceiver
 from rollout.weights.checked import CheckedReceiver
 from rollout.weights.files import FileReceiver
-from rollout.weights.parts.handles import HandleSlices
-from rollout.weights.parts.pairs import PairSlices
-from rollout.weights.parts.receiver import PartReceiver
+from rollout.weights.handles import HandleSlices
+from rollout.weights.pairs import PairSlices
+from rollout.weights.part_receiver import PartReceiver
 from rollout.weights.shared import SharedReceiver
 
 RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {

@@ -1,15 +1,14 @@
-"""Connects to `trainer/weights/version_server.py` and requests versions, one line of JSON at a time."""
+"""Connects to the sender, `trainer/weights/served/version_server.py`, and requests versions from it."""
 
-import json
 import os
 import select
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.errors import SettingsError, WeightError
+from protocol.host.line_connection import LineConnection
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
 from rollout.weights.key_directory import KEYS
@@ -21,7 +20,7 @@ HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
 """Event of `poll` when the other end disconnects; on systems other than Linux it may come later."""
 
 
-class SenderConnection:
+class SenderConnection(LineConnection):
     """A connection to the sender, which is kept between versions."""
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
@@ -31,12 +30,11 @@ class SenderConnection:
             OSError: the sender cannot be reached, or disconnected.
             WeightError: it has not the run's keys, or does not know ours, or a file cannot be read.
         """
-        self._connection = socket.create_connection((host, port), timeout=deadline.remaining("connecting"))
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection = socket.create_connection((host, port), timeout=deadline.remaining("connecting"))
+        super().__init__(connection, "the sender", MAX_LINE)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._wanted = b""
-        self._rest = b""
-        """Bytes after the last line."""
         if directory := os.environ.get(KEYS, ""):
             try:
                 self._prove(directory, deadline)
@@ -65,73 +63,32 @@ class SenderConnection:
             "epoch": manifest.epoch,
             "layout": layout_digest(manifest),
         }
-        changed = wanted != self._wanted
-        self.send(
-            request | ({"slices": len(wanted)} if changed else {}), deadline, wanted if changed else b""
-        )
+        behind = b""
+        if wanted != self._wanted:
+            request["slices"], behind = len(wanted), wanted
+        self.send(request, deadline.remaining, behind)
         self._wanted = wanted
-        answer = self.receive(deadline)
+        answer = self._answer(deadline)
         if "error" in answer:
             raise WeightError(f"the sender refused version {manifest.version}: {answer['error']}")
         return answer
 
-    def receive(self, deadline: Deadline) -> dict[str, Any]:
-        """Return the sender's next line. Raises as `request`."""
-        while b"\n" not in self._rest:
-            self._connection.settimeout(deadline.remaining("waiting for the sender's answer"))
-            part = self._connection.recv(1 << 16)
-            self._rest += part
-            if not part or len(self._rest) > MAX_LINE:
-                raise ConnectionError("the sender disconnected or sent no line of JSON")
-        line, _, self._rest = self._rest.partition(b"\n")
-        found = json.loads(line)
-        if not isinstance(found, dict):
-            raise ValueError("the sender sent no JSON object")
-        return found
-
-    def raw(self, nbytes: int, deadline: Deadline) -> bytes:
-        """Return the next bytes, which are no line. Raises OSError or WeightError."""
-        parts, missing = [self._rest[:nbytes]], nbytes - len(self._rest[:nbytes])
-        self._rest = self._rest[nbytes:]
-        while missing:
-            self._connection.settimeout(deadline.remaining("waiting for the sender's sums"))
-            part = self._connection.recv(min(missing, 1 << 20))
-            if not part:
-                raise ConnectionError("the sender disconnected")
-            parts.append(part)
-            missing -= len(part)
-        return b"".join(parts)
-
-    def readable(self) -> bool:
-        """Return whether there is something to read, or the sender has disconnected."""
-        if self._rest:
-            return True
-        if self._connection.fileno() < 0:
-            raise ConnectionError("the connection was closed")
-        ready = select.poll()  # `select` cannot handle descriptors over 1023
-        ready.register(self._connection, select.POLLIN)
-        return bool(ready.poll(0))
-
     def confirm(self, manifest: WeightManifest, deadline: Deadline) -> None:
         """Tell the sender that the whole version was received."""
-        self.send({"done": manifest.version}, deadline)
+        self.send({"done": manifest.version}, deadline.remaining)
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
         """Call a function from a thread of its own when the sender disconnects, or `close` does."""
-        connection = self._connection.dup()  # its number is not reused before the thread has ended
+        connection = self.socket.dup()  # its number is not reused before the thread has ended
         threading.Thread(
             target=_watch, args=(connection, on_hang_up), name="weights.watch", daemon=True
         ).start()
 
-    def disconnected(self) -> bool:
-        """Return whether either end has disconnected; the sender never sends without a request."""
-        return self._connection.fileno() < 0 or self.readable()
-
-    def close(self) -> None:
-        """Disconnect; wakes a thread that waits for an answer."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+    def _answer(self, deadline: Deadline) -> dict[str, Any]:
+        answer = self.receive(deadline.remaining)
+        if answer is None:
+            raise ConnectionError("the sender disconnected")
+        return answer
 
     def _prove(self, directory: str, deadline: Deadline) -> None:
         try:
@@ -139,46 +96,24 @@ class SenderConnection:
         except ModuleNotFoundError as error:
             raise WeightError(f"fetching weights with keys needs the package {error.name}") from error
         keys = ReceiverKeys(directory)
-        self.send(keys.hello(), deadline)
-        answer = self.receive(deadline)
+        self.send(keys.hello(), deadline.remaining)
+        answer = self._answer(deadline)
         if "error" in answer:
             raise ValueError(answer["error"])
-        self.send(keys.answer(answer), deadline)
-
-    def send(self, message: dict[str, Any], deadline: Deadline, behind: bytes = b"") -> None:
-        """Send a line, and what follows it. Raises OSError or WeightError."""
-        self._connection.settimeout(deadline.remaining("sending to the sender"))
-        self._connection.sendall(json.dumps(message).encode() + b"\n" + behind)
+        self.send(keys.answer(answer), deadline.remaining)
 
 
-class SenderLine:
-    """A sender's connection until a deadline, see `protocol.device.pair_store.Line`."""
-
-    def __init__(self, connection: SenderConnection, deadline: Deadline) -> None:
-        self._connection = connection
-        self._deadline = deadline
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._connection.send(message, self._deadline)
-
-    def receive(self) -> dict[str, Any] | None:
-        return self._connection.receive(self._deadline) if self._connection.readable() else None
-
-    def raw(self, nbytes: int) -> bytes:
-        """Return the next bytes, which are no line. Raises OSError or WeightError."""
-        return self._connection.raw(nbytes, self._deadline)
-
-
-def parse_address(address: str, location: str) -> tuple[str, int]:
-    """Split "HOST:PORT", a part of `location`.
+def parse_location(location: str, kinds: Collection[str]) -> tuple[str, int, str]:
+    """Split "HOST:PORT/KIND".
 
     Raises:
-        WeightError: it is not of that form.
+        WeightError: it is not of that form, or the kind is none of these.
     """
+    address, _, kind = location.partition("/")
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise WeightError(f"location {location!r} does not begin with HOST:PORT")
-    return host, int(port)
+    if not host or not port.isdecimal() or kind not in kinds:
+        raise WeightError(f"location {location!r} is not HOST:PORT/KIND with a kind of {', '.join(kinds)}")
+    return host, int(port), kind
 
 
 def _watch(connection: socket.socket, on_hang_up: Callable[[], None]) -> None:

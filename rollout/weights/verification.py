@@ -1,20 +1,24 @@
-"""Views the bytes of a version as tensors and verifies these against the manifest, for all receivers."""
+"""Verifies every whole tensor of a version, of which this rank may have received slices alone."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from protocol.device.digests import digests_of
+from protocol.device.slice_digests import SliceSums
 from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightManifest
+from protocol.messages import WeightManifest
+from protocol.weights.boxes import Box
 from protocol.weights.buckets import manifest_digest
+from protocol.weights.digests import digests_of_sums, rows_of
 from protocol.weights.provisional import is_provisional, with_digests
+from protocol.weights.slices import Span
 
 POLL_S = 0.0005
 """Interval at which a stream is polled."""
-AHEAD = 4
-"""Buckets in flight at a time."""
 
 
 class Deadline:
@@ -25,7 +29,7 @@ class Deadline:
         self._seconds = seconds
         self._end = time.monotonic() + seconds
 
-    def remaining(self, doing: str) -> float:
+    def remaining(self, doing: str = "waiting for the sender") -> float:
         """Return the seconds left.
 
         Args:
@@ -40,41 +44,72 @@ class Deadline:
         return left
 
 
-def in_buckets(manifest: WeightManifest) -> Iterator[tuple[int, Sequence[TensorEntry]]]:
-    """Yield every bucket's index with its entries by offset."""
-    entries: list[list[TensorEntry]] = [[] for _ in manifest.buckets]
-    for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset)):
-        entries[entry.bucket].append(entry)
-    yield from enumerate(entries)
+class SliceVerification:
+    """Adds up the sums of all slices of a version, received or not, and compares its tensors' digests."""
 
+    def __init__(self, manifest: WeightManifest) -> None:
+        self._manifest = manifest
+        self._firsts = list(accumulate((rows_of(entry.nbytes) for entry in manifest.tensors), initial=0))
+        """Index of the sum of each tensor's first row, and the number of all."""
+        self._received: SliceSums | None = None
+        """Sums of the received slices, where these lie."""
+        self._sent: list[tuple[Sequence[Span], torch.Tensor]] = []
+        """Sums that the trainer's ranks have sent, with their spans."""
+        self.digest = 0
+        """The version's digest, once `finish` has returned."""
 
-def view(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of `entry` as a view of its bucket.
+    def add(self, index: int, box: Box, tensor: torch.Tensor, copy: torch.Tensor | None = None) -> None:
+        """Add a received slice, which is kept until its read is queued on the current stream.
 
-    Args:
-        entry: the tensor.
-        bucket: uint8, in aligned storage.
+        Args:
+            index: of its tensor.
+            box: its place in the tensor.
+            tensor: its elements.
+            copy: dense memory that it is copied to in the same pass, complete after `launch`.
+        """
+        if self._received is None:
+            self._received = SliceSums(self._firsts[-1], tensor.device)
+        self._received.add(tensor, self._manifest.tensors[index].shape, box, self._firsts[index], copy)
 
-    Raises:
-        WeightError: the entry's offset is not aligned for its dtype.
-    """
-    try:
-        return (
-            bucket[entry.offset : entry.offset + entry.nbytes]
-            .view(getattr(torch, entry.dtype))
-            .view(entry.shape)
-        )
-    except RuntimeError as error:
-        raise WeightError(f"tensor {entry.name} at offset {entry.offset}: {error}") from error
+    def launch(self) -> None:
+        """Queue the reads of all slices that were added."""
+        if self._received is not None:
+            self._received.launch()
 
+    def add_sums(self, spans: Sequence[Span], sums: torch.Tensor) -> None:
+        """Add sums that follow each other."""
+        self._sent.append((spans, sums))
 
-def verify(entry: TensorEntry, tensor: torch.Tensor) -> None:
-    """Compare the bytes of a host tensor with the digest of its entry.
+    def wait(self, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
+        """Wait for what was queued on a GPU. Raises WeightError if it does not come, or not in time."""
+        received = [self._received.total] if self._received is not None else []
+        if any(sums.is_cuda for sums in [*received, *(sums for _, sums in self._sent)]):
+            wait_for_queue(self._manifest, deadline, disconnected)
+        else:
+            refuse_if(disconnected, self._manifest)
 
-    Raises:
-        WeightError: they differ; names the tensor.
-    """
-    compare(entry, digests_of([tensor])[0])
+    def finish(self) -> None:
+        """Compare the digests, or with a provisional manifest compute the version's digest.
+
+        Raises:
+            WeightError: a tensor's bytes do not match its digest; names the tensor.
+        """
+        sizes = [entry.nbytes for entry in self._manifest.tensors]
+        self.digest = version_digest(self._manifest, digests_of_sums(self._added_up(), sizes))
+
+    def _added_up(self) -> NDArray[np.int64]:
+        """Return the sums of all rows of all tensors: int64 [rows]."""
+        if self._received is None:
+            total = np.zeros(self._firsts[-1], np.int64)
+        else:
+            total = self._received.total.cpu().numpy()  # waits once, for all tensors
+        for spans, sent in self._sent:
+            position, sums = 0, sent.cpu().numpy()
+            for index, first, end in spans:
+                row = self._firsts[index]
+                total[row + first : row + end] += sums[position : position + end - first]
+                position += end - first
+        return total
 
 
 def wait_for_queue(manifest: WeightManifest, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
@@ -98,14 +133,6 @@ def refuse_if(disconnected: Callable[[], bool], manifest: WeightManifest) -> Non
         raise WeightError(f"version {manifest.version}: the sender disconnected in the middle")
 
 
-def compare(entry: TensorEntry, found: int) -> None:
-    """Raise WeightError if this is not the digest of the entry; names the tensor."""
-    if found != entry.digest:
-        raise WeightError(
-            f"tensor {entry.name}: digest {found:016x} of the received bytes, expected {entry.digest:016x}"
-        )
-
-
 def version_digest(manifest: WeightManifest, digests: Sequence[int]) -> int:
     """Return the digest of a version from its received tensors' digests, in the manifest's order.
 
@@ -116,6 +143,19 @@ def version_digest(manifest: WeightManifest, digests: Sequence[int]) -> int:
     """
     if is_provisional(manifest):
         return manifest_digest(with_digests(manifest, digests).tensors)
-    for entry, found in zip(manifest.tensors, digests, strict=True):
-        compare(entry, found)
+    compare(manifest, digests)
     return manifest.digest
+
+
+def compare(manifest: WeightManifest, digests: Sequence[int]) -> None:
+    """Compare the digests of received tensors with the manifest's, in its order.
+
+    Raises:
+        WeightError: one differs; names the tensor.
+    """
+    for entry, found in zip(manifest.tensors, digests, strict=True):
+        if found != entry.digest:
+            raise WeightError(
+                f"tensor {entry.name}: digest {found:016x} of the received bytes, "
+                f"expected {entry.digest:016x}"
+            )

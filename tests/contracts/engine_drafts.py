@@ -14,7 +14,7 @@ from rollout.engines.contract.suite import assert_switched
 from tests.trainer.weights.making import WAIT_S, Making
 from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.served.sender import PartSender
 
 
 class DraftContract:

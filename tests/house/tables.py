@@ -121,7 +121,7 @@ SCENARIOS = {
     "tests/services/runtime/test_exit_codes.py": "exit codes of services",
     "tests/trainer/reference/test_learning.py": "GRPO learns a digit",
     "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",
-    "tests/trainer/weights/parts/test_death.py": "either end of a transfer of slices dies",
+    "tests/trainer/weights/served/test_death.py": "either end of a transfer of slices dies",
     "tests/trainer/weights/test_provisional.py": "versions that are sent during their export",
 }
 """Test files in mirrored folders that are named after a scenario, and the scenario."""
@@ -168,6 +168,8 @@ CONSTANTS = (
         "rollout.staging.releasable_memory.RECEIVING_BYTES",
         _mib,
     ),
-    Constant("docs/weights.md", r"on a GPU up to (\d+) MiB", "protocol.device.digests.BATCH_BYTES", _mib),
+    Constant(
+        "docs/weights.md", r"on a GPU up to (\d+) MiB", "protocol.device.slice_digests.BATCH_BYTES", _mib
+    ),
     Constant("docs/guarantees.md", r"equal within ([\d.e-]+)", "services.tools.replay.LOSS_TOLERANCE"),
 )

@@ -31,8 +31,8 @@ class TransportEntry(Entry):
 TRANSPORTS = Registry(
     {
         "disk": TransportEntry("trainer.weights.files:disk_sender"),
-        "ipc": TransportEntry("trainer.weights.parts.sender:PartSender", listens=True),
-        "nccl": TransportEntry("trainer.weights.parts.sender:PartSender", listens=True),
+        "ipc": TransportEntry("trainer.weights.served.sender:PartSender", listens=True),
+        "nccl": TransportEntry("trainer.weights.served.sender:PartSender", listens=True),
         "shared": TransportEntry("trainer.weights.shared:SharedSender"),
         "shm": TransportEntry("trainer.weights.files:shm_sender"),
     }
@@ -73,7 +73,7 @@ def make_sender(
     name, entry = config.transport, TRANSPORTS.find(config.transport, "setting weights.transport:")
     sender: Any = load(entry.path)
     if entry.listens:
-        from trainer.weights.parts.layout import blank_manifest  # imports torch
+        from trainer.weights.served.layout import blank_manifest  # imports torch
 
         publication = backend.publication
         if name == "ipc" and len(publication.parts) > 1 and not _on_one_host():

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.device import slice_digests
-from protocol.device.digests import digests_of
+from protocol.device.digests import bits_of, digests_of
 from protocol.device.slice_digests import SliceSums
 from protocol.weights.boxes import Box, size_of, whole
-from protocol.weights.digests import digest_of_sums, rows_of
+from protocol.weights.digests import digests_of_sums, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
 BEFORE = 3
@@ -33,16 +33,27 @@ def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 def added_up(tensor: torch.Tensor, boxes: list[Box], device: str = "cpu") -> int:
-    """The digest of a tensor from its slices; every second one lies in the tensor's own memory."""
+    """The digest of a tensor from its slices; every second one lies in the tensor's own memory, and of every
+    three two are copied, the second to a place that begins within a vector."""
     tensor = tensor.to(device)
     sums = SliceSums(BEFORE + rows_of(tensor.nbytes), tensor.device)
+    copies = []
     for number, box in enumerate(boxes):
         part = tensor[tuple(slice(*side) for side in box)]
-        sums.add(part if number % 2 else part.contiguous(), tensor.shape, box, BEFORE)
+        memory = torch.zeros(part.numel() + 4, dtype=part.dtype, device=device)
+        copy = memory[2 * (number % 3) :][: part.numel()].view(part.shape)
+        is_copied = number % 3 < 2
+        copies += [(part, copy, memory)] if is_copied else []
+        given = part if number % 2 else part.contiguous()
+        sums.add(given, tensor.shape, box, BEFORE, copy if is_copied else None)
     sums.launch()
+    assert sums.is_launched
+    for part, copy, memory in copies:
+        assert torch.equal(bits_of(copy.contiguous()), bits_of(part.contiguous()))
+        assert memory.count_nonzero() == part.count_nonzero()  # and no byte beside it
     found = sums.total.cpu().numpy()
     assert not found[:BEFORE].any()
-    return digest_of_sums(found[BEFORE:], tensor.nbytes)
+    return digests_of_sums(found[BEFORE:], [tensor.nbytes])[0]
 
 
 @settings(deadline=None, max_examples=60)

@@ -2,30 +2,38 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from protocol.device.digests import BATCH_BYTES, digests_of, fold_words, words_of
-from protocol.weights.digests import LENGTH, MASK, ROW, digest, finish, multipliers
+from protocol.device.digests import digests_of
+from protocol.device.slice_digests import BATCH_BYTES
+from protocol.weights.digests import LENGTH, MASK, ROW, digest, digests_of_sums, multipliers
 
 GOLDEN = ["9e3779b97f4a7c15", "d641fc5b64a8ae3a", "b10de5e917a45226"]
 SIZES = (1, 2, 3, 4, 5, 63, 64, 4 * ROW - 1, 4 * ROW, 4 * ROW + 1, 12 * ROW + 8)
 
 
-def by_definition(data: bytes) -> int:
-    """Word by word in Python's integers."""
+def signed(word: int, bits: int = 32) -> int:
+    return word - ((word >> (bits - 1)) << bits)
 
-    def signed(word: int) -> int:
-        return word - ((word >> 31) << 32)
 
+def sums_by_definition(data: bytes) -> list[int]:
+    """The sums h of the rows, word by word in Python's integers."""
     padded = data + bytes(-len(data) % 4)
     words = [int.from_bytes(padded[i : i + 4], "little", signed=True) for i in range(0, len(padded), 4)]
     inner = [int(x) for x in multipliers(0, ROW)]
+    rows = [words[start : start + ROW] for start in range(0, len(words), ROW)]
+    sums = [sum(word * factor for word, factor in zip(row, inner, strict=False)) & MASK for row in rows]
+    return [signed(h, 64) for h in sums]
+
+
+def by_definition(data: bytes) -> int:
+    """The digest in Python's integers."""
     outer = [int(x) for x in multipliers(1, 64)]
     total = len(data) * LENGTH
-    for r, start in enumerate(range(0, len(words), ROW)):
-        h = sum(word * factor for word, factor in zip(words[start : start + ROW], inner, strict=False)) & MASK
-        total += signed(h & 0xFFFFFFFF) * outer[2 * r] + signed(h >> 32) * outer[2 * r + 1]
+    for r, h in enumerate(sums_by_definition(data)):
+        total += signed(h & 0xFFFFFFFF) * outer[2 * r] + (h >> 32) * outer[2 * r + 1]
     return total & MASK
 
 
@@ -33,8 +41,14 @@ def by_definition(data: bytes) -> int:
 def test_every_implementation_agrees_with_the_definition(size: int) -> None:
     data = random.Random(size).randbytes(size)
     assert digest(data) == by_definition(data)
-    total = fold_words([words_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))])
-    assert finish(int(total), size) == digest(data)
+    assert digests_of([torch.frombuffer(bytearray(data), dtype=torch.uint8)]) == [digest(data)]
+
+
+def test_digests_of_many_tensors_are_those_of_each_with_empty_ones_between() -> None:
+    data = [random.Random(size).randbytes(size) for size in (0, *SIZES, 0, 0, *SIZES, 0)]
+    sums = [row for part in data for row in sums_by_definition(part)]
+    found = digests_of_sums(np.array(sums, np.int64), [len(part) for part in data])
+    assert found == [by_definition(part) if part else 0 for part in data]
 
 
 def test_digests_equal_golden_values() -> None:

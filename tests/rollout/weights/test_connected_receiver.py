@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,15 @@ from protocol.device.digests import digests_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.provisional import with_digests
-from protocol.weights.slices import Cut
-from rollout.weights.parts.receiver import PartReceiver
-from rollout.weights.parts.transfer import PartTransfer
+from protocol.weights.slices import BucketSizes, Cut
+from rollout.weights.channel import PartTransfer
+from rollout.weights.part_receiver import PartReceiver
 from rollout.weights.registry import make_receiver
-from rollout.weights.sender_connection import parse_address
+from rollout.weights.sender_connection import parse_location
 from tests.trainer.weights.senders import at, layout_of, read_request, received
 from trainer.config import WeightConfig
-from trainer.weights.receiver_connection import ReceiverConnection
-from trainer.weights.version_server import ServedVersion, VersionServer
+from trainer.weights.served.receiver_connection import ReceiverConnection
+from trainer.weights.served.version_server import ServedVersion, VersionServer
 
 CONFIG = WeightConfig(transport="nccl", bucket_mb=1, timeout_s=60)
 TENSORS = {"a": torch.arange(300_000.0), "b": torch.ones(300_000)}
@@ -73,7 +74,10 @@ class MappingChannel:
         self.mapped: list[torch.Tensor] = []
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
-        return parse_address(manifest.location, manifest.location)
+        return parse_location(f"{manifest.location}/", ("",))[:2]
+
+    def sizes(self, answer: dict[str, Any]) -> BucketSizes:
+        return BucketSizes(*answer["sizes"])
 
     def slices(self, transfer: PartTransfer) -> Iterator[list[tuple[Cut, torch.Tensor]]]:
         self.mapped = self._memory

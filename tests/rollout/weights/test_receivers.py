@@ -9,18 +9,19 @@ import msgspec
 import pytest
 import torch
 
+from protocol.device.pair_group import BACKENDS
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
 from protocol.weights.slices import all_of, encode_wanted
 from rollout.engines.contract.models import write_shm
-from rollout.weights.parts.pairs import parse_location
 from rollout.weights.registry import RECEIVERS, make_receiver
+from rollout.weights.sender_connection import parse_location
 from tests.rollout.weights.test_connected_receiver import many_descriptors
 from tests.trainer.weights.senders import at, part_sender, read_request, receive, received
 from trainer.config import WeightConfig
 from trainer.weights.files import disk_sender
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.served.sender import PartSender
 
 DEADLINE_S = 20.0
 STRANGE_LINES = [
@@ -253,11 +254,11 @@ def test_nccl_leaves_the_default_group_alone(sender: PartSender, tensors: Tensor
 )
 def test_a_malformed_location_is_refused(location: str) -> None:
     with pytest.raises(WeightError, match="location"):
-        parse_location(location)
+        parse_location(location, BACKENDS)
 
 
 def test_a_location_is_split_at_the_last_colon() -> None:
-    assert parse_location("fe80::1:29500/nccl") == ("fe80::1", 29500, "nccl")
+    assert parse_location("fe80::1:29500/nccl", BACKENDS) == ("fe80::1", 29500, "nccl")
 
 
 def test_an_unknown_transport_is_refused_with_those_there_are() -> None:

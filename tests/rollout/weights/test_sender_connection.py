@@ -6,12 +6,12 @@ import torch
 
 from protocol.device.bucket_handles import HostBuckets
 from protocol.messages import WeightManifest, WeightPart
-from protocol.weights.slices import encode_wanted
-from rollout.weights.sender_connection import SenderConnection, parse_address
+from protocol.weights.slices import BucketSizes, encode_wanted
+from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline
 from trainer.config import WeightConfig
-from trainer.weights.parts.handles import PartHandleChannel
-from trainer.weights.version_server import ServedVersion, VersionServer
+from trainer.weights.served.handles import HandleChannel
+from trainer.weights.served.version_server import ServedVersion, VersionServer
 
 BUCKETS = 10_000
 HANDLE = [0, "A" * 88, 64 << 20, 0, "A" * 60, 0, "A" * 88, True]
@@ -38,12 +38,13 @@ def test_answer_may_describe_thousands_of_buckets() -> None:
     memory = torch.empty(BUCKETS, dtype=torch.uint8)
     config = WeightConfig(transport="ipc", timeout_s=60)
 
-    def channel() -> PartHandleChannel:
-        return PartHandleChannel(ManyBuckets(), part=0, bucket_bytes=1)
+    def channel() -> HandleChannel:
+        return HandleChannel(ManyBuckets(), 0, BucketSizes(1, 1))
 
     with closing(VersionServer(config, channel)) as server:
+        host, _, port = server.address.rpartition(":")
         server.current = ServedVersion(manifest, tuple(memory.split(1)))
         deadline = Deadline(manifest, 60)
-        with closing(SenderConnection(*parse_address(server.address, ""), deadline)) as connection:
+        with closing(SenderConnection(host, int(port), deadline)) as connection:
             answer = connection.request(manifest, deadline, encode_wanted({}))
             assert [bucket["memory"] for bucket in answer["buckets"]] == list(range(BUCKETS))

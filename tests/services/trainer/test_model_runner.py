@@ -34,8 +34,8 @@ from trainer.step.train_command import TrainCommand
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named
 from trainer.weights.files import disk_sender
-from trainer.weights.parts.layout import blank_manifest
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.served.layout import blank_manifest
+from trainer.weights.served.sender import PartSender
 
 SMALL = 5000
 """Elements of a chunk, so that the model has several."""

@@ -32,7 +32,7 @@ from tests.trainer.megatron.models import (
     routed_batch,
     step_batch,
 )
-from tests.trainer.weights.parts.trainer_ranks import EngineRank, tensor_ranks
+from tests.trainer.weights.served.trainer_ranks import EngineRank, tensor_ranks
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.gspo import Gspo
 from trainer.backends.base import Backend
@@ -45,9 +45,9 @@ from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.step.measures import StepMeasures
 from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
-from trainer.weights.parts.layout import blank_manifest
-from trainer.weights.parts.sender import PartSender
 from trainer.weights.publish import publish
+from trainer.weights.served.layout import blank_manifest
+from trainer.weights.served.sender import PartSender
 
 OVERFLOWS = 2.0**24
 """A factor of the loss under which the gradients of these models overflow in float16."""

@@ -11,10 +11,10 @@ import sys
 
 import msgspec
 
+from protocol.device.pair_group import BACKENDS
 from protocol.messages import WeightManifest
 from protocol.weights.slices import all_of, encode_wanted
-from rollout.weights.parts.pairs import parse_location
-from rollout.weights.sender_connection import SenderConnection
+from rollout.weights.sender_connection import SenderConnection, parse_location
 from rollout.weights.verification import Deadline
 
 TIMEOUT_S = 60.0
@@ -31,13 +31,13 @@ def send() -> None:
 
 
 def receive(manifest: WeightManifest, count: int) -> None:
-    host, port, _ = parse_location(manifest.location)
+    host, port, _ = parse_location(manifest.location, BACKENDS)
     kept = []
     for _ in range(count):
         deadline = Deadline(manifest, TIMEOUT_S)
         line = SenderConnection(host, port, deadline)
         assert line.request(manifest, deadline, encode_wanted(all_of(manifest)))["join"]
-        line.send({"joining": True}, deadline)
+        line.send({"joining": True}, deadline.remaining)
         kept.append(line)
     print("there", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -22,7 +22,7 @@ from trainer.config import WeightConfig
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import checked_dtype
 from trainer.weights.files import disk_sender, shm_sender
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.served.sender import PartSender
 
 Named = Iterable[tuple[str, torch.Tensor]]
 DEADLINE_S = 60.0

@@ -21,10 +21,10 @@ from tests.trainer.weights.engines import ROOT, publish, started, version_tensor
 from tests.trainer.weights.receiver import COUNT
 from tests.trainer.weights.senders import at, part_sender, received
 from trainer.config import WeightConfig
-from trainer.weights.parts.channel import PartChannel
-from trainer.weights.parts.sender import PartSender
-from trainer.weights.receiver_connection import ReceiverConnection
-from trainer.weights.version_server import MAX_RECEIVERS, ServedVersion
+from trainer.weights.served.pairs import PairChannel
+from trainer.weights.served.receiver_connection import ReceiverConnection
+from trainer.weights.served.sender import PartSender
+from trainer.weights.served.version_server import MAX_RECEIVERS, ServedVersion
 
 
 @contextmanager
@@ -95,14 +95,14 @@ def test_a_sender_times_out_on_stopped_receivers_and_serves_the_next() -> None:
 def test_a_sender_that_times_out_drops_the_group_though_its_error_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broadcast = PartChannel._broadcast
+    broadcast = PairChannel._send_version
 
     def too_late(
-        channel: PartChannel, connection: ReceiverConnection, served: ServedVersion, end: float
+        channel: PairChannel, connection: ReceiverConnection, served: ServedVersion, end: float
     ) -> None:
         broadcast(channel, connection, served, 0.0)
 
-    monkeypatch.setattr(PartChannel, "_broadcast", too_late)
+    monkeypatch.setattr(PairChannel, "_send_version", too_late)
     with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match=r"disconnected|was closed"):
         receive(manifest, 60)
     assert [record.getMessage() for record in caplog.records] == [

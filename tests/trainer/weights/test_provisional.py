@@ -23,7 +23,7 @@ from tests.trainer.weights.engines import ROOT, publish, started, version_tensor
 from tests.trainer.weights.making import WAIT_S, Making
 from tests.trainer.weights.senders import part_sender, received, sender_of
 from trainer.config import WeightConfig
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.served.sender import PartSender
 
 COUNT = 4
 SIZE = 300_000

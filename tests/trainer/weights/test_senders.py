@@ -14,9 +14,9 @@ from tests.trainer.weights.senders import receive, sender_of
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import TrainerConfig, WeightConfig
 from trainer.weights.base import WeightSender
-from trainer.weights.parts.sender import PartSender
 from trainer.weights.registry import TRANSPORTS as SENDERS
 from trainer.weights.registry import make_sender
+from trainer.weights.served.sender import PartSender
 
 TRANSPORTS = ("shm", "disk", "nccl", "ipc")
 

@@ -20,13 +20,14 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.device.pair_group import BACKENDS
 from protocol.errors import WeightError
 from protocol.host.key_proof import ReceiverKeys
 from protocol.messages import WeightManifest
 from protocol.weights.slices import all_of
 from rollout.weights.key_directory import fetch_with_keys
-from rollout.weights.parts.pairs import parse_location
 from rollout.weights.registry import make_receiver
+from rollout.weights.sender_connection import parse_location
 from services.bus.curve import create_keys
 from services.ledger.redis.ledger import RedisLedger
 from tests.trials.chaos.checks import check_run
@@ -34,7 +35,7 @@ from tests.trials.chaos.hosts import Hosts, connected, main, reached
 from tests.trials.chaos.place import Place
 from tests.trials.chaos.run import tell_last_step
 from tests.trials.chaos.scene import adopt_orphans
-from trainer.weights.receiver_connection import REFUSED
+from trainer.weights.served.receiver_connection import REFUSED
 
 HOSTS = {"trainer": "10.99.0.2", "engines": "10.99.0.3", "stranger": "10.99.0.4"}
 SERVICES = (("trainer", "ingest"), ("trainer", "reward"), ("trainer", "trainer"), ("engines", "rollout"))
@@ -113,7 +114,7 @@ def be_stranger(manifest: WeightManifest, others: Path, ours: Path) -> dict[str,
     request = {"version": manifest.version, "epoch": manifest.epoch}
     borrowed = ReceiverKeys(others).hello() | {"key": ReceiverKeys(ours).hello()["key"]}
     lines = []
-    for host, port, _ in (parse_location(part.location) for part in manifest.parts):
+    for host, port, _ in (parse_location(part.location, BACKENDS) for part in manifest.parts):
         lines += said_by(host, port, request)
         lines += said_by(host, port, ReceiverKeys(others).hello(), request)
         _challenge, *rest = said_by(host, port, borrowed, {"proof": "00" * 32}, request)

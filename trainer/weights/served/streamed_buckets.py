@@ -1,10 +1,11 @@
-"""Hands over the buckets of a version that is still being exported; readers wait until each one is full."""
+"""Hands over the pieces of a version that is still being exported; readers wait until each one is full."""
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
-from trainer.weights.receiver_connection import ReceiverConnection, remaining_s
+from trainer.weights.served.receiver_connection import ReceiverConnection, remaining_s
 
 POLL_S = 0.05
 """Interval at which the connection is checked while a receiver waits for a bucket."""
@@ -19,14 +20,14 @@ class StreamedBuckets:
         """Full buckets; those on a GPU with the event after which they are full."""
         self._failed = False
 
-    def add(self, bucket: torch.Tensor) -> None:
-        """Add the next bucket; one on a GPU is full once the work queued on the current stream is done."""
+    def add(self, buckets: Sequence[torch.Tensor]) -> None:
+        """Add the next buckets; on a GPU they are full once the work queued on the current stream is done."""
         full = None
-        if bucket.is_cuda:
+        if any(bucket.is_cuda for bucket in buckets):
             full = torch.cuda.Event()
             full.record()
         with self._changed:
-            self._buckets.append((bucket, full))
+            self._buckets += [(bucket, full) for bucket in buckets]
             self._changed.notify_all()
 
     def fail(self) -> None:
@@ -52,16 +53,13 @@ class StreamedBuckets:
             full.wait()
         return bucket
 
+    def full(self, index: int, connection: ReceiverConnection, end: float) -> torch.Tensor:
+        """Wait for a bucket, as `bucket` does, until it is full.
 
-def full_bucket(
-    connection: ReceiverConnection, streamed: StreamedBuckets, index: int, end: float
-) -> torch.Tensor:
-    """Wait for a bucket of the version to be full.
-
-    Raises:
-        ValueError: the receiver has disconnected, or the bucket will not come.
-    """
-    while (bucket := streamed.bucket(index, min(POLL_S, remaining_s(end)))) is None:
-        if connection.disconnected(0):
-            raise ValueError("a receiver disconnected before the version was exported")
-    return bucket
+        Raises:
+            ValueError: the receiver has disconnected, or the bucket will not come.
+        """
+        while (bucket := self.bucket(index, min(POLL_S, remaining_s(end)))) is None:
+            if connection.disconnected():
+                raise ValueError("a receiver disconnected before the version was exported")
+        return bucket

@@ -1,28 +1,46 @@
 """Receives slices of a version from the trainer's ranks, one rank after the other.
 
-The dialogue with each is in `trainer/weights/parts/channel.py` (nccl) and `trainer/weights/parts/handles.py`
-(ipc). One at a time, because a rank serves a limited number of receivers: none holds a place at one rank
-while it waits for one at another. Engine ranks begin at different trainer ranks. Rank 0 comes last: it also
-sends the sums of what none has sent, with which the digests of all whole tensors are complete.
+The dialogue with each is in `trainer/weights/served/pairs.py` (nccl) and `handles.py` (ipc). One at a time,
+because a rank serves a limited number of receivers: none holds a place at one rank while it waits for one at
+another. Engine ranks begin at different trainer ranks. Rank 0 comes last: it also sends the sums of what none
+has sent, with which the digests of all whole tensors are complete.
 """
 
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from protocol.errors import WeightError
+from protocol.host.line_connection import TimedLine
 from protocol.messages import WeightManifest
-from protocol.weights.slices import BucketSizes, Wanted
+from protocol.weights.buckets import layout_digest
+from protocol.weights.slices import BucketSizes, Cut, Transfer, Wanted, encode_wanted, senders_of, transfer_of
 from rollout.weights.base import Destination, ReceivedSlice, no_destination
+from rollout.weights.channel import PartTransfer, ReceiverChannel
 from rollout.weights.connected_receiver import ConnectedReceiver
-from rollout.weights.parts.plans import ReceiverPlans
-from rollout.weights.parts.transfer import PartTransfer, ReceiverChannel
-from rollout.weights.parts.verification import SliceVerification
-from rollout.weights.sender_connection import SenderLine
-from rollout.weights.verification import Deadline
+from rollout.weights.verification import Deadline, SliceVerification
+
+
+@dataclass(slots=True)
+class Plans:
+    """Plans for the versions of one layout.
+
+    Planning takes tens of milliseconds of Python's time for a model of some hundred tensors, which an
+    engine's steps need.
+    """
+
+    layout: int
+    encoded: bytes
+    """The wanted slices, encoded."""
+    senders: list[int]
+    """The ranks to ask, see `senders_of`."""
+    by_part: dict[tuple[int, BucketSizes], Transfer] = field(default_factory=dict)
+    """(part, sizes of its buckets) -> plan, made when it is needed."""
 
 
 class PartReceiver:
@@ -35,7 +53,7 @@ class PartReceiver:
         """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
         self._connections: dict[str, tuple[ReceiverChannel, ConnectedReceiver]] = {}
         """By location."""
-        self._plans = ReceiverPlans()
+        self._plans = Plans(0, b"", [])
         self._closed = threading.Event()
         """`close` was called since the last `slices` began."""
 
@@ -53,11 +71,13 @@ class PartReceiver:
         deadline = Deadline(manifest, deadline_s)
         self._forget_others({part.location for part in manifest.parts})
         verification = SliceVerification(manifest)
-        self._plans.use(manifest, wanted)
+        layout, encoded = layout_digest(manifest), encode_wanted(wanted)
+        if (layout, encoded) != (self._plans.layout, self._plans.encoded):
+            self._plans = Plans(layout, encoded, senders_of(manifest, wanted))
         complete = False
         try:
             for part in _rotated(self._plans.senders):
-                yield from self._from_part(part, manifest, deadline, verification, place)
+                yield from self._from_part(part, manifest, wanted, deadline, verification, place)
             complete = True
         finally:
             if not complete:
@@ -74,6 +94,7 @@ class PartReceiver:
         self,
         part: int,
         manifest: WeightManifest,
+        wanted: Wanted,
         deadline: Deadline,
         verification: SliceVerification,
         place: Destination,
@@ -81,28 +102,28 @@ class PartReceiver:
         location = manifest.parts[part].location
         channel, receiver = self._connections.get(location) or self._connect(location)
 
-        def receive(answer: dict[str, Any], line: SenderLine) -> Iterator[list[ReceivedSlice]]:
-            plan, spans = self._plans.slices_from(manifest, part, BucketSizes(*answer["sizes"]))
+        def receive(answer: dict[str, Any], line: TimedLine) -> Iterator[list[ReceivedSlice]]:
+            key = part, channel.sizes(answer)
+            plan = self._plans.by_part.get(key)
+            if plan is None:
+                plan = self._plans.by_part[key] = transfer_of(manifest, part, wanted, key[1])
             transfer = PartTransfer(there, part, answer, plan, deadline, receiver.disconnected, line, place)
-            for bucket in channel.slices(transfer):
+            for bucket in map(list, channel.slices(transfer)):
                 if self._closed.is_set():
                     raise ConnectionError("the receiver was closed")
-                found = []
-                for cut, tensor in bucket:
-                    verification.add(cut.tensor, cut.box, tensor)
-                    found.append(ReceivedSlice(manifest.tensors[cut.tensor], cut.box, tensor))
-                yield found
+                slices = [_placed(manifest, cut, tensor, verification, place) for cut, tensor in bucket]
+                if any(part.tensor is not tensor for part, (_, tensor) in zip(slices, bucket, strict=True)):
+                    verification.launch()  # it copies them
+                yield slices
             verification.launch()
-            if count := sum(end - first for _, first, end in spans):
-                verification.add_sums(spans, channel.sums(transfer, count))
-
-        def finish(disconnected: Callable[[], bool]) -> None:
-            verification.wait(deadline, disconnected)
+            if plan.rows:
+                verification.add_sums(plan.spans, channel.sums(transfer, plan.rows))
+            verification.wait(deadline, receiver.disconnected)
             if part == 0:
                 verification.finish()
 
         there = replace(manifest, location=location)
-        yield from receiver.transfer(there, deadline, receive, finish, self._plans.encoded)
+        yield from receiver.transfer(there, deadline, receive, self._plans.encoded)
 
     def _connect(self, location: str) -> tuple[ReceiverChannel, ConnectedReceiver]:
         channel = self._make_channel()
@@ -113,6 +134,22 @@ class PartReceiver:
         """Disconnect from ranks that serve no more, of a trainer that has ended."""
         for location in [known for known in self._connections if known not in locations]:
             self._connections.pop(location)[1].close()
+
+
+def _placed(
+    manifest: WeightManifest,
+    cut: Cut,
+    tensor: torch.Tensor,
+    verification: SliceVerification,
+    place: Destination,
+) -> ReceivedSlice:
+    """Verify a cut, and copy it to its destination in the same pass if it has one and is not there yet."""
+    entry = manifest.tensors[cut.tensor]
+    target = place(entry.name, cut.box)
+    if target is not None and (target.device != tensor.device or target.data_ptr() == tensor.data_ptr()):
+        target = None
+    verification.add(cut.tensor, cut.box, tensor, target)
+    return ReceivedSlice(entry, cut.box, tensor if target is None else target)
 
 
 def _rotated(senders: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Receives slices through process groups of two ranks; the sender is `trainer/weights/parts/channel.py`.
+"""Receives slices through process groups of two ranks; the sender is `trainer/weights/served/pairs.py`.
 
 `location` is "HOST:PORT/BACKEND". The dialogue:
 
@@ -29,12 +29,10 @@ import torch.distributed as dist
 from protocol.device.cut_memory import cuts_in
 from protocol.device.pair_group import BACKENDS, RECEIVER, abort
 from protocol.device.pair_store import join_pair
-from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.slices import Cut
-from rollout.weights.parts.transfer import PartTransfer, memory_of
-from rollout.weights.sender_connection import parse_address
-from rollout.weights.verification import AHEAD
+from protocol.weights.slices import BucketSizes, Cut
+from rollout.weights.channel import AHEAD, PartTransfer, memory_of
+from rollout.weights.sender_connection import parse_location
 
 T = TypeVar("T")
 
@@ -47,8 +45,13 @@ class PairSlices:
         self._device = torch.device("cpu")
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
-        host, port, _ = parse_location(manifest.location)
+        host, port, backend = parse_location(manifest.location, BACKENDS)
+        is_gpu = backend == "nccl"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
         return host, port
+
+    def sizes(self, answer: dict[str, Any]) -> BucketSizes:
+        return BucketSizes(*answer["sizes"])
 
     def slices(self, transfer: PartTransfer) -> Iterator[list[tuple[Cut, torch.Tensor]]]:
         self._join(transfer)
@@ -80,10 +83,6 @@ class PairSlices:
 
     def _join(self, transfer: PartTransfer) -> None:
         """Create the group if the sender's answer says so."""
-        _, _, backend = parse_location(transfer.manifest.location)
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        )
         if "join" in transfer.answer:
             transfer.line.send({"joining": True})
             seconds = transfer.deadline.remaining("joining the group")
@@ -109,20 +108,6 @@ class PairSlices:
         if group is None or transfer.disconnected():  # an aborted group would create another communicator
             raise RuntimeError("the connection was closed")
         return group.broadcast([memory], options)
-
-
-def parse_location(location: str) -> tuple[str, int, str]:
-    """Split "HOST:PORT/BACKEND".
-
-    Raises:
-        WeightError: it is not of that form, or the backend is unknown.
-    """
-    address, _, backend = location.partition("/")
-    if backend not in BACKENDS:
-        raise WeightError(
-            f"location {location!r} is not HOST:PORT/BACKEND with a backend of {', '.join(BACKENDS)}"
-        )
-    return *parse_address(address, location), backend
 
 
 def _received(bucket: T, memory: torch.Tensor, work: Any) -> tuple[T, torch.Tensor]:

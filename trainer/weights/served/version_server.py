@@ -26,8 +26,8 @@ from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
 from trainer.config import WeightConfig
-from trainer.weights.receiver_connection import ReceiverConnection, remaining_s
-from trainer.weights.streamed_buckets import StreamedBuckets
+from trainer.weights.served.receiver_connection import ReceiverConnection, remaining_s
+from trainer.weights.served.streamed_buckets import StreamedBuckets
 
 log = logging.getLogger("tether.weights")
 
@@ -65,7 +65,7 @@ class ServedVersion:
     streamed: StreamedBuckets = field(default_factory=StreamedBuckets)
     """This rank's pieces, while the version is made and after it."""
     collected: StreamedBuckets = field(default_factory=StreamedBuckets)
-    """On rank 0: the sums of every piece of every part, one after the other."""
+    """On rank 0: each part's sums, one piece after the other."""
 
 
 class SenderChannel(Protocol):

@@ -1,85 +1,96 @@
 """Holds a rank's pieces of each version, the way its transport needs them."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from protocol.device.bucket_handles import buckets_on
-from protocol.device.pair_group import BACKENDS
+from protocol.device.cut_memory import dtype_of, pieces_in
+from protocol.device.pair_group import ALONE, BACKENDS
 from protocol.errors import SettingsError
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
-from protocol.weights.slices import piece_places
+from protocol.weights.slices import BucketSizes, piece_places
 from trainer.config import WeightConfig
-from trainer.weights.double_buffer import DoubleBuffer
-from trainer.weights.parts.channel import PartChannel
-from trainer.weights.parts.handles import PartHandleChannel
-from trainer.weights.version_server import SenderChannel, ServedVersion
+from trainer.weights.served.double_buffer import DoubleBuffer
+from trainer.weights.served.handles import HandleChannel
+from trainer.weights.served.pairs import PairChannel
+from trainer.weights.served.version_server import SenderChannel, ServedVersion
 
 
-class PartMemory(Protocol):
+class PartMemory:
     """Memory of one rank's pieces, and how engines get at them."""
 
-    device: torch.device
-    where: str
-    """Follows HOST:PORT in the location, for the receiver."""
     can_draft: bool
     """Whether a version may be received while it is made."""
+    where: str
+    """Follows HOST:PORT in the location, for the receiver."""
+
+    def __init__(self, config: WeightConfig, part: int) -> None:
+        """Hold the pieces of rank `part`; in host memory where `config.backend` is gloo.
+
+        Raises:
+            SettingsError: `config.backend` is unknown, or cannot be used here.
+        """
+        self.backend, self.device = backend_of(config)
+        self.part = part
+        bucket_bytes = config.bucket_mb << 20
+        self.sizes = BucketSizes(bucket_bytes, min(bucket_bytes, ALONE[self.backend]))
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
-        """Return a version without pieces, which `piece` and `ServedVersion.streamed` get.
+        """Return a version without pieces, which `ServedVersion.streamed` gets.
 
         Raises:
             WeightError, OutOfMemoryError: there is no memory for it.
         """
+        raise NotImplementedError
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
-        """Return where a piece of it goes, in the order of the part's pieces."""
-
-    def published(self) -> None:
-        """Keep the version that was made last when the next one is."""
+        """Return where a piece of it goes: dense memory, in the order of the part's pieces."""
+        raise NotImplementedError
 
     def channel(self) -> SenderChannel:
         """Return what serves a connection."""
+        raise NotImplementedError
+
+    def published(self) -> None:
+        """Keep the version that was made last when the next one is."""
 
     def close(self) -> None:
         """Release what outlives its tensors; idempotent."""
 
 
-class SentPieces:
+class SentPieces(PartMemory):
     """Pieces that are sent through process groups; a version lives as long as it is current or being sent."""
 
     can_draft = True
 
     def __init__(self, config: WeightConfig, blank: WeightManifest, part: int) -> None:
-        """Hold the pieces of rank `part`.
-
-        Raises:
-            SettingsError: the process group backend is unknown, or cannot be used here.
-        """
-        self.where, self.device = backend_of(config)
-        self._part, self._bucket_bytes = part, config.bucket_mb << 20
+        super().__init__(config, part)
+        self.where = self.backend
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         return ServedVersion(manifest)
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
-        piece = served.manifest.parts[self._part].pieces[number]
-        dtype = getattr(torch, served.manifest.tensors[piece.tensor].dtype)
+        piece = served.manifest.parts[self.part].pieces[number]
+        dtype = dtype_of(served.manifest, piece.tensor)
         return torch.empty(shape_of(piece.box), dtype=dtype, device=self.device)
 
-    def published(self) -> None:
-        """Return at once: every version has memory of its own."""
-
     def channel(self) -> SenderChannel:
-        return PartChannel(self.where, self.device, part=self._part, bucket_bytes=self._bucket_bytes)
-
-    def close(self) -> None:
-        """Return at once."""
+        return PairChannel(self.device, self.part, self.sizes)
 
 
-class SharedPieces:
+class PieceMemory(NamedTuple):
+    """Memory of one version."""
+
+    buckets: tuple[torch.Tensor, ...]
+    pieces: Sequence[torch.Tensor]
+    """Places of the pieces in these, in their shapes."""
+
+
+class SharedPieces(PartMemory):
     """Pieces of the current version and the one before it, in buckets that engines map.
 
     On a GPU these are mapped by CUDA IPC handles; without one they are anonymous files.
@@ -88,36 +99,33 @@ class SharedPieces:
     can_draft = False
 
     def __init__(self, config: WeightConfig, blank: WeightManifest, part: int) -> None:
-        """Hold the pieces of rank `part`; in host memory where `config.backend` is gloo.
-
-        Raises:
-            SettingsError: `config.backend` is unknown, or cannot be used here.
-        """
-        _, self.device = backend_of(config)
+        super().__init__(config, part)
         self.where = self.device.type
         self._buckets = buckets_on(self.device)
-        self._part, self._timeout_s = part, config.timeout_s
-        self._bucket_bytes = config.bucket_mb << 20
-        self._sizes, self._places = piece_places(blank, part, self._bucket_bytes)
-        self._versions = DoubleBuffer(self._buckets.empty)
+        self._timeout_s = config.timeout_s
+        nbytes, places = piece_places(blank, part, self.sizes.bucket_bytes)
+
+        def allocate() -> PieceMemory:
+            buckets = tuple(map(self._buckets.empty, nbytes))
+            return PieceMemory(buckets, pieces_in(buckets, places, blank, part))
+
+        self._versions = DoubleBuffer(allocate)
+        self._pieces: Sequence[torch.Tensor] = ()
+        """Places of the pieces of the version that was made last."""
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         lease = self._versions.take(self._timeout_s)
-        buckets = tuple(lease.bucket(index, nbytes) for index, nbytes in enumerate(self._sizes))
-        return ServedVersion(manifest, buckets, lease.reading)
+        self._pieces = lease.memory.pieces
+        return ServedVersion(manifest, lease.memory.buckets, lease.reading)
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
-        place = self._places[number]
-        piece = served.manifest.parts[self._part].pieces[number]
-        raw = served.buckets[place.bucket][place.offset : place.offset + place.nbytes]
-        dtype = getattr(torch, served.manifest.tensors[piece.tensor].dtype)
-        return raw.view(dtype).view(shape_of(piece.box))
+        return self._pieces[number]
 
     def published(self) -> None:
         self._versions.published()
 
     def channel(self) -> SenderChannel:
-        return PartHandleChannel(self._buckets, part=self._part, bucket_bytes=self._bucket_bytes)
+        return HandleChannel(self._buckets, self.part, self.sizes)
 
     def close(self) -> None:
         self._buckets.close()

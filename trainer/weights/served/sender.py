@@ -21,9 +21,9 @@ from protocol.weights.boxes import shape_of
 from trainer.config import WeightConfig
 from trainer.ranks.collectives import agreed, gather_bytes
 from trainer.weights.bucket_writer import Named, drain
-from trainer.weights.parts.layout import complete_manifest, piece_spans
-from trainer.weights.parts.memory import MEMORIES
-from trainer.weights.version_server import ServedVersion, VersionServer
+from trainer.weights.served.layout import PieceRows, complete_manifest
+from trainer.weights.served.memory import MEMORIES
+from trainer.weights.served.version_server import ServedVersion, VersionServer
 
 
 class PartReport(msgspec.Struct, frozen=True):
@@ -61,8 +61,7 @@ class PartSender:
         """This process's rank."""
         self.in_parts = len(blank.parts) > 1
         self._blank = blank
-        self._spans = [piece_spans(self._blank, part) for part in range(len(self._blank.parts))]
-        """Rows of the sums of each piece of each rank."""
+        self._rows = PieceRows(blank)
         self._memory = MEMORIES[config.transport](config, self._blank, rank)
         self._asked = self._blank
         """Manifest of the version that `fill` was called for last, without digests."""
@@ -77,7 +76,7 @@ class PartSender:
     def provisional(self, epoch: str, version: int) -> WeightDraft | None:
         """See `WeightSender`; when it returns, every rank accepts requests."""
         draft = self.draft(epoch, version)
-        self._gathered(b"")
+        self._wait_for_all()
         return draft
 
     def publish(
@@ -91,7 +90,9 @@ class PartSender:
     ) -> WeightManifest:
         """Publish this rank's pieces; see `WeightSender`."""
         report = self.fill(epoch, version, tensors)
-        reports = [_decoder.decode(data) for data in self._gathered(msgspec.msgpack.encode(report))]
+        reports = [report]
+        if self.in_parts:
+            reports = [_decoder.decode(data) for data in gather_bytes(msgspec.msgpack.encode(report))]
         manifest, problem = self._asked, None
         if reports:
             try:
@@ -99,7 +100,7 @@ class PartSender:
             except WeightError as error:
                 problem = error
         self.settle(agreed(problem is None) if self.in_parts else problem is None)
-        self._gathered(b"")  # rank 0 announces the version only when every rank serves it
+        self._wait_for_all()  # rank 0 announces the version only when every rank serves it
         if problem is not None:
             raise problem
         return manifest
@@ -139,15 +140,11 @@ class PartSender:
         if problem := next((report.error for report in reports if report.error), ""):
             raise WeightError(f"version {self._asked.version}: {problem}")
         assert self._filled is not None
-        sums = [
-            _int64(report.sums).split([end - first for first, end in spans])
-            for report, spans in zip(reports, self._spans, strict=True)
-        ]
-        manifest = complete_manifest(
-            self._asked, self._spans, sums, [report.location for report in reports], base_model=base_model
-        )
-        for rows in (rows for part in sums for rows in part):
-            self._filled.collected.add(rows)
+        sums = [np.frombuffer(report.sums, np.int64) for report in reports]
+        locations = [report.location for report in reports]
+        digests = self._rows.digests(sums)
+        manifest = complete_manifest(self._asked, digests, locations, base_model=base_model)
+        self._filled.collected.add([torch.from_numpy(part.copy()) for part in sums])
         return manifest
 
     def settle(self, accepted: bool) -> None:
@@ -168,8 +165,9 @@ class PartSender:
         self._server.close()
         self._memory.close()
 
-    def _gathered(self, data: bytes) -> list[bytes]:
-        return gather_bytes(data) if self.in_parts else [data]
+    def _wait_for_all(self) -> None:
+        if self.in_parts:
+            gather_bytes(b"")
 
     def _begun(self, epoch: str, version: int) -> ServedVersion:
         """Return the version's draft if it has one, else a version without pieces."""
@@ -182,9 +180,10 @@ class PartSender:
         return served
 
     def _copied(self, served: ServedVersion, tensors: Named) -> bytes:
-        spans = self._spans[self.rank]
+        """Copy and digest all pieces in one pass; return their sums."""
+        spans, pieces = self._rows.pieces[self.rank], self._blank.parts[self.rank].pieces
         sums, position = SliceSums(sum(end - first for first, end in spans), self._memory.device), 0
-        pieces = self._blank.parts[self.rank].pieces
+        copies: list[torch.Tensor] = []
         for number, (piece, named) in enumerate(zip_longest(pieces, tensors)):
             name = self._blank.tensors[piece.tensor].name if piece is not None else None
             if piece is None or named is None or name != named[0]:
@@ -192,13 +191,16 @@ class PartSender:
             shape, entry, tensor = shape_of(piece.box), self._blank.tensors[piece.tensor], named[1]
             if tuple(tensor.shape) != shape:
                 raise WeightError(f"{entry.name}: a piece of {list(tensor.shape)}, not {list(shape)}")
-            copy = self._memory.piece(served, number).copy_(tensor)
-            served.streamed.add(copy)
             first, end = spans[number]
-            sums.add(copy, entry.shape, piece.box, position - first)
+            copies.append(self._memory.piece(served, number))
+            sums.add(tensor.detach(), entry.shape, piece.box, position - first, copies[-1])
             position += end - first
-        served.streamed.fail()  # there are no more
+            if sums.is_launched:
+                served.streamed.add(copies)
+                copies = []
         sums.launch()
+        served.streamed.add(copies)
+        served.streamed.fail()  # there are no more
         return sums.total.cpu().numpy().tobytes()
 
     def _cancel(self) -> None:
@@ -208,7 +210,3 @@ class PartSender:
                 served.streamed.fail()
                 served.collected.fail()
         self._server.provisional = self._filled = None
-
-
-def _int64(data: bytes) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(data, np.int64).copy())

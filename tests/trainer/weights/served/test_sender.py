@@ -21,10 +21,10 @@ from protocol.weights.provisional import provisional_manifest
 from protocol.weights.slices import check_parts, decode_wanted, encode_wanted
 from rollout.staging.staging import digest_of
 from rollout.weights.registry import make_receiver
-from rollout.weights.sender_connection import parse_address
+from rollout.weights.sender_connection import parse_location
 from tests.trainer.weights.engines import ROOT
-from tests.trainer.weights.parts.memory_of_rank import made_of
-from tests.trainer.weights.parts.trainer_ranks import (
+from tests.trainer.weights.served.memory_of_rank import made_of
+from tests.trainer.weights.served.trainer_ranks import (
     DEADLINE_S,
     EngineRank,
     TrainerRanks,
@@ -33,9 +33,9 @@ from tests.trainer.weights.parts.trainer_ranks import (
     tensor_ranks,
     trainer_ranks,
 )
-from trainer.weights.parts.channel import PartChannel
-from trainer.weights.parts.sender import PartReport
-from trainer.weights.receiver_connection import ReceiverConnection
+from trainer.weights.served.pairs import PairChannel
+from trainer.weights.served.receiver_connection import ReceiverConnection
+from trainer.weights.served.sender import PartReport
 
 SHAPES = {"embed": (131, 300), "q": (96, 400), "o": (400, 96), "norm": (400,), "scale": (), "none": (0, 3)}
 """Rows that share rows of the digest with others, columns, a replicated vector, a scalar, an empty one."""
@@ -280,7 +280,7 @@ def test_slices_that_are_not_the_versions_are_refused(
     manifest = two.publish("e1", 1, tensors(1))
     with pytest.raises(WeightError, match=problem):
         decode_wanted(wanted, manifest)
-    host, port = parse_address(manifest.location.partition("/")[0], manifest.location)
+    host, port, _ = parse_location(manifest.location, ("cpu", "gloo"))
     with socket.create_connection((host, port), timeout=DEADLINE_S) as connection:
         request = {"version": 1, "epoch": "e1", "slices": 1 << 40}
         connection.sendall(json.dumps(request).encode() + b"\n")
@@ -319,13 +319,13 @@ def test_versions_sent_to_one_receiver_take_the_memory_of_the_first_one_again() 
         (sender,) = ranks.senders
         served, channel = sender._server.current, sender._memory.channel()
         assert served is not None
-        assert isinstance(channel, PartChannel)
+        assert isinstance(channel, PairChannel)
         channel._group = SentAtOnce()
         connection = ReceiverConnection(near)
         connection.wanted = encode_wanted({"w": (whole(shapes["w"]),)})
         reserved = []
         for _ in range(40):
-            channel._send_on_stream(connection, served, time.monotonic() + DEADLINE_S)
+            channel._send_version(connection, served, time.monotonic() + DEADLINE_S)
             reserved.append(torch.cuda.memory_reserved())
         assert reserved[-1] == reserved[0]
 
@@ -333,7 +333,7 @@ def test_versions_sent_to_one_receiver_take_the_memory_of_the_first_one_again() 
 @pytest.mark.slow
 def test_rank_that_publishes_takes_memory_for_its_part_and_a_few_buckets() -> None:
     mib, ranks = 512, 4
-    command = [sys.executable, "-m", "tests.trainer.weights.parts.memory_of_rank", str(mib), str(ranks)]
+    command = [sys.executable, "-m", "tests.trainer.weights.served.memory_of_rank", str(mib), str(ranks)]
     with (
         closing(made_of(mib, ranks)) as made,
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Memory of a rank that publishes: `python -m tests.trainer.weights.parts.memory_of_rank MIB RANKS`.
+"""Memory of a rank that publishes: `python -m tests.trainer.weights.served.memory_of_rank MIB RANKS`.
 
 It is the last rank. It prints its report in hex, and then by how many MiB its memory grew at most while it
 copied and digested its part; at the next line on standard input the same for what came after.
@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from protocol.weights.boxes import shape_of
-from tests.trainer.weights.parts.trainer_ranks import TrainerRanks, halves
+from tests.trainer.weights.served.trainer_ranks import TrainerRanks, halves
 
 TENSORS = 8
 BUCKET_MIB = 1

@@ -18,8 +18,8 @@ from rollout.weights.registry import make_receiver
 from services.bus.curve import create_keys
 from tests.trainer.weights.senders import part_sender, received
 from trainer.config import WeightConfig
-from trainer.weights.parts.sender import PartSender
-from trainer.weights.receiver_connection import REFUSED
+from trainer.weights.served.receiver_connection import REFUSED
+from trainer.weights.served.sender import PartSender
 
 CONFIG = WeightConfig(transport="nccl", bucket_mb=1, timeout_s=30)
 TENSORS = {"a": torch.arange(1000.0), "b": torch.ones(3)}

@@ -1,4 +1,4 @@
-"""A trainer's rank as a process: `python -m tests.trainer.weights.parts.rank_process TRANSPORT RANK RANKS`.
+"""A trainer's rank as a process: `python -m tests.trainer.weights.served.rank_process TRANSPORT RANK RANKS`.
 
 It publishes two versions of the tensors of `receiver.py`, rows of each, prints a report in hex for each, and
 stays until it is killed.
@@ -9,8 +9,8 @@ import sys
 import msgspec
 import torch
 
-from tests.trainer.weights.parts.trainer_ranks import TrainerRanks, halves
 from tests.trainer.weights.receiver import COUNT, SIZE
+from tests.trainer.weights.served.trainer_ranks import TrainerRanks, halves
 
 SHAPES = {f"t{i}": (SIZE,) for i in range(COUNT)}
 

@@ -11,15 +11,15 @@ import pytest
 from protocol.messages import WeightManifest
 from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import ROOT, started
-from tests.trainer.weights.parts.rank_process import made_of, tensors
 from tests.trainer.weights.receiver import COUNT
-from trainer.weights.parts.sender import PartReport
+from tests.trainer.weights.served.rank_process import made_of, tensors
+from trainer.weights.served.sender import PartReport
 
 
 @contextmanager
 def rank_1(transport: str) -> Iterator[tuple["subprocess.Popen[str]", list[PartReport]]]:
     """The second of two ranks as a process, which serves version 2, and its reports of versions 1 and 2."""
-    command = [sys.executable, "-m", "tests.trainer.weights.parts.rank_process", transport, "1", "2"]
+    command = [sys.executable, "-m", "tests.trainer.weights.served.rank_process", transport, "1", "2"]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

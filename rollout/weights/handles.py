@@ -1,4 +1,4 @@
-"""Reads slices in the memory of a trainer rank of this host; sender: `trainer/weights/parts/handles.py`.
+"""Reads slices in the memory of a trainer rank of this host; sender: `trainer/weights/served/handles.py`.
 
 `location` is "HOST:PORT/cuda", or "HOST:PORT/cpu" where the trainer has no GPU and its pieces are in host
 memory. Memory of the engine's own GPU, and host memory, is read in place. Of memory of another GPU, which
@@ -14,18 +14,19 @@ from typing import Any
 import torch
 
 from protocol.device.bucket_handles import HOST, open_bucket
-from protocol.device.cut_memory import cuts_in
+from protocol.device.cut_memory import cuts_in, pieces_in
 from protocol.device.shared_tensors import gpu_of
 from protocol.errors import WeightError
-from protocol.messages import WeightManifest, WeightPiece
-from protocol.weights.boxes import relative, shape_of
-from protocol.weights.slices import Cut, PiecePlace, Transfer, piece_places
-from rollout.weights.parts.transfer import PartTransfer, memory_of
-from rollout.weights.sender_connection import parse_address
-from rollout.weights.verification import AHEAD
+from protocol.messages import WeightManifest
+from protocol.weights.boxes import relative
+from protocol.weights.slices import BucketSizes, Cut, PiecePlace, Transfer, piece_places
+from rollout.weights.channel import AHEAD, PartTransfer, memory_of
+from rollout.weights.sender_connection import parse_location
 
 VERSIONS = 2
 """Versions in the memory of a trainer rank; their buckets are used again."""
+UNLIMITED = 1 << 62
+"""Bytes."""
 DEVICES = ("cpu", "cuda")
 """Devices on which a rank's pieces may be."""
 
@@ -45,24 +46,21 @@ class HandleSlices:
         """Numbers of mapped buckets -> the elements of each cut in these, by buckets of the plan."""
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
-        address, _, device = manifest.location.partition("/")
-        if device not in DEVICES:
-            raise WeightError(
-                f"location {manifest.location!r} is not HOST:PORT/DEVICE with {' or '.join(DEVICES)}"
-            )
+        host, port, device = parse_location(manifest.location, DEVICES)
         if device == "cuda" and not torch.cuda.is_available():
             raise WeightError(
                 f"version {manifest.version}: transport ipc shares GPU memory, and this engine has no GPU; "
                 "use shm"
             )
-        return parse_address(address, manifest.location)
+        return host, port
+
+    def sizes(self, answer: dict[str, Any]) -> BucketSizes:
+        """Return no limits for memory of our own GPU: its cuts are read in place, without buckets."""
+        return BucketSizes(UNLIMITED, UNLIMITED) if _is_ours(answer["gpu"]) else BucketSizes(*answer["sizes"])
 
     def slices(self, transfer: PartTransfer) -> Iterator[Iterable[tuple[Cut, torch.Tensor]]]:
         gpu, sources = transfer.answer["gpu"], self._sources_of(transfer)
-        if gpu == HOST or gpu == gpu_of(torch.device("cuda", torch.cuda.current_device())):
-            found = iter(sources)
-        else:
-            found = _copies_of_peer(transfer, sources)
+        found = iter(sources) if gpu == HOST or _is_ours(gpu) else _copies_of_peer(transfer, sources)
         for bucket, tensors in zip(transfer.plan.buckets, found, strict=True):
             yield zip(bucket, tensors, strict=True)
 
@@ -94,10 +92,7 @@ class HandleSlices:
         if key not in self._sources:
             if len(self._sources) == VERSIONS:
                 self._sources = {}
-            pieces = [
-                _piece(manifest, piece, mapped[place.bucket], place)
-                for piece, place in zip(manifest.parts[transfer.part].pieces, self._places, strict=True)
-            ]
+            pieces = pieces_in(mapped, self._places, manifest, transfer.part)
             boxes = [piece.box for piece in manifest.parts[transfer.part].pieces]
             self._sources[key] = [
                 [pieces[cut.piece][relative(cut.box, boxes[cut.piece])] for cut in bucket]
@@ -127,12 +122,9 @@ class HandleSlices:
         return self._mapped[number]
 
 
-def _piece(
-    manifest: WeightManifest, piece: WeightPiece, bucket: torch.Tensor, place: PiecePlace
-) -> torch.Tensor:
-    """Return a piece in the bucket in which it lies, in its shape."""
-    raw = bucket[place.offset : place.offset + place.nbytes]
-    return raw.view(getattr(torch, manifest.tensors[piece.tensor].dtype)).view(shape_of(piece.box))
+def _is_ours(gpu: str) -> bool:
+    """Return whether memory there is on this process's GPU."""
+    return gpu != HOST and gpu == gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _copies_of_peer(

@@ -5,11 +5,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from protocol.host.line_connection import TimedLine
 from protocol.messages import WeightManifest
-from protocol.weights.slices import Cut, Transfer
+from protocol.weights.slices import BucketSizes, Cut, Transfer
 from rollout.weights.base import Destination
-from rollout.weights.sender_connection import SenderLine
 from rollout.weights.verification import Deadline
+
+AHEAD = 4
+"""Buckets in flight at a time."""
 
 
 class PartTransfer(NamedTuple):
@@ -24,7 +27,7 @@ class PartTransfer(NamedTuple):
     deadline: Deadline
     disconnected: Callable[[], bool]
     """Returns whether the rank has disconnected or the receiver was closed."""
-    line: SenderLine
+    line: TimedLine
     place: Destination
 
 
@@ -47,6 +50,9 @@ class ReceiverChannel(Protocol):
         Raises:
             WeightError: the location contains none, or this engine cannot use the transport.
         """
+
+    def sizes(self, answer: dict[str, Any]) -> BucketSizes:
+        """Return the sizes of the buckets in which the rank's cuts are received, by its answer."""
 
     def slices(self, transfer: PartTransfer) -> Iterator[Iterable[tuple[Cut, torch.Tensor]]]:
         """Yield every cut of the plan with its elements, in its shape: many at a time, until the next."""

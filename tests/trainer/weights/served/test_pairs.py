@@ -11,13 +11,13 @@ import torch
 
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.parts.pairs import PairSlices
-from rollout.weights.parts.receiver import PartReceiver
+from rollout.weights.pairs import PairSlices
+from rollout.weights.part_receiver import PartReceiver
 from rollout.weights.registry import make_receiver
 from tests.trainer.weights.senders import part_sender, received
 from trainer.config import WeightConfig
-from trainer.weights.parts.sender import PartSender
-from trainer.weights.version_server import MAX_RECEIVERS
+from trainer.weights.served.sender import PartSender
+from trainer.weights.served.version_server import MAX_RECEIVERS
 
 
 def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:

@@ -14,8 +14,8 @@ from tests.trainer.weights.engines import publish, started, trainer, version_ten
 from tests.trainer.weights.receiver import COUNT, SIZE
 from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig
-from trainer.weights.double_buffer import DoubleBuffer
-from trainer.weights.parts.sender import PartSender
+from trainer.weights.served.double_buffer import DoubleBuffer
+from trainer.weights.served.sender import PartSender
 
 GPUS = [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=TWO_GPUS)]
 
@@ -40,22 +40,22 @@ def test_trainer_of_one_rank_shares_host_memory_without_a_gpu() -> None:
 
 
 def test_double_buffer_never_writes_to_a_set_that_is_read() -> None:
-    sets = DoubleBuffer(HostBuckets().empty)
+    buckets = HostBuckets()
+    sets = DoubleBuffer(lambda: buckets.empty(64))
     first = sets.take(1)
-    memory = first.bucket(0, 64)
+    memory = first.memory
     sets.published()
     with first.reading():
-        assert sets.take(1).bucket(0, 64).data_ptr() != memory.data_ptr()  # publishing it fails
+        assert sets.take(1).memory.data_ptr() != memory.data_ptr()  # publishing it fails
         second = sets.take(1)
         sets.published()
-        assert second.bucket(0, 64).data_ptr() != memory.data_ptr()
+        assert second.memory.data_ptr() != memory.data_ptr()
         with pytest.raises(WeightError, match="1 engine ranks still copy the version before the last"):
             sets.take(0.01)
         with second.reading():
             pass
     third = sets.take(1)
-    assert third.bucket(0, 32).data_ptr() == memory.data_ptr()
-    assert len(third.bucket(0, 128)) == 128  # has grown
+    assert third.memory.data_ptr() == memory.data_ptr()
     with pytest.raises(ValueError, match="replaced"), first.reading():
         pass
 

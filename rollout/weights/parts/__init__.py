@@ -1,1 +1,0 @@
-"""Receives slices of versions that stay on the trainer's ranks."""

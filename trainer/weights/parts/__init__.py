@@ -1,1 +1,0 @@
-"""Publishes versions that stay on the trainer's ranks: each serves its own pieces."""

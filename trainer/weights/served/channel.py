@@ -1,0 +1,91 @@
+"""Plans one rank's part of a transfer to one engine rank, and adds up the sums of all that is not sent.
+
+These sums h prove the rest of every tensor to the engine rank, see `protocol/weights/slices.py`.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+
+import torch
+
+from protocol.device.slice_digests import SliceSums
+from protocol.messages import WeightManifest
+from protocol.weights.boxes import relative
+from protocol.weights.slices import BucketSizes, Transfer, decode_wanted, sum_span, transfer_of
+from trainer.weights.served.receiver_connection import ReceiverConnection
+from trainer.weights.served.version_server import ServedVersion
+
+
+class PartChannel:
+    """One rank's end of a connection to an engine rank; the transports add how bytes and sums are sent."""
+
+    def __init__(self, device: torch.device, part: int, sizes: BucketSizes) -> None:
+        """Send what rank `part` has on this device, in buckets of these sizes."""
+        self.device = device
+        self.part = part
+        self.sizes = sizes
+        self._wanted: bytes | None = None
+        self._plan: Transfer | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def plan(self, connection: ReceiverConnection, manifest: WeightManifest) -> Transfer:
+        """Return the plan for what the receiver wants, which is the same for every version of a layout.
+
+        Raises:
+            WeightError: it wants a slice that does not exist.
+        """
+        if self._plan is None or connection.wanted != self._wanted:
+            wanted = decode_wanted(connection.wanted, manifest)
+            self._plan = transfer_of(manifest, self.part, wanted, self.sizes)
+            self._wanted = connection.wanted
+        return self._plan
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Return a context for work on the GPU, on a stream other than the trainer's.
+
+        It is the same for all versions: torch keeps freed memory for the stream on which it was allocated.
+        """
+        if self.device.type != "cuda":
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        return torch.cuda.stream(self._stream)
+
+    def sums(
+        self, connection: ReceiverConnection, served: ServedVersion, plan: Transfer, end: float
+    ) -> torch.Tensor:
+        """Return the sums of all that `plan` does not send, in its order; wait for what they are made of.
+
+        Sums of the unsent parts of partly sent pieces are computed from the published bytes.
+
+        Returns:
+            int64 [rows of the plan], on the pieces' device if some were computed there.
+        """
+        manifest, pieces = served.manifest, served.manifest.parts[self.part].pieces
+        begins = list(accumulate((last - first for _, first, last in plan.spans), initial=0))
+        spans = list(zip(plan.spans, begins, strict=False))
+        count = len(plan.rests)
+        rests = SliceSums(begins[count], self.device if count else torch.device("cpu"))
+        for rest, ((tensor, first, _), begin) in zip(plan.rests, spans[:count], strict=True):
+            whole, origin = served.streamed.full(rest.piece, connection, end), pieces[rest.piece].box
+            for box in rest.boxes:
+                rests.add(whole[relative(box, origin)], manifest.tensors[tensor].shape, box, begin - first)
+        rests.launch()
+        if not plan.untouched:
+            return rests.total
+        others = torch.zeros(plan.rows - begins[count], dtype=torch.int64)
+        begin_of = {tensor: begin - begins[count] for (tensor, _, _), begin in spans[count:]}
+        rows = {part: _rows_before(manifest, part) for part in {part for part, _ in plan.untouched}}
+        for part, number in plan.untouched:
+            piece = manifest.parts[part].pieces[number]
+            first, last = sum_span(manifest.tensors[piece.tensor], piece.box)
+            begin, row = begin_of[piece.tensor] + first, rows[part][number]
+            collected = served.collected.full(part, connection, end)[row : row + last - first]
+            others[begin : begin + last - first] += collected
+        return torch.cat([rests.total, others.to(rests.total.device)])
+
+
+def _rows_before(manifest: WeightManifest, part: int) -> Sequence[int]:
+    """Return how many sums a rank's pieces before each one have."""
+    spans = (sum_span(manifest.tensors[piece.tensor], piece.box) for piece in manifest.parts[part].pieces)
+    return list(accumulate((last - first for first, last in spans), initial=0))

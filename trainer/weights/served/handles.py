@@ -1,0 +1,63 @@
+"""Lets one engine rank map one trainer rank's pieces of a version, on the same host, and sends it sums.
+
+The dialogue, on the connection of `trainer/weights/served/version_server.py`, with the slices that the
+receiver wants in its request:
+
+    sender -> receiver   {"gpu": UUID, "buckets": [{"memory": k, "handle": [...]}, ...], "sizes": [n, m]}
+                             a handle where `k` is new on this connection. The buckets hold the rank's pieces,
+                             at their `protocol.weights.slices.piece_places`
+    receiver -> sender   {"sums": n}: it has queued its copies and wants n sums, if there are any
+    sender -> receiver   the sums of the rest of the pieces that are read in part, computed from the mapped
+                         memory; from rank 0 also the sums of pieces that no rank has read.
+                         int64, n of them, without a line
+    receiver -> sender   {"done": v}: the memory may be written again
+
+The trainer neither computes nor waits, and an engine that dies while it copies is merely a closed connection.
+Versions are double-buffered: none is written over one that an engine still copies.
+"""
+
+import itertools
+from typing import Any
+
+import torch
+
+from protocol.device.bucket_handles import SharedBuckets
+from protocol.weights.slices import BucketSizes
+from trainer.weights.served.channel import PartChannel
+from trainer.weights.served.receiver_connection import ReceiverConnection, remaining_s
+from trainer.weights.served.version_server import ServedVersion
+
+
+class HandleChannel(PartChannel):
+    """Sends handles of one rank's pieces, and sums, to one receiver."""
+
+    def __init__(self, memory: SharedBuckets, part: int, sizes: BucketSizes) -> None:
+        """Send what rank `part` has in this memory, in buckets of these sizes."""
+        super().__init__(memory.device, part, sizes)
+        self._memory = memory
+        self._numbers = itertools.count()
+        self._sent: dict[int, tuple[int, torch.Tensor]] = {}
+        """Address -> (number on the wire, bucket). The reference keeps the address from being reused."""
+
+    def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        plan = self.plan(connection, served.manifest)
+        buckets = [self._bucket(bucket) for bucket in served.buckets]
+        connection.answer({"gpu": self._memory.place, "buckets": buckets, "sizes": self.sizes}, end)
+        if plan.rows:
+            with self.on_stream():
+                sums = self.sums(connection, served, plan, end).cpu()
+            if connection.request(end) != {"sums": len(sums)}:
+                raise ValueError(f"a receiver of version {served.manifest.version} did not ask for its sums")
+            connection.send_raw(sums.numpy().tobytes(), lambda: remaining_s(end))
+        connection.wait_done(served.manifest.version, end)
+
+    def close(self) -> None:
+        self._sent.clear()
+
+    def _bucket(self, bucket: torch.Tensor) -> dict[str, Any]:
+        sent = self._sent.get(bucket.data_ptr())
+        if sent is not None:
+            return {"memory": sent[0]}
+        number = next(self._numbers)
+        self._sent[bucket.data_ptr()] = (number, bucket)
+        return {"memory": number, "handle": self._memory.handle(bucket)}

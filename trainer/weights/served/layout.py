@@ -1,0 +1,110 @@
+"""Describes a version that stays on the trainer's ranks: its manifest without digests and locations."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightManifest, WeightPart
+from protocol.weights.boxes import size_of, whole
+from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
+from protocol.weights.digests import digests_of_sums, rows_of
+from protocol.weights.provisional import UNKNOWN, with_digests
+from protocol.weights.slices import sum_span
+from trainer.ranks.publication import Publication
+from trainer.weights.bucket_writer import published_dtype
+
+
+def blank_manifest(
+    publication: Publication, dtype: str, bucket_bytes: int, transport: str = "nccl"
+) -> WeightManifest:
+    """Return the manifest of no version yet; equal on every rank.
+
+    Args:
+        publication: the model's.
+        dtype: in which its tensors are published.
+        bucket_bytes: size of a bucket.
+        transport: by which engines get it.
+    """
+    layout = BucketLayout(bucket_bytes)
+    entries = []
+    for name, shape in zip(publication.names, publication.shapes, strict=True):
+        kind = published_dtype(name, dtype)
+        nbytes = size_of(whole(shape)) * DTYPE_BYTES[kind]
+        entries.append(TensorEntry(name, kind, shape, *layout.place(name, nbytes), nbytes, UNKNOWN))
+    return WeightManifest(
+        epoch="",
+        version=0,
+        transport=transport,
+        location="",
+        buckets=tuple(layout.buckets),
+        tensors=tuple(entries),
+        parts=tuple(WeightPart("", pieces) for pieces in publication.parts),
+    )
+
+
+class PieceRows:
+    """Places of the sums of all ranks' pieces among the sums of the tensors; the same for every version."""
+
+    def __init__(self, blank: WeightManifest) -> None:
+        self._sizes = [entry.nbytes for entry in blank.tensors]
+        self._firsts = list(accumulate(map(rows_of, self._sizes), initial=0))
+        self.pieces = [
+            [sum_span(blank.tensors[piece.tensor], piece.box) for piece in part.pieces]
+            for part in blank.parts
+        ]
+        """By rank, the rows (first, after the last) of its tensor that the sums of each piece cover."""
+        self._runs = [self._joined(blank, part) for part in range(len(blank.parts))]
+        """By rank, (first row among all tensors', first of the rank's sums, rows) of adjacent sums."""
+
+    def digests(self, sums: Sequence[NDArray[np.int64]]) -> list[int]:
+        """Return the tensors' digests from each rank's sums, one piece after the other."""
+        total = np.zeros(self._firsts[-1], np.int64)
+        for runs, part in zip(self._runs, sums, strict=True):
+            for row, first, count in runs:
+                total[row : row + count] += part[first : first + count]
+        return digests_of_sums(total, self._sizes)
+
+    def _joined(self, blank: WeightManifest, part: int) -> list[tuple[int, int, int]]:
+        runs: list[tuple[int, int, int]] = []
+        position = 0
+        for piece, (first, end) in zip(blank.parts[part].pieces, self.pieces[part], strict=True):
+            row, count = self._firsts[piece.tensor] + first, end - first
+            if runs and runs[-1][0] + runs[-1][2] == row:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + count)
+            else:
+                runs.append((row, position, count))
+            position += count
+        return runs
+
+
+def complete_manifest(
+    blank: WeightManifest, digests: Sequence[int], locations: Sequence[str], *, base_model: str
+) -> WeightManifest:
+    """Return the manifest of a version that every rank has its part of.
+
+    Args:
+        blank: its epoch, version and layout.
+        digests: of its tensors.
+        locations: by rank, where its part is served.
+        base_model: architecture name from the model's config.json.
+
+    Raises:
+        WeightError: it has no tensors.
+    """
+    if not blank.tensors:
+        raise WeightError("a version without tensors cannot be published")
+    parts = tuple(
+        WeightPart(location, part.pieces) for location, part in zip(locations, blank.parts, strict=True)
+    )
+    complete = with_digests(blank, digests)
+    return replace(
+        complete,
+        location=locations[0],
+        parts=parts,
+        digest=manifest_digest(complete.tensors),
+        base_model=base_model,
+    )

@@ -1,0 +1,129 @@
+"""Sends one rank's cuts of a version to engine ranks, through process groups of two, one for each.
+
+The dialogue, on the connection of `trainer/weights/served/version_server.py`, with the slices that the
+receiver wants in its request:
+
+    sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
+    receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
+                                             `protocol/device/pair_store.py`
+                         {"ready": true}     later requests. Either answer also has {"sizes": [n, m]}, see
+                                             `protocol.weights.slices.BucketSizes`
+    both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
+    both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each
+    both                 the sums of the unsent parts of cut pieces; from rank 0 also the sums of pieces
+                         that no rank has sent. int64, in one broadcast
+    receiver -> sender   {"done": v}
+
+With a group per receiver, one that hangs or dies delays no other, and the default process group is not
+touched. The version is kept in memory of its own on the trainer's device, so the next training step does not
+wait for transfers.
+"""
+
+import threading
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from protocol.device.cut_memory import cuts_in
+from protocol.device.pair_group import SENDER, abort
+from protocol.device.pair_store import join_pair
+from protocol.weights.boxes import relative
+from protocol.weights.slices import BucketSizes, Cut, Transfer
+from trainer.weights.served.channel import PartChannel
+from trainer.weights.served.receiver_connection import ReceiverConnection, remaining_s
+from trainer.weights.served.version_server import CLOSE_S, ServedVersion
+
+POLL_S = 0.0005
+"""Interval at which a transfer on a GPU is polled: a wait in the driver would have no deadline."""
+PACKED = 2
+"""Buckets that are packed and not sent yet: one is filled while the one before is sent."""
+
+
+class PairChannel(PartChannel):
+    """Sends cuts of one rank's pieces to one receiver, as rank 0 of a group of two."""
+
+    def __init__(self, device: torch.device, part: int, sizes: BucketSizes) -> None:
+        super().__init__(device, part, sizes)
+        self._group: Any = None
+
+    def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        if self._group is None:
+            self._group = self._join(connection, end)
+        else:
+            connection.answer({"ready": True, "sizes": self.sizes}, end)
+        # Aborting the group ends what blocks in a library or on the GPU.
+        watchdog = threading.Timer(remaining_s(end), abort, args=(self._group,))
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            self._send_version(connection, served, end)
+            connection.wait_done(served.manifest.version, end)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            watchdog.cancel()
+            # If the timer's thread dropped the last reference to the group while the interpreter shuts down,
+            # the process would crash.
+            watchdog.join(CLOSE_S)
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            abort(group)
+
+    def _join(self, connection: ReceiverConnection, end: float) -> Any:
+        connection.answer({"join": True, "sizes": self.sizes}, end)
+        # The group is not created before the receiver is there: if it never came, a thread would be stuck.
+        if connection.request(end) != {"joining": True}:
+            raise ValueError("a receiver disconnected before it had joined the group")
+        return join_pair(connection.line(end), SENDER, self.device, remaining_s(end))
+
+    def _send_version(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        """Send all buckets, each while the next one is packed, and the sums.
+
+        On a GPU all of it is queued, and the host waits at the end alone: until it is sent, the receiver
+        disconnects, or time is up.
+        """
+        plan = self.plan(connection, served.manifest)
+        sending: deque[tuple[Any, torch.Tensor]] = deque()
+        with self.on_stream():
+            for bucket in plan.buckets:
+                sending.append(self._broadcast(self._packed(bucket, connection, served, end), end))
+                if len(sending) == PACKED:
+                    sending.popleft()[0].wait()  # nccl: the stream waits, and then uses its memory again
+            if plan.rows:
+                sums = self.sums(connection, served, plan, end).to(self.device)
+                sending.append(self._broadcast(sums.view(torch.uint8), end))
+            for work, _ in sending:
+                work.wait()
+            sent = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        while sent is not None and not sent.query():
+            if connection.disconnected(POLL_S):
+                raise ValueError("a receiver disconnected in the middle of a version")
+            remaining_s(end)
+
+    def _packed(
+        self, bucket: tuple[Cut, ...], connection: ReceiverConnection, served: ServedVersion, end: float
+    ) -> torch.Tensor:
+        """Return a bucket's bytes, uint8, once their pieces are full: in place where it is one dense cut."""
+        manifest, pieces = served.manifest, served.manifest.parts[self.part].pieces
+        cuts = [
+            served.streamed.full(cut.piece, connection, end)[relative(cut.box, pieces[cut.piece].box)]
+            for cut in bucket
+        ]
+        if len(cuts) == 1 and cuts[0].is_contiguous():
+            return cuts[0].view(-1).view(torch.uint8)
+        memory = torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=self.device)
+        torch._foreach_copy_(cuts_in(memory, bucket, manifest), cuts)
+        return memory
+
+    def _broadcast(self, memory: torch.Tensor, end: float) -> tuple[Any, torch.Tensor]:
+        """Begin to send uint8 [n]; return what to wait for, and the memory, which must live until then."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=remaining_s(end))
+        return self._group.broadcast([memory], options), memory
