@@ -61,6 +61,7 @@ class FsdpCritic(Critic):
             with self._passes.inputs(part) as inputs:
                 values = self._model(inputs.arguments, inputs.rows[part.sampled_mask])
             out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = values.cpu()
+        self._model.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
         return out
 
     def train_step(self, batch: Batch) -> CriticStats:

@@ -64,6 +64,7 @@ class ShardedModel:
             part = batch.select(samples).to(self.passes.device)
             logprobs = self.run(part, part.sampled_mask.nonzero()[:, 0], lambda logprobs, _: logprobs)
             out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = logprobs.cpu()
+        self.module.reshard()  # only a backward pass does that for the root; a step would leave old weights there
         return out
 
     def _logprobs(
@@ -98,3 +99,4 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are shares of the whole step's
+            module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing while it adds up
