@@ -2,9 +2,11 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -89,6 +91,18 @@ class FsdpBackend(Backend):
         self._stepper = MasterStepper(self._trained, self._trained, optimizer, ())
         self._reference: ShardedModel | None = None
         self._host, self._copies = HostOffload(), HostCopies()
+
+    @property
+    def why_rows(self) -> str:
+        """Why samples are padded rows; empty where they are packed."""
+        return self._model.passes.why_rows
+
+    @property
+    def ignored_names(self) -> tuple[str, ...]:
+        """Patterns of the checkpoint's tensors that transformers leaves out, or makes from others."""
+        module: Any = self._model.module
+        tied = tuple(re.escape(name) + "$" for name in module.all_tied_weights_keys)
+        return (*(module._keys_to_ignore_on_load_unexpected or ()), *tied)
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self._algorithm.config)

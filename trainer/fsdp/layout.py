@@ -9,6 +9,8 @@ from trainer.config import ParallelConfig
 SIZES = ("data_parallel_size", "use_distributed_optimizer")
 """Settings of `[parallel]` that it reads: FSDP shards parameters, gradients and optimizer over these ranks."""
 
+NOT_SHARDED = "trainer.backend 'fsdp' shards the model over parallel.data_parallel_size ranks, and has no others"
+
 
 def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
     """Yield each setting of `[parallel]` that is set and that the backend does not have, with its value."""
@@ -26,7 +28,4 @@ def check_layout(parallel: ParallelConfig) -> None:
         SettingsError: names the setting.
     """
     for setting, value in layout_refusals(parallel):
-        raise SettingsError(
-            f"setting {setting}: {value} is for trainer.backend 'megatron'; 'fsdp' shards the model over "
-            "parallel.data_parallel_size ranks: leave it out, or change the backend"
-        )
+        raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; leave it out, or use megatron")

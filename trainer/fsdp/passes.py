@@ -29,6 +29,8 @@ EXACT = 1e-4
 largest output."""
 SAMPLE = 8
 """Tokens of each of the two samples that show the difference."""
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose angles depend on the longest sample of a pass: each sample is a pass of its own."""
 NO_SAMPLES = torch.zeros(0, dtype=torch.int64)
 
 
@@ -47,6 +49,7 @@ class Passes:
     def __init__(self, model: Any, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
         """Choose packing for a model on the CPU, in float32, if its outputs are the same then."""
         self.device, self._mesh, self._trainer = torch.device(mesh.device_type), mesh, trainer
+        self._most = 1 if _rope_types(model) & set(BY_LENGTH) else trainer.micro_batch_size
         self.why_rows = _packing_refusal(model)
         """Why samples are rows of their own, padded on the right; empty where they are packed."""
         if self.why_rows:
@@ -56,7 +59,7 @@ class Passes:
         """Return the samples of each pass, int64 [n]; the last ones may have none. A collective."""
         budget = self._trainer.micro_batch_tokens or AUTO_TOKENS[self.device.type]
         divided = pack_padded if self.why_rows else pack
-        passes = divided(batch.lengths.tolist(), budget, self._trainer.micro_batch_size)
+        passes = divided(batch.lengths.tolist(), budget, self._most)
         most = torch.tensor([len(passes)], device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
         own = [torch.tensor(sorted(samples)) for samples in passes]
@@ -93,6 +96,13 @@ class Passes:
             return
         with attention.packed(lengths, self.device):
             yield inputs
+
+
+def _rope_types(model: Any) -> set[str]:
+    """Return the types of a model's rotary embeddings; some models have one for each kind of layer."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    by_layer = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {parameters.get("rope_type", "") for parameters in by_layer}
 
 
 def _packing_refusal(model: Any) -> str:

@@ -16,8 +16,6 @@ from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import make_batch, make_model, plain_logprobs, save_model, step_batch, tensors_of
 from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM, STEPS
-from trainer.config import ParallelConfig
-from trainer.fsdp.layout import check_layout
 from trainer.lora import merged
 
 RANKS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
@@ -187,11 +185,6 @@ def test_adapters_train_what_the_merged_weights_say(results: Ranks, ranks: int) 
         weight = source[name].detach()
         wanted = merged(targets[name], weight, found, LORA) if name in targets else weight
         assert torch.equal(tensor, wanted), name
-
-
-def test_other_layouts_are_refused_by_name() -> None:
-    with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2 is for .* 'megatron'"):
-        check_layout(ParallelConfig(tensor_model_parallel_size=2))
 
 
 def test_a_world_of_another_size_is_refused(results: Ranks) -> None:
