@@ -28,6 +28,8 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 16,
@@ -47,6 +49,9 @@ def save_tiny(model_type: str, directory: Path) -> Path:
     """Write a model with random weights, float32; returns its directory."""
     default = AutoConfig.for_model(model_type)
     fields = {name: value for name, value in SIZES.items() if hasattr(default, name)}
+    if "kv_lora_rank" in fields:  # latent attention has as many heads for keys
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+        fields["head_dim"] = fields["qk_rope_head_dim"]
     config = type(default)(**fields, **CHANGES.get(model_type, {}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
