@@ -124,8 +124,8 @@ class TrainerConfig:
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
     recompute_granularity: RecomputeGranularity = ""
-    """megatron, fsdp: activations that the backward pass computes again instead of keeping them: none (empty),
-    full (whole layers) or, megatron only, selective (`recompute_modules` of each layer)."""
+    """megatron, fsdp: activations that the backward pass computes again instead of keeping them: none
+    (empty), full (whole layers) or, megatron only, selective (`recompute_modules` of each layer)."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """full: uniform (layers in pieces of `recompute_num_layers`; only each piece's input is kept) or block
     (the first `recompute_num_layers` of each pipeline stage or chunk, one by one; the others keep all)."""

@@ -240,9 +240,9 @@ def render_checked_model(result: CheckedModel) -> str:
 def _logprobs_in_words(facts: Mapping[str, Any]) -> str:
     logprobs = facts["logprobs"]
     return (
-        f"{logprobs['compared']} log-probabilities of {facts['samples']} {_laid_out(facts)} random samples (at most "
-        f"{facts['longest']} tokens) equal Hugging Face's in float32 within {TOLERANCE:g} x max(1, size); "
-        f"largest difference {logprobs['largest']:.1e}"
+        f"{logprobs['compared']} log-probabilities of {facts['samples']} {_laid_out(facts)} random samples "
+        f"(at most {facts['longest']} tokens) equal Hugging Face's in float32 within {TOLERANCE:g} x "
+        f"max(1, size); largest difference {logprobs['largest']:.1e}"
     )
 
 

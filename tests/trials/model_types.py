@@ -1,4 +1,4 @@
-"""Trains a tiny random model of every causal type of transformers with the backend `fsdp`, and writes a table.
+"""Trains a tiny random model of every causal type of transformers with `fsdp`, and writes a table.
 
     python -m tests.trials.model_types [TYPE ...]      # all types: results/model_types.md
 

@@ -1,7 +1,8 @@
 """Attention of transformers models over packed sequences, by the kernels of the Megatron backend.
 
-A model whose attention is `NAME` gets no mask: `sequences` says which tokens belong together. Shapes: T tokens
-of a pass, D size of a head's query and key, V of its value.
+A model whose attention is `NAME` gets no mask: `packed` says which tokens belong together.
+
+Shapes: T tokens of a pass, D size of a head's query and key, V of its value.
 """
 
 from collections.abc import Iterator, Sequence

@@ -84,10 +84,12 @@ class FsdpBackend(Backend):
         self._model = ShardedModel(model, self.mesh, trainer, trained=True)
         sharded = dict(model.named_parameters())
         self._trained = {name: sharded[path] for name, path in paths.items()}
-        self._tensors = {name: tensor for name, tensor in model_tensors(model).items() if ".lora." not in name}
+        self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
         self._views = tensor_views(model, self._tensors)
-        published = (plain_views(self._trained), self._trained) if adapters.rank else (self._views, self._tensors)
-        self._plan = ShardPlan.of_ranks(*published, self.mesh.size())
+        self._published: tuple[Sequence[TensorView], Mapping[str, torch.Tensor]] = (
+            (plain_views(self._trained), self._trained) if adapters.rank else (self._views, self._tensors)
+        )
+        self._plan = ShardPlan.make(*self._published, self.mesh.size())
         self._stepper = MasterStepper(self._trained, self._trained, optimizer, ())
         self._reference: ShardedModel | None = None
         self._host, self._copies = HostOffload(), HostCopies()
@@ -154,12 +156,11 @@ class FsdpBackend(Backend):
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies of the trained tensors on rank 0, in the training dtype; one parameter is gathered at
-        a time."""
-        if self.lora.rank:
-            yield from self._gathered(plain_views(self._trained), self._trained)
-        else:
-            yield from self._gathered(self._views, self._tensors)
+        """Yield copies of the trained tensors on rank 0, in the training dtype.
+
+        One parameter is gathered at a time.
+        """
+        yield from self._gathered(*self._published)
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -171,7 +172,7 @@ class FsdpBackend(Backend):
     @property
     def publication(self) -> Publication:
         if self._plan is None:
-            return Publication.by_rank_0({view.name: view.shape for view in self._views})
+            return Publication.by_rank_0({view.name: view.shape for view in self._published[0]})
         return self._plan.publication()
 
     @torch.no_grad()
@@ -179,8 +180,7 @@ class FsdpBackend(Backend):
         if self._plan is None:
             yield from self.export()
             return
-        parameters = self._trained if self.lora.rank else self._tensors
-        for name, piece in self._plan.cut(parameters, self._rank):
+        for name, piece in self._plan.cut(self._published[1], self._rank):
             yield name, piece.to(DTYPES[self._trainer.dtype])
 
     def copy_state(self) -> HostState:
@@ -259,8 +259,8 @@ def _join(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh,
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if world != parallel.data_parallel_size:
         raise SettingsError(
-            f"[parallel] asks for {parallel.data_parallel_size} processes, but {world} are running: start the "
-            f"trainer with torchrun --nproc-per-node {parallel.data_parallel_size}, or change the sizes"
+            f"[parallel] asks for {parallel.data_parallel_size} processes, but {world} are running: start "
+            f"the trainer with torchrun --nproc-per-node {parallel.data_parallel_size}, or change the sizes"
         )
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

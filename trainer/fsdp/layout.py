@@ -7,9 +7,8 @@ from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 
 SIZES = ("data_parallel_size", "use_distributed_optimizer")
-"""Settings of `[parallel]` that it reads: FSDP shards parameters, gradients and optimizer over these ranks."""
-
-NOT_SHARDED = "trainer.backend 'fsdp' shards the model over parallel.data_parallel_size ranks, and has no others"
+"""Settings of `[parallel]` that it reads."""
+NOT_SHARDED = "trainer.backend 'fsdp' shards the model over parallel.data_parallel_size ranks alone"
 
 
 def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:

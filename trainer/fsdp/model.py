@@ -36,15 +36,13 @@ class ShardedModel:
             trained: whether it has gradients and float32 masters; else it is in the dtype of the passes.
         """
         self.module = model
-        self._output = OutputLayer.of_model(model)
+        self._output = OutputLayer.take_over(model)
         self.passes = Passes(model, mesh, trainer)
         if not trained:
             in_dtype(model.requires_grad_(False), DTYPES[trainer.dtype])
         shard(model, model, mesh, trainer)
 
-    def run(
-        self, part: Batch, place: torch.Tensor, finish: Callable[[torch.Tensor, torch.Tensor], T]
-    ) -> T:
+    def run(self, part: Batch, place: torch.Tensor, finish: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
         """Make a pass, and return what `finish` makes of it. A collective.
 
         Args:
@@ -64,7 +62,8 @@ class ShardedModel:
             part = batch.select(samples).to(self.passes.device)
             logprobs = self.run(part, part.sampled_mask.nonzero()[:, 0], lambda logprobs, _: logprobs)
             out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = logprobs.cpu()
-        self.module.reshard()  # only a backward pass does that for the root; a step would leave old weights there
+        # Only a backward pass does that for the root module, which would keep its weights over a step.
+        self.module.reshard()
         return out
 
     def _logprobs(

@@ -35,7 +35,7 @@ class OutputLayer:
         layer.forward = self._forward  # type: ignore[method-assign]
 
     @classmethod
-    def of_model(cls, model: Any) -> "OutputLayer | None":
+    def take_over(cls, model: Any) -> "OutputLayer | None":
         """Take over the output layer of a model on the CPU.
 
         None if the model bounds or scales what the layer gives, or the layer has more than a weight.
@@ -53,7 +53,9 @@ class OutputLayer:
         del layer.forward
         return None
 
-    def logprobs(self, model: Any, inputs: dict[str, Any], tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(
+        self, model: Any, inputs: dict[str, Any], tokens: Tokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities and entropies of tokens, float32 [k]; without gradients no entropies."""
         self._asked = tokens
         try:

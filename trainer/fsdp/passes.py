@@ -44,7 +44,7 @@ class Inputs:
 
 
 class Passes:
-    """How the samples of a model's batches are divided and laid out."""
+    """Layout of a model's batches: which samples share a pass, packed or padded."""
 
     def __init__(self, model: Any, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
         """Choose packing for a model on the CPU, in float32, if its outputs are the same then."""

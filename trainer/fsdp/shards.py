@@ -30,10 +30,10 @@ class TensorView:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    of_rows: bool
+    by_rows: bool
     """Whether it is a range of the parameter's rows; else it can lie in one shard only as a whole."""
 
-    def of_memory(self, memory: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def within(self, memory: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Return the view of memory that begins at element `first` of the parameter."""
         return memory.as_strided(self.shape, self.strides, self.offset - first + memory.storage_offset())
 
@@ -53,16 +53,17 @@ def tensor_views(model: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[Te
         shape, strides = tuple(view.shape), view.stride()
         row = math.prod(blank[owner].shape[1:])
         is_range = view.ndim == blank[owner].ndim and strides == blank[owner].stride()
-        of_rows = is_range and shape[1:] == blank[owner].shape[1:] and view.storage_offset() % row == 0
-        views.append(TensorView(name, owner, shape, strides, view.storage_offset(), of_rows))
+        by_rows = is_range and shape[1:] == blank[owner].shape[1:] and view.storage_offset() % row == 0
+        views.append(TensorView(name, owner, shape, strides, view.storage_offset(), by_rows))
     return tuple(sorted(views, key=lambda view: order[view.parameter]))
 
 
 def plain_views(parameters: Mapping[str, torch.Tensor]) -> tuple[TensorView, ...]:
     """Return parameters that are tensors of a checkpoint as they are."""
+    blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in parameters.items()}
     return tuple(
-        TensorView(name, name, tuple(tensor.shape), torch.empty(tensor.shape, device="meta").stride(), 0, True)
-        for name, tensor in parameters.items()
+        TensorView(name, name, tuple(tensor.shape), tensor.stride(), 0, by_rows=True)
+        for name, tensor in blank.items()
     )
 
 
@@ -80,7 +81,7 @@ class ShardPlan:
     parts: tuple[tuple[WeightPiece, ...], ...]
 
     @classmethod
-    def of_ranks(
+    def make(
         cls, views: Sequence[TensorView], parameters: Mapping[str, torch.Tensor], ranks: int
     ) -> "ShardPlan | None":
         """Return the plan for shards on `ranks` ranks; None if a tensor lies in several, but not by rows."""
@@ -99,21 +100,19 @@ class ShardPlan:
             tuple(view.name for view in self.views), tuple(view.shape for view in self.views), self.parts
         )
 
-    def cut(
-        self, parameters: Mapping[str, torch.Tensor], rank: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def cut(self, parameters: Mapping[str, torch.Tensor], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield a rank's pieces with the names of their tensors, as views of its shards."""
         for piece in self.parts[rank]:
             view = self.views[piece.tensor]
             tensor = parameters[view.parameter]
             if not isinstance(tensor, DTensor):
-                yield view.name, view.of_memory(tensor.detach())
+                yield view.name, view.within(tensor.detach())
                 continue
             row = math.prod(tensor.shape[1:])
             first, _ = shard_rows(tensor.shape[0], rank, len(self.parts))
             memory = tensor.detach().to_local()
-            if not view.of_rows:
-                yield view.name, view.of_memory(memory, first * row)
+            if not view.by_rows:
+                yield view.name, view.within(memory, first * row)
                 continue
             start, stop = piece.box[0]
             yield view.name, memory.narrow(0, view.offset // row + start - first, stop - start)
@@ -127,10 +126,11 @@ def _pieces(
         yield 0, WeightPiece(number, whole(view.shape))
         return
     row = math.prod(parameter.shape[1:])
-    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+    steps = zip(view.shape, view.strides, strict=True)
+    last = view.offset + sum((size - 1) * stride for size, stride in steps)
     for rank in range(ranks):
         first, stop = shard_rows(parameter.shape[0], rank, ranks)
-        if view.of_rows:
+        if view.by_rows:
             begin = view.offset // row
             own = max(first, begin) - begin, min(stop, begin + view.shape[0]) - begin
             if own[0] < own[1]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-
 from dataclasses import dataclass
 from pathlib import Path
 

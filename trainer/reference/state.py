@@ -90,7 +90,7 @@ def load_state(
             for entry in saved.names(OPTIMIZER):
                 key, _, name = entry.removeprefix(OPTIMIZER).partition(".")
                 optimizer.state[masters[name]][key] = saved.state_of(entry, masters[name], device)
-        random = saved.of_rank(rank)
+        random = saved.random_states(rank)
         if RNG + "cpu" in random:
             torch.set_rng_state(random[RNG + "cpu"])
         if device.type == "cuda" and RNG + "cuda" in random:
@@ -110,8 +110,9 @@ class _Saved:
             ]
             facts = json.loads((self._files[0].metadata() or {}).get(IDENTITY, "{}"))
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            backend = identity["backend"]
-            raise SettingsError(f"checkpoint {directory}: not one of the {backend} backend: {error}") from error
+            raise SettingsError(
+                f"checkpoint {directory}: not one of the {identity['backend']} backend: {error}"
+            ) from error
         if facts.get(IDENTITY) != identity:
             raise SettingsError(
                 f"checkpoint {directory} was made by {_listed(facts.get(IDENTITY, {}))}; this trainer is "
@@ -145,9 +146,7 @@ class _Saved:
         first = min(rank * -(-tensor.shape[0] // ranks), tensor.shape[0])
         local.copy_(self._rows(name, first, first + local.shape[0]))
 
-    def state_of(
-        self, name: str, master: torch.Tensor, device: torch.device
-    ) -> torch.Tensor | int | float:
+    def state_of(self, name: str, master: torch.Tensor, device: torch.device) -> torch.Tensor | int | float:
         """Return an entry of a parameter's state where its optimizer has it.
 
         int64 and float64 without a dimension were Python's numbers; torch keeps its counts on the CPU.
@@ -167,7 +166,7 @@ class _Saved:
         parts: list[torch.Tensor] = [file.get_tensor(name) for file in files]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def of_rank(self, rank: int) -> dict[str, torch.Tensor]:
+    def random_states(self, rank: int) -> dict[str, torch.Tensor]:
         """Return the random states of a rank; none if the checkpoint was made by fewer ranks."""
         if rank >= len(self._files):
             return {}

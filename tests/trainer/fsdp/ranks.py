@@ -15,7 +15,15 @@ from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, step_batch
-from tests.trainer.megatron.ranks import ALGORITHM, STEPS, checkpoint_in, part_of, publish_pieces, whole, write
+from tests.trainer.megatron.ranks import (
+    ALGORITHM,
+    STEPS,
+    checkpoint_in,
+    part_of,
+    publish_pieces,
+    whole,
+    write,
+)
 from tests.trainer.recomputed.ranks import process_group
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend

@@ -13,7 +13,14 @@ from protocol.errors import SettingsError
 from tests.trainer.fsdp.ranks import ADAPTED, BFLOAT16, MODELS, make_backend, run
 from tests.trainer.lora.oracle import LORA, targets_of, trained_by_hand
 from tests.trainer.megatron.launch import launch
-from tests.trainer.megatron.models import make_batch, make_model, plain_logprobs, save_model, step_batch, tensors_of
+from tests.trainer.megatron.models import (
+    make_batch,
+    make_model,
+    plain_logprobs,
+    save_model,
+    step_batch,
+    tensors_of,
+)
 from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM, STEPS
 from trainer.lora import merged
@@ -100,7 +107,8 @@ def test_training_equals_plain_torch(results: Ranks, ranks: int, model: str) -> 
 
 @each
 def test_continuing_from_a_checkpoint_is_bit_identical(results: Ranks, ranks: int, model: str) -> None:
-    after, restored = (load_file(results(ranks) / model / f"{name}.safetensors") for name in ("after", "restored"))
+    directory = results(ranks) / model
+    after, restored = (load_file(directory / f"{name}.safetensors") for name in ("after", "restored"))
     assert [name for name in after if not torch.equal(after[name], restored[name])] == []
 
 
