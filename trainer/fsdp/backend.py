@@ -89,7 +89,7 @@ class FsdpBackend(Backend):
         self._published: tuple[Sequence[TensorView], Mapping[str, torch.Tensor]] = (
             (plain_views(self._trained), self._trained) if adapters.rank else (self._views, self._tensors)
         )
-        self._plan = ShardPlan.make(*self._published, self.mesh.size())
+        self._plan = ShardPlan.make(self._published[0], self._published[1], self.mesh.size())
         self._stepper = MasterStepper(self._trained, self._trained, optimizer, ())
         self._reference: ShardedModel | None = None
         self._host, self._copies = HostOffload(), HostCopies()
@@ -250,7 +250,7 @@ class FsdpBackend(Backend):
             whole = gathered(parameters[name])
             if self._rank == 0:
                 whole = whole.to(DTYPES[self._trainer.dtype])
-                yield from ((view.name, view.of_memory(whole)) for view in group)
+                yield from ((view.name, view.within(whole)) for view in group)
 
 
 def _join(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:

@@ -32,7 +32,7 @@ class OutputLayer:
     def __init__(self, layer: torch.nn.Linear) -> None:
         self._layer = layer
         self._asked: Tokens | torch.Tensor | None = None
-        layer.forward = self._forward  # type: ignore[method-assign]
+        layer.forward = self._forward  # type: ignore
 
     @classmethod
     def take_over(cls, model: Any) -> "OutputLayer | None":

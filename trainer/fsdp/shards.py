@@ -17,6 +17,7 @@ from protocol.device.checkpoint_views import checkpoint_views
 from protocol.messages import WeightPiece
 from protocol.weights.boxes import whole
 from trainer.ranks.publication import Publication
+from trainer.reference.shards import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def tensor_views(model: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[Te
         row = math.prod(blank[owner].shape[1:])
         is_range = view.ndim == blank[owner].ndim and strides == blank[owner].stride()
         by_rows = is_range and shape[1:] == blank[owner].shape[1:] and view.storage_offset() % row == 0
-        views.append(TensorView(name, owner, shape, strides, view.storage_offset(), by_rows))
+        views.append(TensorView(name, owner, shape, strides, int(view.storage_offset()), by_rows))
     return tuple(sorted(views, key=lambda view: order[view.parameter]))
 
 
@@ -110,7 +111,7 @@ class ShardPlan:
                 continue
             row = math.prod(tensor.shape[1:])
             first, _ = shard_rows(tensor.shape[0], rank, len(self.parts))
-            memory = tensor.detach().to_local()
+            memory = local_tensor(tensor.detach())
             if not view.by_rows:
                 yield view.name, view.within(memory, first * row)
                 continue
