@@ -105,7 +105,9 @@ class TrainerConfig:
     """Section `[trainer]`: the training backend, its device, and the kept files of a run."""
 
     backend: str = set_first("megatron")
-    """What trains: megatron, reference (the oracle, one rank) or scripted (dry runs without a model)."""
+    """What trains: megatron, fsdp (any causal language model of transformers, sharded over
+    `parallel.data_parallel_size` ranks), reference (the oracle, one rank) or scripted (dry runs without a
+    model)."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of parameters in forward and backward: float32, or bfloat16 or (megatron) float16 with fp32
     masters. float16 is for GPUs without bfloat16: it scales the loss, see `optimizer.initial_loss_scale`."""
@@ -122,8 +124,8 @@ class TrainerConfig:
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
     recompute_granularity: RecomputeGranularity = ""
-    """megatron: activations that the backward pass computes again instead of keeping them: none (empty),
-    selective (`recompute_modules` of each layer) or full (whole layers)."""
+    """megatron, fsdp: activations that the backward pass computes again instead of keeping them: none
+    (empty), full (whole layers) or, megatron only, selective (`recompute_modules` of each layer)."""
     recompute_method: Literal["uniform", "block"] = "uniform"
     """full: uniform (layers in pieces of `recompute_num_layers`; only each piece's input is kept) or block
     (the first `recompute_num_layers` of each pipeline stage or chunk, one by one; the others keep all)."""

@@ -25,6 +25,7 @@ class BackendEntry(Entry):
 
 BACKENDS = Registry(
     {
+        "fsdp": BackendEntry("trainer.fsdp.backend:FsdpBackend", "trainer.fsdp.critic:FsdpCritic"),
         "megatron": BackendEntry(
             "trainer.megatron.backend:MegatronBackend", "trainer.megatron.roles.critic:MegatronCritic"
         ),
@@ -85,6 +86,8 @@ def make_backend(
         }
     if name == "megatron":
         options |= {"parallel": parallel, "frozen": frozen, "critic_dir": critic_dir}
+    elif name == "fsdp":
+        options |= {"parallel": parallel}
     elif parallel.world_size != 1:
         raise SettingsError(
             f"the {name} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron"

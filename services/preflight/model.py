@@ -23,6 +23,7 @@ from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
+from trainer.fsdp.layout import NOT_SHARDED, layout_refusals
 from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
@@ -34,6 +35,8 @@ from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import frozen_layout
 from trainer.random_model import check_scratch, config_of
 
+OF_TRANSFORMERS = ("fsdp", "reference")
+"""Backends that train models of transformers as they are."""
 ALIKE_IN_VLLM = ("qwen2", "qwen3")
 """Families whose layers vLLM treats alike; of others with windows it reads which layers have one."""
 
@@ -106,8 +109,8 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
     """Yield problems of the trainer with a model that it does not train."""
     setting, backend = f"{role}.path", settings.trainer.backend
     if backend == "scripted":
-        yield Problem("trainer.backend 'scripted' has no models", "use megatron or reference", setting, role)
-    if backend == "reference":
+        yield Problem("trainer.backend 'scripted' has no models", "use megatron or fsdp", setting, role)
+    if backend in OF_TRANSFORMERS:
         yield from _unknown_to_transformers(setting, str(model.place), model)
     if backend == "megatron":
         parallel = frozen_layout(settings.parallel)
@@ -124,14 +127,17 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
 
 def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     backend, parallel = settings.trainer.backend, settings.parallel
-    if backend != "megatron" and parallel.world_size != 1:
+    if backend == "fsdp":
+        for setting, value in layout_refusals(parallel):
+            yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
+    elif backend != "megatron" and parallel.world_size != 1:
         yield Problem(
             f"it runs on one rank, and [parallel] asks for {parallel.world_size}",
-            "use megatron, or set the sizes in [parallel] to 1",
+            "use megatron or fsdp, or set the sizes in [parallel] to 1",
             "trainer.backend",
             backend,
         )
-    if backend == "reference":
+    if backend in OF_TRANSFORMERS:
         yield from _unknown_to_transformers("trainer.backend", backend, model)
     if backend == "megatron":
         yield from _megatron_problems("trainer.backend", settings, model)
@@ -145,7 +151,8 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
     try:
         architecture = architecture_of(dict(model.config), model.place / "config.json")
     except SettingsError as error:
-        yield Problem(str(error), "choose another model, or another one", setting, "megatron")
+        other = "use fsdp" if setting == "trainer.backend" else "choose another one"
+        yield Problem(str(error), f"{other}, or another model", setting, "megatron")
         return
     if architecture.heads % tp:
         yield Problem(

@@ -159,6 +159,8 @@ def _check_memory(settings: Settings) -> None:
         "trainer.dtype": trainer.dtype if trainer.dtype == "float16" else "",
         "trainer.attention_backend": "" if trainer.attention_backend == "auto" else trainer.attention_backend,
     }
+    if trainer.backend == "fsdp" and trainer.recompute_granularity == "full":
+        del requests["trainer.recompute_granularity"]
     for setting, value in requests.items():
         if value and trainer.backend != "megatron":
             raise SettingsError(

@@ -40,7 +40,7 @@ from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import SafetensorsReader, check_names
 from trainer.model_check.differences import TOLERANCE
-from trainer.model_check.expected import batch_of, hf_logprobs, random_samples
+from trainer.model_check.expected import LONGEST, batch_of, hf_logprobs, random_samples
 from trainer.ranks.launch import result_of_ranks
 from trainer.storage.checksums import check_model_files
 
@@ -62,6 +62,8 @@ SIZES = {
     "etp": ("expert tensor", "expert_tensor_parallel_size"),
 }
 """Sizes of a layout that are reported: name -> what they divide, and the setting."""
+STATED = {"layers": "num_hidden_layers", "hidden": "hidden_size", "vocabulary": "vocab_size"}
+"""What is reported of a model that only transformers knows: name -> field of config.json."""
 
 
 class ModelVerdict(StrEnum):
@@ -117,12 +119,15 @@ def layout_of(
     )
 
 
-def check_model(model_dir: Path, parallel: ParallelConfig = ONE_RANK) -> CheckedModel:
+def check_model(
+    model_dir: Path, parallel: ParallelConfig = ONE_RANK, backend: str = "megatron"
+) -> CheckedModel:
     """Check a model directory: read it, load it in a layout on the CPU, compare logits and exported bits.
 
     Args:
         model_dir: directory with config.json and safetensors.
         parallel: the layout. With experts tensor ranks always divide sequences.
+        backend: megatron or fsdp; the latter is checked on one rank.
 
     Raises:
         SettingsError: there is no model, it cannot be split so, a library is missing, or the memory does
@@ -133,9 +138,12 @@ def check_model(model_dir: Path, parallel: ParallelConfig = ONE_RANK) -> Checked
     path = model_dir / "config.json"
     config = read_config(model_dir)
     try:
+        if backend == "fsdp":
+            return _check_sharded(model_dir, config, facts)
         architecture = architecture_of(config, path)
     except SettingsError as error:
-        return CheckedModel(ModelVerdict.UNSUPPORTED, str(error), facts)
+        hint = "" if backend == "fsdp" else "; --backend fsdp checks it for trainer.backend 'fsdp'"
+        return CheckedModel(ModelVerdict.UNSUPPORTED, f"{error}{hint}", facts)
     if architecture.experts.count and parallel.tensor_model_parallel_size > 1:
         parallel = dataclasses.replace(parallel, sequence_parallel=True)
     facts |= {"config": _stated(architecture), **_sizes(parallel)}
@@ -150,7 +158,32 @@ def check_model(model_dir: Path, parallel: ParallelConfig = ONE_RANK) -> Checked
     facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, parallel.world_size)}
     if find_spec("megatron") is None:
         raise SettingsError("megatron-core is not installed: pip install 'tether-rl[megatron]'")
-    facts |= _compare(model_dir, architecture, parallel)
+    with _expected(model_dir, architecture.vocabulary, architecture.max_positions) as (batch, expected):
+        facts |= _about(batch)
+        run = _under_torchrun if parallel.world_size > 1 else _on_this_rank
+        threads = max(1, torch.get_num_threads() // parallel.world_size)
+        facts |= run(model_dir, parallel, batch, expected, threads)
+    return _verdict(facts)
+
+
+def _check_sharded(model_dir: Path, config: Mapping[str, Any], facts: dict[str, Any]) -> CheckedModel:
+    """Check a model of transformers with the backend `fsdp`."""
+    from trainer.model_check.rank import check_sharded  # imports transformers
+
+    name = (config.get("architectures") or ["?"])[0]
+    stated = {label: config[field] for label, field in STATED.items() if field in config}
+    facts |= {"config": {"model_type": config.get("model_type", "?"), "name": name, **stated}}
+    facts |= _sizes(ONE_RANK)
+    parameters = count_parameters(model_dir) or 0
+    facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, 1)}
+    positions = int(config.get("max_position_embeddings") or LONGEST)
+    with _expected(model_dir, int(config["vocab_size"]), positions) as (batch, expected):
+        found, why_rows = check_sharded(model_dir, torch.get_num_threads(), batch, expected)
+        facts |= _about(batch) | msgspec.to_builtins(found) | {"why_rows": why_rows}
+    return _verdict(facts)
+
+
+def _verdict(facts: dict[str, Any]) -> CheckedModel:
     for part in ("tensors", "logprobs"):
         if problem := facts[part]["difference"]:
             return CheckedModel(ModelVerdict.DIFFERENT, problem, facts)
@@ -207,10 +240,15 @@ def render_checked_model(result: CheckedModel) -> str:
 def _logprobs_in_words(facts: Mapping[str, Any]) -> str:
     logprobs = facts["logprobs"]
     return (
-        f"{logprobs['compared']} log-probabilities of {facts['samples']} packed random samples (at most "
-        f"{facts['longest']} tokens) equal Hugging Face's in float32 within {TOLERANCE:g} x max(1, size); "
-        f"largest difference {logprobs['largest']:.1e}"
+        f"{logprobs['compared']} log-probabilities of {facts['samples']} {_laid_out(facts)} random samples "
+        f"(at most {facts['longest']} tokens) equal Hugging Face's in float32 within {TOLERANCE:g} x "
+        f"max(1, size); largest difference {logprobs['largest']:.1e}"
     )
+
+
+def _laid_out(facts: Mapping[str, Any]) -> str:
+    why = facts.get("why_rows")
+    return f"padded ({why})" if why else "packed"
 
 
 def _tensors_in_words(facts: Mapping[str, Any]) -> str:
@@ -260,16 +298,18 @@ def _check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
     export_plan(architecture, Layout.of(parallel, architecture.layers))
 
 
-def _compare(model_dir: Path, architecture: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the comparisons' results, as `RankFindings` and the samples."""
-    batch = random_samples(architecture.vocabulary, architecture.max_positions)
-    about = {"samples": len(batch.lengths), "longest": int(batch.lengths.max())}
-    threads = max(1, torch.get_num_threads() // parallel.world_size)
+@contextmanager
+def _expected(model_dir: Path, vocabulary: int, positions: int) -> Iterator[tuple[Batch, torch.Tensor]]:
+    """Yield random samples and their log-probabilities by Hugging Face's model; GPUs are hidden meanwhile."""
+    batch = random_samples(vocabulary, positions)
     with _without_gpus():
         expected = hf_logprobs(model_dir, batch)
         gc.collect()  # Hugging Face's model, before ours is loaded
-        run = _under_torchrun if parallel.world_size > 1 else _on_this_rank
-        return about | run(model_dir, parallel, batch, expected, threads)
+        yield batch, expected
+
+
+def _about(batch: Batch) -> dict[str, int]:
+    return {"samples": len(batch.lengths), "longest": int(batch.lengths.max())}
 
 
 @contextmanager

@@ -15,16 +15,19 @@ from tests.integration.command import audit, processes_of, tether, tether_here, 
 from tests.integration.loop import ROOT
 
 LAYOUTS = [
-    ("tensor_model_parallel_size", "nccl"),
-    pytest.param("tensor_model_parallel_size", "ipc", marks=pytest.mark.slow),
-    pytest.param("pipeline_model_parallel_size", "nccl", marks=pytest.mark.slow),
-    pytest.param("data_parallel_size", "ipc", marks=pytest.mark.slow),
+    ("megatron", "tensor_model_parallel_size", "nccl"),
+    pytest.param("megatron", "tensor_model_parallel_size", "ipc", marks=pytest.mark.slow),
+    pytest.param("megatron", "pipeline_model_parallel_size", "nccl", marks=pytest.mark.slow),
+    pytest.param("megatron", "data_parallel_size", "ipc", marks=pytest.mark.slow),
+    ("fsdp", "data_parallel_size", "ipc"),
+    pytest.param("fsdp", "data_parallel_size", "nccl", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("layout", "transport"), LAYOUTS)
-def test_two_ranks_make_all_steps(tmp_path: Path, layout: str, transport: str) -> None:
+@pytest.mark.parametrize(("backend", "layout", "transport"), LAYOUTS)
+def test_two_ranks_make_all_steps(tmp_path: Path, backend: str, layout: str, transport: str) -> None:
     overrides = (
+        f"trainer.backend={backend}",
         f"parallel.{layout}=2",
         "engine.name=hf",
         f"weights.transport={transport}",

@@ -1,6 +1,7 @@
 """Defines the interface of a training backend.
 
-Implementations: megatron (`trainer/megatron`), reference (plain torch, the oracle) and scripted (dry runs).
+Implementations: megatron (`trainer/megatron`), fsdp (`trainer/fsdp`), reference (plain torch, the oracle) and
+scripted (dry runs).
 """
 
 from __future__ import annotations

@@ -63,9 +63,11 @@ class SafetensorsReader:
     def rows(self, name: str, dim: int, start: int, length: int, matrix: int | None = None) -> torch.Tensor:
         """Return `length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype.
 
-        Where the tensor is a stack of matrices, `matrix` is the index of one.
+        Where the tensor is a stack of matrices, `matrix` is the index of one. A number has itself alone.
         """
         part = self._file(self._files[name]).get_slice(name)
+        if not part.get_shape():
+            return self._file(self._files[name]).get_tensor(name)  # type: ignore[no-any-return]
         cut = slice(start, start + length)
         if matrix is None:
             result: torch.Tensor = part[cut] if dim == 0 else part[:, cut]

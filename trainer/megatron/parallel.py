@@ -3,11 +3,9 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-import atexit
 import os
 import threading
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -17,9 +15,7 @@ from megatron.core import tensor_parallel
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 from trainer.megatron.layout import Layout, Place
-
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others in a collective."""
+from trainer.ranks.process_group import join_ranks
 
 _initializing = threading.Lock()
 """Held while groups are made or left: a process may start a trainer and an engine in two threads."""
@@ -132,7 +128,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     experts = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     with _initializing:
         if not dist.is_initialized():
-            _owns_torch = _initialize_torch(place, world)
+            _owns_torch = join_ranks(place, world)
         if mpu.model_parallel_is_initialized():
             _check_layout((*sizes[:3], *experts))
         else:
@@ -225,25 +221,3 @@ def _device(name: str) -> torch.device:
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(place)
     return place
-
-
-def _initialize_torch(device: torch.device, world: int) -> bool:
-    """Initialize torch.distributed; return whether `finalize` is to undo it."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
-        # torchrun's store keeps the addresses of the first rendezvous, so a second one through it would wait
-        # forever: these groups stay until the process exits.
-        atexit.register(_leave)
-        return False
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(
-        backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id
-    )
-    return True
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -100,18 +100,20 @@ def _difference(name: str, tensor: torch.Tensor, reader: SafetensorsReader) -> t
     """Return the dtype of a checkpoint's tensor, and the first place where the exported one differs."""
     shape = reader.shape(name)
     length = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    rows = shape[0] if shape else 1
     dtype = ""
-    for start in range(0, shape[0], length):
-        block = reader.rows(name, 0, start, min(length, shape[0] - start))
+    for start in range(0, rows, length):
+        block = reader.rows(name, 0, start, min(length, rows - start))
         dtype = str(block.dtype).removeprefix("torch.")
         if tuple(tensor.shape) != shape:
             return dtype, f"{name} is exported in shape {tuple(tensor.shape)}, the checkpoint's is {shape}"
-        mine, theirs = tensor[start : start + length].contiguous(), block.to(tensor.dtype).contiguous()
+        mine = tensor[start : start + length] if shape else tensor
+        mine, theirs = mine.contiguous(), block.to(tensor.dtype).contiguous()
         bits = BITS[tensor.element_size()]
         wrong = (mine.view(bits) != theirs.view(bits)).nonzero()
         if len(wrong):
             place = tuple(wrong[0].tolist())
-            at = [start + place[0], *place[1:]]
+            at = [start + place[0], *place[1:]] if place else []
             return dtype, (
                 f"{name} at {at}: exported {float(mine[place])!r}, in the checkpoint {float(theirs[place])!r}"
             )

@@ -1,5 +1,7 @@
 """Makes one rank's part of a check: loads the model, computes log-probabilities, exports."""
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,8 +9,10 @@ import torch
 import torch.distributed as dist
 
 from trainer.algorithms.registry import make_algorithm
+from trainer.backends.base import Backend
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.fsdp.backend import FsdpBackend
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.families.decoder import ignorable
 from trainer.megatron.families.reading import read_architecture
@@ -54,18 +58,61 @@ def check_on_rank(
         model_dir,
         parallel=parallel,
         optimizer=OptimizerConfig(),
-        trainer=TrainerConfig(device="cpu", threads=threads, micro_batch_tokens=MICRO_BATCH_TOKENS),
+        trainer=_trainer(threads),
         algorithm=make_algorithm(AlgorithmConfig()),
     )
     try:
-        found = backend.logprobs(batch)
-        if dist.get_rank():
-            for _ in backend.export():
-                raise RuntimeError("only rank 0 gets tensors from an export")
-            return None
         architecture = read_architecture(model_dir)
-        with SafetensorsReader(model_dir) as reader:
-            tensors = compare_tensors(backend.export(), reader, lambda name: ignorable(architecture, name))
-        return RankFindings(compare_logprobs(batch, found, expected), tensors)
+        return _compare(backend, model_dir, batch, expected, lambda name: ignorable(architecture, name))
     finally:
         backend.close()
+
+
+def check_sharded(
+    model_dir: Path, threads: int, batch: Batch, expected: torch.Tensor
+) -> tuple[RankFindings, str]:
+    """Check a model of transformers with the backend `fsdp` on one rank; arguments as in `check_on_rank`.
+
+    Returns:
+        What was found, and why its samples are not packed; empty where they are.
+
+    Raises:
+        SettingsError: transformers cannot load the model, or its checkpoint cannot be made from it.
+    """
+    backend = FsdpBackend(
+        model_dir,
+        parallel=ParallelConfig(),
+        optimizer=OptimizerConfig(),
+        trainer=_trainer(threads),
+        algorithm=make_algorithm(AlgorithmConfig()),
+    )
+    try:
+        ignored = backend.ignored_names
+        findings = _compare(
+            backend, model_dir, batch, expected, lambda name: any(re.search(one, name) for one in ignored)
+        )
+        assert findings is not None  # this is rank 0
+        return findings, backend.why_rows
+    finally:
+        backend.close()
+
+
+def _compare(
+    backend: Backend,
+    model_dir: Path,
+    batch: Batch,
+    expected: torch.Tensor,
+    is_ignorable: Callable[[str], bool],
+) -> RankFindings | None:
+    logprobs = backend.logprobs(batch)
+    if dist.get_rank():
+        for _ in backend.export():
+            raise RuntimeError("only rank 0 gets tensors from an export")
+        return None
+    with SafetensorsReader(model_dir) as reader:
+        tensors = compare_tensors(backend.export(), reader, is_ignorable)
+    return RankFindings(compare_logprobs(batch, logprobs, expected), tensors)
+
+
+def _trainer(threads: int) -> TrainerConfig:
+    return TrainerConfig(device="cpu", threads=threads, micro_batch_tokens=MICRO_BATCH_TOKENS)

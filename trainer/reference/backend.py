@@ -66,9 +66,9 @@ class ReferenceBackend(Backend):
         checked_name(trainer.dtype, DTYPES, "setting trainer.dtype:")
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(trainer.seed)
-        self._device = _device(trainer.device)
+        self._device = choose_device(trainer.device)
         self._config, self._trainer, self._algorithm = optimizer, trainer, algorithm
-        self._model = _load(model_dir).to(self._device)
+        self._model = load_policy(model_dir).to(self._device)
         self.architecture = type(self._model).__name__
         self._trained: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
         if adapters.rank:
@@ -253,7 +253,12 @@ def _require_one_rank() -> None:
         )
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """Return the device that `trainer.device` names.
+
+    Raises:
+        SettingsError: the name is unknown, or there is no GPU.
+    """
     if checked_name(name, ("auto", "cpu", "cuda"), "setting trainer.device:") == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -261,7 +266,12 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _load(model_dir: Path) -> torch.nn.Module:
+def load_policy(model_dir: Path) -> torch.nn.Module:
+    """Return the model to train, float32, on the CPU.
+
+    Raises:
+        SettingsError: transformers cannot load it.
+    """
     model = load_model(model_dir, "model.path")
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):

@@ -48,13 +48,18 @@ class ValueModel(torch.nn.Module):
                 if name in found:
                     self.get_parameter(name).copy_(found[name])
 
-    def forward(self, part: Batch, place: torch.Tensor) -> torch.Tensor:
-        """Return the values of the states in which the tokens at `place` (int64 [k]) were sampled, [k]."""
-        tokens, sample, position = padded(part)
-        hidden = self.model(input_ids=tokens, use_cache=False).last_hidden_state
-        rows = hidden[sample[place], position[place] - 1]
+    def forward(self, arguments: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """Return the values at inputs of the transformer.
+
+        Args:
+            arguments: of the transformer's call.
+            rows: int64 [k], counted over all inputs.
+
+        Returns: float32 [k].
+        """
+        hidden = self.model(**arguments, use_cache=False).last_hidden_state.flatten(0, 1)[rows]
         weight, bias = self.score.weight.float(), self.score.bias.float()
-        return torch.nn.functional.linear(rows.float(), weight, bias)[:, 0]
+        return torch.nn.functional.linear(hidden.float(), weight, bias)[:, 0]
 
 
 class ReferenceCritic(Critic):
@@ -105,7 +110,7 @@ class ReferenceCritic(Critic):
         out = torch.zeros(len(batch.tokens))
         for samples in passes(batch, self._trainer):
             part = batch.select(samples).to(self._device)
-            found = self._model(part, part.sampled_mask.nonzero()[:, 0])
+            found = self._values(part, part.sampled_mask)
             out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = found.cpu()
         return out
 
@@ -147,10 +152,17 @@ class ReferenceCritic(Critic):
             "backend": "reference", "role": "critic", "architecture": self._architecture, **optimizer
         }  # fmt: skip
 
+    def _values(self, part: Batch, place: torch.Tensor) -> torch.Tensor:
+        """Return the values of the states in which tokens of a micro-batch were sampled, [k]."""
+        ids, sample, position = padded(part)
+        rows = sample * ids.size(1) + position - 1
+        values: torch.Tensor = self._model({"input_ids": ids}, rows[place])
+        return values
+
     def _accumulate(self, part: Batch, measures: ValueMeasures) -> torch.Tensor:
         """Add one micro-batch's gradient to the masters'; return its measurements."""
         tokens = trained_tokens(part)
-        loss, vector = measures.micro_batch_loss(tokens, self._model(part, tokens.place))
+        loss, vector = measures.micro_batch_loss(tokens, self._values(part, tokens.place))
         loss.backward()
         self._stepper.collect()
         return vector

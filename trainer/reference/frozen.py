@@ -12,6 +12,7 @@ from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from trainer.backends.base import FrozenModel
 from trainer.batch import Batch
+from trainer.reference.shards import local_tensor
 
 Evaluate = Callable[[torch.nn.Module, Batch], torch.Tensor]
 """(model, batch) -> its log-probabilities of the batch's tokens."""
@@ -27,7 +28,7 @@ class FrozenTransformer(FrozenModel):
         return self._evaluate(self._model, batch)
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        return [*self._model.parameters(), *self._model.buffers()]
+        return [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
 
 
 def load_model(model_dir: Path, setting: str) -> torch.nn.Module:

@@ -7,6 +7,7 @@ import torch
 from trainer.config import OptimizerConfig
 from trainer.functional.learning_rate import learning_rate
 from trainer.optimizers.registry import make_optimizer
+from trainer.reference.shards import gathered
 
 
 class MasterStepper:
@@ -45,7 +46,7 @@ class MasterStepper:
         `lr_scale` is a factor of the learning rate.
         """
         limit = self._config.clip_grad if self._config.clip_grad > 0 else float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit))
+        norm = float(gathered(torch.nn.utils.clip_grad_norm_(self._masters.values(), limit)))
         finite = torch.isfinite(torch.tensor(norm)).item()
         if finite:
             for group in self.optimizer.param_groups:

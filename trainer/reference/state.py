@@ -1,88 +1,197 @@
-"""Saves and loads the reference backend's checkpoint: one safetensors file, bit for bit."""
+"""Saves and loads the training state of transformers models, bit for bit: a safetensors file for each rank.
+
+A tensor that is sharded over the ranks is in each file with the rows that the rank has; it is loaded on any
+number of ranks.
+"""
 
 import json
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.distributed.tensor import DTensor
 
 from protocol.errors import SettingsError
+from trainer.reference.shards import local_tensor
 from trainer.storage.host_state import HostCopies, HostState
 
-PART = "rank_00000.safetensors"
-IDENTITY = "identity"
+IDENTITY, SHARDED = "identity", "sharded"
 MASTER, OPTIMIZER, RNG, STEPS = "master.", "optimizer.", "rng.", "steps"
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank:05d}.safetensors"
 
 
 def copy_state(
     copies: HostCopies,
-    masters: dict[str, torch.nn.Parameter],
+    masters: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     steps: int,
     identity: dict[str, str],
     device: torch.device,
+    rank: int = 0,
 ) -> HostState:
-    """Return what goes into `PART`, copied to host memory.
+    """Return this rank's part of a checkpoint, copied to host memory.
 
     Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `steps` that were made,
-    `rng.cpu` and `rng.cuda`; `identity` goes into the file's metadata.
+    `rng.cpu` and `rng.cuda`. The file's metadata has `identity`, and the names of sharded tensors.
 
     Raises:
         SettingsError: an optimizer keeps something else than tensors and numbers of a parameter.
     """
-    tensors = {MASTER + name: parameter.detach() for name, parameter in masters.items()}
+    tensors: dict[str, torch.Tensor] = {MASTER + name: p.detach() for name, p in masters.items()}
     for name, parameter in masters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:  # torch's SGD has a momentum of None where it has none
                 tensors[f"{OPTIMIZER}{key}.{name}"] = _as_tensor(value, f"{key!r} of {name}")
+    sharded = sorted(name for name, tensor in tensors.items() if isinstance(tensor, DTensor))
     tensors[STEPS] = torch.tensor(steps)
     tensors[RNG + "cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
     # one key: safetensors writes several in any order
+    facts = json.dumps({IDENTITY: identity, SHARDED: sharded}, sort_keys=True)
     return HostState(
-        {PART: copies.copy_all(tensors.items())}, {IDENTITY: json.dumps(identity, sort_keys=True)}
+        {rank_file(rank): copies.copy_all((name, local_tensor(tensor)) for name, tensor in tensors.items())},
+        {IDENTITY: facts},
     )
 
 
 def load_state(
     directory: Path,
-    masters: dict[str, torch.nn.Parameter],
+    masters: Mapping[str, torch.nn.Parameter],
     optimizer: torch.optim.Optimizer,
     identity: dict[str, str],
     device: torch.device,
+    rank: int = 0,
 ) -> int:
-    """Load what `copy_state` returned; checks the whole file against the model before it changes anything.
+    """Load what `copy_state` returned on any number of ranks, after the checkpoint was checked as a whole.
+
+    Random states come from the rank with the same number; a rank that has none there keeps its own.
 
     Returns:
         The steps that were made.
 
     Raises:
-        SettingsError: no such file, or one of another model or layout; names both.
+        SettingsError: no such file, or one of another model or backend; names both.
     """
-    try:
-        with safe_open(str(directory / PART), framework="pt") as file:
-            found = json.loads((file.metadata() or {}).get(IDENTITY, "{}"))
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise SettingsError(f"checkpoint {directory}: not one of the reference backend: {error}") from error
-    if found != identity:
-        raise SettingsError(
-            f"checkpoint {directory} was made by {_listed(found)}; this trainer is {_listed(identity)}"
-        )
-    _check_shapes(directory, masters, tensors)
-    optimizer.state.clear()
-    with torch.no_grad():
-        for name, parameter in masters.items():
-            parameter.copy_(tensors[MASTER + name])
-    for name, value in tensors.items():
-        if name.startswith(OPTIMIZER):
-            key, _, of = name.removeprefix(OPTIMIZER).partition(".")
-            optimizer.state[masters[of]][key] = _on(device, value)
-    torch.set_rng_state(tensors[RNG + "cpu"])
-    if device.type == "cuda" and RNG + "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors[RNG + "cuda"], device)
-    return int(tensors[STEPS])
+    with ExitStack() as stack:
+        saved = _Saved(directory, stack, identity)
+        saved.check_shapes(masters)
+        optimizer.state.clear()
+        with torch.no_grad():
+            for name, parameter in masters.items():
+                saved.fill(MASTER + name, parameter)
+            for entry in saved.names(OPTIMIZER):
+                key, _, name = entry.removeprefix(OPTIMIZER).partition(".")
+                optimizer.state[masters[name]][key] = saved.state_of(entry, masters[name], device)
+        random = saved.random_states(rank)
+        if RNG + "cpu" in random:
+            torch.set_rng_state(random[RNG + "cpu"])
+        if device.type == "cuda" and RNG + "cuda" in random:
+            torch.cuda.set_rng_state(random[RNG + "cuda"], device)
+        return int(saved.whole(STEPS))
+
+
+class _Saved:
+    """The files of a checkpoint, open."""
+
+    def __init__(self, directory: Path, stack: ExitStack, identity: dict[str, str]) -> None:
+        self._directory = directory
+        try:
+            paths = sorted(directory.glob("rank_*.safetensors")) or [directory / rank_file(0)]
+            self._files: list[Any] = [
+                stack.enter_context(safe_open(str(path), framework="pt")) for path in paths
+            ]
+            facts = json.loads((self._files[0].metadata() or {}).get(IDENTITY, "{}"))
+        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+            raise SettingsError(
+                f"checkpoint {directory}: not one of the {identity['backend']} backend: {error}"
+            ) from error
+        if facts.get(IDENTITY) != identity:
+            raise SettingsError(
+                f"checkpoint {directory} was made by {_listed(facts.get(IDENTITY, {}))}; this trainer is "
+                f"{_listed(identity)}"
+            )
+        self._sharded = frozenset(facts[SHARDED])
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of tensors that begin with a prefix, sorted."""
+        return sorted(name for name in self._files[0].keys() if name.startswith(prefix))  # noqa: SIM118
+
+    def check_shapes(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Compare the masters' names and shapes with the model's."""
+        there = {name.removeprefix(MASTER): self._shape(name) for name in self.names(MASTER)}
+        here = {name: tuple(parameter.shape) for name, parameter in masters.items()}
+        for name in sorted(there.keys() | here.keys()):
+            if there.get(name) != here.get(name):
+                shapes = there.get(name, "absent"), here.get(name, "absent")
+                raise SettingsError(
+                    f"checkpoint {self._directory} is of another model: {name} is {shapes[0]} there and "
+                    f"{shapes[1]} here"
+                )
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a saved tensor into a tensor of its shape, or into the shard of it that is here."""
+        if not isinstance(tensor, DTensor):
+            tensor.copy_(self.whole(name))
+            return
+        local = tensor.to_local()
+        ranks, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+        first = min(rank * -(-tensor.shape[0] // ranks), tensor.shape[0])
+        local.copy_(self._rows(name, first, first + local.shape[0]))
+
+    def state_of(self, name: str, master: torch.Tensor, device: torch.device) -> torch.Tensor | int | float:
+        """Return an entry of a parameter's state where its optimizer has it.
+
+        int64 and float64 without a dimension were Python's numbers; torch keeps its counts on the CPU.
+        """
+        if name in self._sharded and isinstance(master, DTensor):
+            state = torch.zeros_like(master)
+            self.fill(name, state)
+            return state
+        value = self.whole(name)
+        if value.ndim == 0:
+            return value.item() if value.dtype in (torch.int64, torch.float64) else value
+        return value.to(device)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a saved tensor, its shards joined."""
+        files = self._files if name in self._sharded else self._files[:1]
+        parts: list[torch.Tensor] = [file.get_tensor(name) for file in files]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def random_states(self, rank: int) -> dict[str, torch.Tensor]:
+        """Return the random states of a rank; none if the checkpoint was made by fewer ranks."""
+        if rank >= len(self._files):
+            return {}
+        file = self._files[rank]
+        return {name: file.get_tensor(name) for name in file.keys() if name.startswith(RNG)}  # noqa: SIM118
+
+    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self._sharded:
+            return self.whole(name)[start:stop]
+        rows, first = [], 0
+        for file in self._files:
+            part = file.get_slice(name)
+            count = part.get_shape()[0]
+            begin, end = max(start - first, 0), min(stop - first, count)
+            if begin < end:
+                rows.append(part[begin:end])
+            first += count
+        return torch.cat(rows) if rows else self._files[0].get_slice(name)[:0]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        files = self._files if name in self._sharded else self._files[:1]
+        shapes = [file.get_slice(name).get_shape() for file in files]
+        if len(files) == 1:
+            return tuple(shapes[0])
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def _as_tensor(value: object, what: str) -> torch.Tensor:
@@ -94,31 +203,6 @@ def _as_tensor(value: object, what: str) -> torch.Tensor:
             "hold; keep tensors and numbers"
         )
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-
-
-def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor | int | float:
-    """Return an entry of a parameter's state where its optimizer has it.
-
-    int64 and float64 without a dimension were Python's numbers; torch keeps its counts on the CPU.
-    """
-    if value.ndim == 0:
-        return value.item() if value.dtype in (torch.int64, torch.float64) else value
-    return value.to(device)
-
-
-def _check_shapes(
-    directory: Path, masters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]
-) -> None:
-    saved = {
-        name.removeprefix(MASTER): tuple(t.shape) for name, t in tensors.items() if name.startswith(MASTER)
-    }
-    wanted = {name: tuple(p.shape) for name, p in masters.items()}
-    for name in sorted(saved.keys() | wanted.keys()):
-        if saved.get(name) != wanted.get(name):
-            there, here = saved.get(name, "absent"), wanted.get(name, "absent")
-            raise SettingsError(
-                f"checkpoint {directory} is of another model: {name} is {there} there and {here} here"
-            )
 
 
 def _listed(identity: dict[str, str]) -> str:

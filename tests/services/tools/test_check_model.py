@@ -17,6 +17,7 @@ from services.tools.check_model import (
     layout_of,
     render_checked_model,
 )
+from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import MODELS, MORE_MODELS, make_config, make_model, save_model
 from trainer.megatron.families.table import FAMILIES
 
@@ -158,3 +159,27 @@ def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:
     assert check_memory(tmp_path, 1 << 20, 1) == 8 / 1024
     with pytest.raises(SettingsError, match=r"1,000,000,000,000 parameters takes about 7450\.6 GiB"):
         check_memory(tmp_path, 10**12, 1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "laid_out"),
+    [("qwen3_next", "8 padded (layers of the types linear_attention)"), ("gemma", "8 packed")],
+)
+def test_check_model_compares_what_only_transformers_has(
+    tmp_path: Path, model_type: str, laid_out: str
+) -> None:
+    model_dir = save_tiny(model_type, tmp_path)
+    refused = check_model(model_dir)
+    assert refused.verdict == ModelVerdict.UNSUPPORTED
+    assert refused.problem.endswith("--backend fsdp checks it for trainer.backend 'fsdp'")
+    found = check_model(model_dir, backend="fsdp")
+    assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
+    assert laid_out in render_checked_model(found)
+
+
+def test_check_model_names_a_tensor_that_transformers_does_not_read(tmp_path: Path) -> None:
+    model_dir = save_tiny("gemma", tmp_path)
+    change_tensors(model_dir, **{"model.layers.0.extra.weight": torch.zeros(2)})
+    found = check_model(model_dir, backend="fsdp")
+    assert found.verdict == ModelVerdict.DIFFERENT
+    assert found.problem == "model.layers.0.extra.weight of the checkpoint is not exported"

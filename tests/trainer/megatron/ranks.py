@@ -45,7 +45,7 @@ from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.step.measures import StepMeasures
 from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
-from trainer.weights.publish import publish
+from trainer.weights.publish import publish, published
 from trainer.weights.served.layout import blank_manifest
 from trainer.weights.served.sender import PartSender
 
@@ -113,10 +113,6 @@ def whole(backend: Backend, batch: Batch, logprobs: Callable[[Batch], torch.Tens
     return found
 
 
-def drain(backend: Backend) -> dict[str, torch.Tensor]:
-    return dict(backend.export())
-
-
 @contextmanager
 def joined(layout: str) -> Iterator[None]:
     """Let all backends of the block share the process groups of the first: the threads of two dozen groups
@@ -159,18 +155,18 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
     backend = make_backend(model_dir, layout)
     backend.keep_reference()
     before = make_batch(name, 0)
-    _write(out / "before", backend.export())
-    _write(out / "logprobs", [("first", whole(backend, before, backend.logprobs))])
+    write(out / "before", backend.export())
+    write(out / "logprobs", [("first", whole(backend, before, backend.logprobs))])
     stats = []
     for step in range(STEPS):
         stats.append(flat(backend.train_step(part_of(backend, step_batch(name, step)))))
         if step == 0:
-            checkpoint = _checkpoint(backend, out / "after-one")
-    _write(out / "after", backend.export())
+            checkpoint = checkpoint_in(backend, out / "after-one")
+    write(out / "after", backend.export())
     _write_held(backend, out / "held")
     if len(backend.publication.parts) > 1:
-        _publish(backend, out)
-    _write(
+        publish_pieces(backend, out)
+    write(
         out / "reference",
         [
             ("first", whole(backend, before, backend.reference_logprobs)),
@@ -184,15 +180,15 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
         backend.close()
         backend = make_backend(model_dir, layout)
     backend.restore(checkpoint)
-    _write(out / "restored", _go_on(backend, name, by_turns=True))
+    write(out / "restored", _go_on(backend, name, by_turns=True))
     backend.close()
     if _is_writer():
         (out / "stats.json").write_text(json.dumps(stats))
 
 
-def _publish(backend: MegatronBackend, out: Path) -> None:
+def publish_pieces(backend: Backend, out: Path) -> None:
     """Publish from all ranks, by either transport, to an engine of two tensor ranks that rank 0 plays."""
-    exported = drain(backend)
+    exported = dict(published(backend, "float32"))
     shapes = dict(zip(backend.publication.names, backend.publication.shapes, strict=True))
     for version, transport in enumerate(("ipc", "nccl"), 1):
         config = WeightConfig(transport=transport, backend="gloo", bucket_mb=1, timeout_s=DEADLINE_S)
@@ -260,7 +256,7 @@ def _replay(layout: str, model_dir: Path, out: Path) -> None:
     batch = routed_batch("qwen3-moe")
     logprobs = whole(backend, batch, backend.logprobs)
     stats = backend.train_step(part_of(backend, batch))
-    _write(out / "replayed", [("logprobs", logprobs), ("grad_norm", torch.tensor(stats.grad_norm))])
+    write(out / "replayed", [("logprobs", logprobs), ("grad_norm", torch.tensor(stats.grad_norm))])
     backend.close()
 
 
@@ -280,14 +276,14 @@ def _sixteen_bits(dtype: str, layout: str, models: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     name = one_of(layout)
     backend = make_backend(models / name, layout, dtype)
-    _write(out / "before", backend.export())
+    write(out / "before", backend.export())
     stats = backend.train_step(part_of(backend, step_batch(name, 0)))
     if _is_writer():
         (out / "scale.json").write_text(json.dumps([stats.loss_scale, stats.loss_scale_repeats]))
-    checkpoint = _checkpoint(backend, out / "after-one")
-    _write(out / "after", _go_on(backend, name))
+    checkpoint = checkpoint_in(backend, out / "after-one")
+    write(out / "after", _go_on(backend, name))
     backend.restore(checkpoint)
-    _write(out / "restored", _go_on(backend, name, by_turns=True))
+    write(out / "restored", _go_on(backend, name, by_turns=True))
     backend.close()
 
 
@@ -309,18 +305,18 @@ def restore_from(source: str, layout: str, models: Path, out: Path) -> None:
         target = out / directory / f"from-{source}"
         backend = make_backend(models / name, layout, dtype)
         backend.restore(out.parent / source / directory / "after-one")
-        _checkpoint(backend, target)
-        _write(target.with_name(f"went-on-from-{source}"), _go_on(backend, name))
+        checkpoint_in(backend, target)
+        write(target.with_name(f"went-on-from-{source}"), _go_on(backend, name))
         backend.close()
 
 
-def _checkpoint(backend: Backend, directory: Path) -> Path:
+def checkpoint_in(backend: Backend, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(directory)
     return directory
 
 
-def _write(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def write(path: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     content = dict(tensors)
     if content and _is_writer():
         save_file(content, path.with_suffix(".safetensors"))

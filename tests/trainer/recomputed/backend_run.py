@@ -21,6 +21,7 @@ from trainer.backends.base import FrozenSpec
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.execution.commands import ExitCommand
 from trainer.execution.executor import Executor
+from trainer.fsdp.critic import FsdpCritic
 from trainer.megatron.roles.critic import MegatronCritic
 from trainer.reference.critic import ReferenceCritic
 from trainer.registry import make_backend, make_critic
@@ -81,7 +82,7 @@ def of_records(plan: StepPlan) -> dict[str, float]:
 def weights_of(models: RankModels) -> dict[str, torch.Tensor]:
     """The weights of the policy, and of the critic if there is one; called on every rank."""
     weights, critic = dict(models.policy.export()), models.critic
-    if isinstance(critic, MegatronCritic):
+    if isinstance(critic, MegatronCritic | FsdpCritic):
         weights |= {f"critic.{name}": tensor for name, tensor in critic.export()}
     if isinstance(critic, ReferenceCritic):
         weights |= {f"critic.{name}": tensor.detach() for name, tensor in critic.weights.items()}

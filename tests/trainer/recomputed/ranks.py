@@ -1,8 +1,10 @@
-"""Trains cases in one layout of Megatron ranks; rank 0 writes what they reported and the weights."""
+"""Trains cases on the ranks of a backend; rank 0 writes what they reported and the weights."""
 
 import faulthandler
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,14 +16,25 @@ from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.megatron.ranks import joined
 from tests.trainer.recomputed.backend_run import make_models, run_case, weights_of
 from tests.trainer.recomputed.cases import CASES
+from trainer.ranks.process_group import join_ranks
 
 
-def run(layout: str, directory: Path, out: Path, names: list[str]) -> None:
-    """Make the steps of each case."""
+@contextmanager
+def process_group(ranks: int) -> Iterator[None]:
+    """Let all backends of the block share one group."""
+    owns = join_ranks(torch.device("cpu"), ranks)
+    yield
+    if owns:
+        dist.destroy_process_group()
+
+
+def run(kind: str, layout: str, directory: Path, out: Path, names: list[str]) -> None:
+    """Make the steps of each case with a kind of backend."""
     torch.set_num_threads(1)
-    with joined(layout):
+    parallel = LAYOUTS[layout]
+    with joined(layout) if kind == "megatron" else process_group(parallel.world_size):
         for name in names:
-            models = make_models("megatron", CASES[name], directory, LAYOUTS[layout])
+            models = make_models(kind, CASES[name], directory, parallel)
             reports = run_case(models, CASES[name], directory, dist.get_rank())
             weights = {tensor: values.clone() for tensor, values in weights_of(models).items()}
             models.close()
@@ -33,4 +46,4 @@ def run(layout: str, directory: Path, out: Path, names: list[str]) -> None:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(DEADLINE_S - 20, exit=True)
-    run(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:])

@@ -1,15 +1,13 @@
 """Every recipe in every layout of Megatron ranks is what a naive loop over Hugging Face computes."""
 
-import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.layouts import LAYOUTS
-from tests.trainer.recomputed.backend_run import assert_equal, differences
-from tests.trainer.recomputed.cases import CASES, recomputed
+from tests.trainer.recomputed.cases import CASES
+from tests.trainer.recomputed.naive_run import assert_naive
 from tests.trainer.recomputed.ranks import run
 
 FEW = ("rejection-geometric", "ppo-kl-in-reward")
@@ -19,18 +17,11 @@ MANY_RANKS = ("tp2", "tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2")
 pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 
 
-def assert_naive(name: str, directory: Path, out: Path) -> None:
-    expected, weights = recomputed(name, directory)
-    assert_equal(json.loads((out / name / "reports.json").read_text()), expected)
-    found = load_file(out / name / "weights.safetensors")
-    assert max(differences(found.items(), weights).values()) < 1e-6
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.slow]) for name in CASES]
 )
 def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) -> None:
-    run("single", directory, tmp_path, [name])
+    run("megatron", "single", directory, tmp_path, [name])
     assert_naive(name, directory, tmp_path)
 
 
@@ -44,7 +35,7 @@ def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) 
 def test_every_layout_is_the_naive_loop(
     layout: str, names: tuple[str, ...], directory: Path, tmp_path: Path
 ) -> None:
-    arguments = (layout, str(directory), str(tmp_path), *names)
+    arguments = ("megatron", layout, str(directory), str(tmp_path), *names)
     module = "tests.trainer.recomputed.ranks"
     launch(LAYOUTS[layout].world_size, module, *arguments, logs=tmp_path / "logs")
     for name in names:

@@ -1,0 +1,131 @@
+"""Trains sharded models on several ranks, saves, restores and publishes; rank 0 writes down the results."""
+
+import faulthandler
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from protocol.weights.lora import NO_ADAPTERS
+from tests.trainer.lora.oracle import LORA
+from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
+from tests.trainer.measured import flat
+from tests.trainer.megatron.launch import DEADLINE_S
+from tests.trainer.megatron.models import OPTIMIZER, make_batch, step_batch
+from tests.trainer.megatron.ranks import (
+    ALGORITHM,
+    STEPS,
+    checkpoint_in,
+    part_of,
+    publish_pieces,
+    whole,
+    write,
+)
+from tests.trainer.recomputed.ranks import process_group
+from trainer.config import ParallelConfig, TrainerConfig
+from trainer.fsdp.backend import FsdpBackend
+from trainer.reference.shards import local_tensor
+from trainer.storage.hf_export import write_hf
+from trainer.storage.host_state import HostCopies
+
+MODELS = ("qwen2", "qwen2-tied", "qwen3-moe", "gpt-oss")
+"""One of each: plain, tied, experts that the checkpoint has one by one, experts that it has joined."""
+BFLOAT16 = "llama"
+ADAPTED = "qwen3-tied"
+
+
+def make_backend(
+    model_dir: Path, ranks: int = 1, dtype: str = "float32", *, adapters: bool = False, **trainer: object
+) -> FsdpBackend:
+    settings = TrainerConfig(micro_batch_tokens=40, micro_batch_size=7, dtype=dtype, device="cpu", **trainer)  # type: ignore[arg-type]
+    return FsdpBackend(
+        model_dir,
+        parallel=ParallelConfig(data_parallel_size=ranks),
+        optimizer=OPTIMIZER,
+        trainer=settings,
+        algorithm=ALGORITHM,
+        adapters=LORA if adapters else NO_ADAPTERS,
+    )
+
+
+def run(ranks: int, models: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    with process_group(ranks):
+        for name in MODELS:
+            _train(name, ranks, models / name, out / name)
+        _recompute(ranks, models / MODELS[0], out / "recompute")
+        _sixteen_bits(ranks, models / BFLOAT16, out / "bfloat16")
+        _adapters(ranks, models / ADAPTED, out / "adapters")
+
+
+def _train(name: str, ranks: int, model_dir: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    backend = make_backend(model_dir, ranks)
+    backend.keep_reference()
+    batch = make_batch(name, 0)
+    write(out / "before", backend.export())
+    write(out / "logprobs", [("first", whole(backend, batch, backend.logprobs))])
+    stats = []
+    for step in range(STEPS):
+        stats.append(flat(backend.train_step(part_of(backend, step_batch(name, step)))))
+        if step == 0:
+            checkpoint = checkpoint_in(backend, out / "after-one")
+    write(out / "after", backend.export())
+    if ranks > 1:
+        publish_pieces(backend, out)
+    now = whole(backend, batch, backend.logprobs)
+    write(out / "reference", [("first", whole(backend, batch, backend.reference_logprobs)), ("now", now)])
+    model = HostCopies().copy_all(backend.export_model())
+    if model:  # on rank 0
+        write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
+    backend.restore(checkpoint)
+    for step in range(1, STEPS):
+        backend.train_step(part_of(backend, step_batch(name, step)))
+        backend.offload()
+        held = map(local_tensor, (*backend._model.module.parameters(), *backend._stepper.tensors()))
+        assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes() > 8] == []
+        backend.onload()
+    write(out / "restored", backend.export())
+    if dist.get_rank() == 0:
+        (out / "stats.json").write_text(json.dumps(stats))
+
+
+def _recompute(ranks: int, model_dir: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    backend = make_backend(model_dir, ranks, recompute_granularity="full")
+    for step in range(STEPS):
+        backend.train_step(part_of(backend, step_batch(MODELS[0], step)))
+    write(out / "after", backend.export())
+
+
+def _sixteen_bits(ranks: int, model_dir: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    backend = make_backend(model_dir, ranks, "bfloat16")
+    write(out / "before", backend.export())
+    stats = backend.train_step(part_of(backend, make_batch(BFLOAT16, 0)))
+    write(out / "after", [*backend.export(), ("norm", torch.tensor(stats.grad_norm))])
+
+
+def _adapters(ranks: int, model_dir: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    backend = make_backend(model_dir, ranks, adapters=True)
+    backend.keep_reference()
+    losses = [
+        backend.train_step(part_of(backend, make_batch(ADAPTED, step))).loss for step in range(ADAPTER_STEPS)
+    ]
+    write(out / "after", backend.export())
+    write(out / "merged", backend.export_model())
+    batch = replace(make_batch(ADAPTED, 0), temperature=1.0)
+    write(out / "reference", [("first", whole(backend, batch, backend.reference_logprobs))])
+    if ranks > 1:
+        publish_pieces(backend, out)
+    if dist.get_rank() == 0:
+        (out / "losses.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(DEADLINE_S - 20, exit=True)
+    run(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

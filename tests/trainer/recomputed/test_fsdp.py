@@ -1,0 +1,29 @@
+"""Every recipe on sharded models is what a naive loop over Hugging Face computes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.megatron.launch import launch
+from tests.trainer.recomputed.cases import CASES
+from tests.trainer.recomputed.naive_run import assert_naive
+from tests.trainer.recomputed.ranks import run
+
+FEW = ("rejection-geometric", "ppo-kl-in-reward", "kl-in-reward-path", "branches-ppo")
+
+pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) -> None:
+    run("fsdp", "single", directory, tmp_path, [name])
+    assert_naive(name, directory, tmp_path)
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(CASES), marks=pytest.mark.slow)])
+def test_two_ranks_are_the_naive_loop(names: tuple[str, ...], directory: Path, tmp_path: Path) -> None:
+    arguments = ("fsdp", "dp2", str(directory), str(tmp_path), *names)
+    launch(2, "tests.trainer.recomputed.ranks", *arguments, logs=tmp_path / "logs")
+    for name in names:
+        assert_naive(name, directory, tmp_path)

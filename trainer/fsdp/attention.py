@@ -1,0 +1,70 @@
+"""Attention of transformers models over packed sequences, by the kernels of the Megatron backend.
+
+A model whose attention is `NAME` gets no mask: `packed` says which tokens belong together.
+
+Shapes: T tokens of a pass, D size of a head's query and key, V of its value.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from trainer.megatron.layers.attention.fused import varlen_attention
+from trainer.megatron.layers.attention.segmented import segmented_attention, segments_of
+from trainer.megatron.layers.attention.sequences import PackedSequences
+from trainer.megatron.layers.attention.terms import AttentionTerms
+
+NAME = "tether_packed"
+"""Name among the attention implementations of transformers."""
+KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers, as config.json calls them, whose attention these kernels compute."""
+_sequences: PackedSequences | None = None
+
+
+@contextmanager
+def packed(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Have attention within the block, forward and backward, be over sequences of these lengths."""
+    global _sequences
+    offsets = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+    segments = segments_of(lengths, device)
+    _sequences = PackedSequences(max(lengths), offsets.to(device), angles=(), segments=segments)
+    try:
+        yield
+    finally:
+        _sequences = None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Map query [1, heads, T, D], key [1, kv heads, T, D] and value [1, kv heads, T, V] to [1, T, heads, V].
+
+    The signature is an attention function's of transformers; `s_aux` are the sinks of the heads.
+    """
+    if _sequences is None:
+        raise RuntimeError(f"attention {NAME!r} outside of a packed pass")
+    terms = AttentionTerms(
+        scale=scaling, window=sliding_window or 0, softcap=softcap or 0.0, sinks=s_aux is not None
+    )
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    is_fused = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not terms.softcap
+    if is_fused and q.size(-1) == v.size(-1):
+        return varlen_attention(q, k, v, _sequences, terms, s_aux)[None], None
+    numbers = terms.scale, terms.window, terms.softcap
+    return segmented_attention(q, k, v, _sequences.segments, *numbers, s_aux)[None], None
+
+
+AttentionInterface.register(NAME, attend)

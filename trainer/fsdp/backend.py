@@ -1,0 +1,269 @@
+"""Trains any causal language model of transformers, sharded over the data-parallel ranks by torch's FSDP2."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from protocol.device.checkpoint_views import model_tensors
+from protocol.errors import SettingsError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from trainer.algorithms.base import Algorithm
+from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
+from trainer.backends.host_offload import HostOffload
+from trainer.batch import Batch, trained_tokens
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.fsdp.layout import check_layout
+from trainer.fsdp.model import ShardedModel
+from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
+from trainer.lora import merged, without_adapters
+from trainer.ranks.process_group import join_ranks
+from trainer.ranks.publication import Publication
+from trainer.reference.backend import DTYPES, choose_device, load_policy
+from trainer.reference.frozen import FrozenTransformer, load_model
+from trainer.reference.lora import attach
+from trainer.reference.optimizer_step import MasterStepper
+from trainer.reference.shards import gathered, local_tensor
+from trainer.reference.state import copy_state, load_state
+from trainer.step.measures import StepMeasures
+from trainer.step.token_loss import micro_batch_loss
+from trainer.storage.host_state import HostCopies, HostState
+
+
+class FsdpBackend(Backend):
+    """AdamW on sharded float32 parameters; a pass gathers a layer at a time, in the dtype of training.
+
+    Samples are packed without padding where the model allows it. Results do not depend on the number of
+    ranks. Without torchrun it is a world of one.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        trainer: TrainerConfig,
+        algorithm: Algorithm,
+        adapters: LoraConfig = NO_ADAPTERS,
+        shared: bool = False,
+    ) -> None:
+        """Load the model; arguments as in `make_backend`. A collective.
+
+        Raises:
+            SettingsError: transformers cannot load the model, a layout other than data-parallel ranks, or
+                weights that an engine shares.
+        """
+        check_layout(parallel)
+        if shared:
+            super().masters()  # refuses
+        torch.set_num_threads(trainer.threads)
+        torch.manual_seed(trainer.seed)
+        self._directory, self._config = model_dir, optimizer
+        self._trainer, self._algorithm = trainer, algorithm
+        self.mesh, self._owns_group = _join(parallel, trainer)
+        self.replicas = [[rank] for rank in range(self.mesh.size())]
+        model = load_policy(model_dir)
+        self.architecture = type(model).__name__
+        paths = {name: name for name, _ in model.named_parameters()}
+        if adapters.rank:
+            self.lora = adapters
+            self.targets, _ = attach(model, adapters, trainer.seed)
+            paths = {
+                name: f"{target.module}.lora.{half}"
+                for target in self.targets
+                for name, half in ((target.a, "a"), (target.b, "b"))
+            }
+        self._model = ShardedModel(model, self.mesh, trainer, trained=True)
+        sharded = dict(model.named_parameters())
+        self._trained = {name: sharded[path] for name, path in paths.items()}
+        self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
+        self._views = tensor_views(model, self._tensors)
+        self._published: tuple[Sequence[TensorView], Mapping[str, torch.Tensor]] = (
+            (plain_views(self._trained), self._trained) if adapters.rank else (self._views, self._tensors)
+        )
+        self._plan = ShardPlan.make(self._published[0], self._published[1], self.mesh.size())
+        self._stepper = MasterStepper(self._trained, self._trained, optimizer, ())
+        self._reference: ShardedModel | None = None
+        self._host, self._copies = HostOffload(), HostCopies()
+
+    @property
+    def why_rows(self) -> str:
+        """Why samples are padded rows; empty where they are packed."""
+        return self._model.passes.why_rows
+
+    @property
+    def ignored_names(self) -> tuple[str, ...]:
+        """Patterns of the checkpoint's tensors that transformers leaves out, or makes from others."""
+        module: Any = self._model.module
+        tied = tuple(re.escape(name) + "$" for name in module.all_tied_weights_keys)
+        return (*(module._keys_to_ignore_on_load_unexpected or ()), *tied)
+
+    def train_step(self, batch: Batch) -> StepStats:
+        measures = StepMeasures.of_batch(batch, self._algorithm.config)
+        packed = self._model.passes.divide(batch)
+        vectors = [self._accumulate(batch.select(samples).to(self.device), measures) for samples in packed]
+        computed = sum(self._model.passes.tokens(batch, samples) for samples in packed)
+        sums, maxima = measures.split(measures.join(vectors, self.device))
+        sums = torch.cat([sums, sums.new_tensor([computed, len(batch.tokens)])])
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        vector = torch.cat([sums[:-2], maxima])
+        norm, skipped = (
+            self._stepper.step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
+        )
+        return dataclasses.replace(
+            measures.stats(vector, grad_norm=norm, skipped=skipped),
+            micro_batches=len(packed),
+            padding_share=1 - float(sums[-1] / sums[-2]),
+        )
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        return self._model.evaluate(batch)
+
+    def reference_logprobs(self, batch: Batch) -> torch.Tensor:
+        if self._reference is None:
+            raise RuntimeError("reference_logprobs before keep_reference: there is no reference model")
+        with without_adapters(self._reference.module):
+            return self._reference.evaluate(batch)
+
+    def keep_reference(self) -> None:
+        """Load the initial weights as the reference model, or use the base of the adapters.
+
+        After a restart call it before `restore`: checkpoints do not hold the reference.
+        """
+        if self._reference is None:
+            self._reference = self._model if self.lora.rank else self._frozen(load_policy(self._directory))
+
+    def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
+        model = self._frozen(load_model(spec.directory, f"{spec.role}.path"))
+        return FrozenTransformer(model.module, lambda _, batch: model.evaluate(batch))
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.passes.device
+
+    @property
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name() if self.device.type == "cuda" else ""
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield copies of the trained tensors on rank 0, in the training dtype.
+
+        One parameter is gathered at a time.
+        """
+        yield from self._gathered(*self._published)
+
+    @torch.no_grad()
+    def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
+        adapter = dict(self.export()) if self.targets else {}
+        targets = {target.weight: target for target in self.targets}
+        for name, tensor in self._gathered(self._views, self._tensors):
+            yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
+
+    @property
+    def publication(self) -> Publication:
+        if self._plan is None:
+            return Publication.by_rank_0({view.name: view.shape for view in self._published[0]})
+        return self._plan.publication()
+
+    @torch.no_grad()
+    def pieces(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._plan is None:
+            yield from self.export()
+            return
+        for name, piece in self._plan.cut(self._published[1], self._rank):
+            yield name, piece.to(DTYPES[self._trainer.dtype])
+
+    def copy_state(self) -> HostState:
+        return copy_state(
+            self._copies,
+            self._trained,
+            self._stepper.optimizer,
+            self._stepper.steps,
+            self._identity(),
+            self.device,
+            self._rank,
+        )
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
+        super().save(directory)
+        dist.barrier()
+
+    def restore(self, directory: Path) -> None:
+        self._stepper.steps = load_state(
+            directory, self._trained, self._stepper.optimizer, self._identity(), self.device, self._rank
+        )
+
+    def offload(self) -> int:
+        if self._host.in_use:
+            return self._host.nbytes
+        self._stepper.optimizer.zero_grad()
+        models = [model.module for model in (self._model, self._reference) if model is not None]
+        held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        return self._host.offload(self.device, map(local_tensor, (*held, *self._stepper.tensors())))
+
+    def onload(self) -> None:
+        self._host.onload(self.device)
+
+    def close(self) -> None:
+        self._reference = None
+        self._stepper.optimizer.zero_grad()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def _rank(self) -> int:
+        return self.mesh.get_local_rank()
+
+    def _frozen(self, model: torch.nn.Module) -> ShardedModel:
+        return ShardedModel(model, self.mesh, self._trainer, trained=False)
+
+    def _identity(self) -> dict[str, str]:
+        lora = f"rank {self.lora.rank} scaling {self.lora.scaling:g}" if self.lora.rank else "none"
+        return {"backend": "fsdp", "architecture": self.architecture, "lora": lora}
+
+    def _accumulate(self, part: Batch, measures: StepMeasures) -> torch.Tensor:
+        """Add one micro-batch's gradient to the shards' gradients; return its measurements."""
+        tokens = trained_tokens(part)
+
+        def backward(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            loss, vector = micro_batch_loss(self._algorithm, measures, tokens, logprobs, entropy)
+            loss.backward()
+            return vector
+
+        return self._model.run(part, tokens.place, backward)
+
+    def _gathered(
+        self, views: Sequence[TensorView], parameters: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, group in groupby(views, key=lambda view: view.parameter):
+            whole = gathered(parameters[name])
+            if self._rank == 0:
+                whole = whole.to(DTYPES[self._trainer.dtype])
+                yield from ((view.name, view.within(whole)) for view in group)
+
+
+def _join(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:
+    """Return the mesh of the ranks, and whether the backend is to leave their group."""
+    device = choose_device(trainer.device)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if world != parallel.data_parallel_size:
+        raise SettingsError(
+            f"[parallel] asks for {parallel.data_parallel_size} processes, but {world} are running: start "
+            f"the trainer with torchrun --nproc-per-node {parallel.data_parallel_size}, or change the sizes"
+        )
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    owns = not dist.is_initialized() and join_ranks(device, world)
+    return init_device_mesh(device.type, (world,)), owns

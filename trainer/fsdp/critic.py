@@ -1,0 +1,114 @@
+"""Trains a critic that is sharded over the data-parallel ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.backends.host_offload import HostOffload
+from trainer.batch import Batch, trained_tokens
+from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.fsdp.backend import FsdpBackend
+from trainer.fsdp.model import shard
+from trainer.fsdp.passes import Passes
+from trainer.reference.critic import ValueModel
+from trainer.reference.optimizer_step import MasterStepper
+from trainer.reference.shards import gathered, local_tensor
+from trainer.reference.state import copy_state, load_state
+from trainer.roles.config import CriticConfig
+from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.value_measures import ValueMeasures
+from trainer.storage.host_state import HostCopies, HostState
+
+
+class FsdpCritic(Critic):
+    """AdamW on sharded float32 parameters, on the ranks of the policy."""
+
+    def __init__(
+        self,
+        policy: FsdpBackend,
+        model_dir: Path,
+        *,
+        optimizer: OptimizerConfig,
+        trainer: TrainerConfig,
+        config: CriticConfig,
+    ) -> None:
+        """Load the model of a Hugging Face directory; arguments as in `make_critic`. A collective.
+
+        Raises:
+            SettingsError: as `ValueModel`.
+        """
+        self.config, self._mesh = config, policy.mesh
+        self._architecture = f"{policy.architecture} with a value head"
+        self._model = ValueModel(model_dir)
+        self._passes = Passes(self._model.model, self._mesh, trainer)
+        shard(self._model, self._model.model, self._mesh, trainer)
+        self._trained = dict(self._model.named_parameters())
+        self._stepper = MasterStepper(self._trained, self._trained, config.optimizer(optimizer), ())
+        self._host, self._copies = HostOffload(), HostCopies()
+
+    @torch.no_grad()
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole parameters by the names of a checkpoint, on every rank. A collective."""
+        yield from ((name, gathered(parameter.detach())) for name, parameter in self._trained.items())
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> torch.Tensor:
+        out = torch.zeros(len(batch.tokens))
+        for samples in self._passes.divide(batch):
+            part = batch.select(samples).to(self._passes.device)
+            with self._passes.inputs(part) as inputs:
+                values = self._model(inputs.arguments, inputs.rows[part.sampled_mask])
+            out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = values.cpu()
+        self._model.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
+        return out
+
+    def train_step(self, batch: Batch) -> CriticStats:
+        measures = ValueMeasures.of_batch(batch, self.config.value_clip)
+        device = self._passes.device
+        vectors = [
+            self._accumulate(batch.select(samples).to(device), measures)
+            for samples in self._passes.divide(batch)
+        ]
+        sums, maxima = measures.split(measures.join(vectors, device))
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
+        return measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
+
+    def copy_state(self) -> HostState:
+        optimizer, steps = self._stepper.optimizer, self._stepper.steps
+        place = self._passes.device, self._mesh.get_local_rank()
+        return copy_state(self._copies, self._trained, optimizer, steps, self._identity(), *place)
+
+    def restore(self, directory: Path) -> None:
+        place = self._passes.device, self._mesh.get_local_rank()
+        optimizer = self._stepper.optimizer
+        self._stepper.steps = load_state(directory, self._trained, optimizer, self._identity(), *place)
+
+    def offload(self) -> int:
+        if self._host.in_use:
+            return self._host.nbytes
+        self._stepper.optimizer.zero_grad()
+        held = [*self._model.parameters(), *self._model.buffers(), *self._stepper.tensors()]
+        return self._host.offload(self._passes.device, map(local_tensor, held))
+
+    def onload(self) -> None:
+        self._host.onload(self._passes.device)
+
+    def close(self) -> None:
+        """Release the gradients."""
+        self._stepper.optimizer.zero_grad()
+
+    def _identity(self) -> dict[str, str]:
+        return {"backend": "fsdp", "role": "critic", "architecture": self._architecture}
+
+    def _accumulate(self, part: Batch, measures: ValueMeasures) -> torch.Tensor:
+        """Add one pass's gradient to the shards' gradients; return its measurements."""
+        tokens = trained_tokens(part)
+        with self._passes.inputs(part) as inputs:
+            values = self._model(inputs.arguments, inputs.rows[tokens.place])
+            loss, vector = measures.micro_batch_loss(tokens, values)
+            loss.backward()
+        return vector

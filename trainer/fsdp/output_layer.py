@@ -1,0 +1,77 @@
+"""Makes the output layer of a transformers model give log-probabilities, without logits of all tokens.
+
+Shapes: k tokens, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
+
+PROBE = (-40.0, 0.0, 9.0)
+"""Logits by which a model shows whether it changes what its output layer gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens that a pass asks for."""
+
+    rows: torch.Tensor
+    """int64 [k]: the input that predicts each, counted over all rows of the pass."""
+    targets: torch.Tensor
+    """int64 [k]."""
+    temperature: float
+
+
+class OutputLayer:
+    """The forward method of an output layer: logits, or what a pass asks for in place of them."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        self._layer = layer
+        self._asked: Tokens | torch.Tensor | None = None
+        layer.forward = self._forward  # type: ignore
+
+    @classmethod
+    def take_over(cls, model: Any) -> "OutputLayer | None":
+        """Take over the output layer of a model on the CPU.
+
+        None if the model bounds or scales what the layer gives, or the layer has more than a weight.
+        """
+        layer = model.get_output_embeddings()
+        if not isinstance(layer, torch.nn.Linear) or layer.bias is not None:
+            return None
+        output = cls(layer)
+        output._asked = torch.tensor([[PROBE]])
+        with torch.no_grad():
+            given = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+        output._asked = None
+        if given.flatten().tolist() == list(PROBE):
+            return output
+        del layer.forward
+        return None
+
+    def logprobs(
+        self, model: Any, inputs: dict[str, Any], tokens: Tokens
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and entropies of tokens, float32 [k]; without gradients no entropies."""
+        self._asked = tokens
+        try:
+            found = model(**inputs, use_cache=False).logits[0]
+        finally:
+            self._asked = None
+        return found[0], found[-1]
+
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight, asked = self._layer.weight, self._asked
+        if asked is None:
+            return F.linear(hidden, weight)
+        if isinstance(asked, torch.Tensor):
+            return asked
+        rows = hidden.flatten(0, 1).index_select(0, asked.rows)
+        facts: dict[str, Any] = {"vocabulary": len(weight), "temperature": asked.temperature}
+        if not torch.is_grad_enabled():
+            return logprobs_alone(rows, weight, asked.targets, **facts)[None, None]
+        return torch.stack(linear_logprobs(rows, weight, asked.targets, **facts))[None]

@@ -1,0 +1,42 @@
+"""Makes the process group of the trainer's ranks."""
+
+import atexit
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for the others in a collective."""
+
+
+def join_ranks(device: torch.device, world: int) -> bool:
+    """Initialize torch.distributed: NCCL on a GPU, else gloo.
+
+    Under torchrun the processes meet by its environment variables; a plain `python` is a world of one.
+
+    Args:
+        device: where this rank computes.
+        world: number of ranks.
+
+    Returns:
+        Whether the group may be destroyed before the process exits. torchrun's store keeps the addresses of
+        the first rendezvous, so a second one through it would wait forever.
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    device_id = device if device.type == "cuda" else None
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
+        atexit.register(_leave)
+        return False
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(
+        backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id
+    )
+    return True
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
