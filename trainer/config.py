@@ -123,6 +123,8 @@ class TrainerConfig:
     many, over all ranks that share it. 0, or auto: what suits the device and its memory."""
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
+    compile: bool = False
+    """fsdp: compile each layer with torch.compile, attention apart. The first passes take longer."""
     recompute_granularity: RecomputeGranularity = ""
     """megatron, fsdp: activations that the backward pass computes again instead of keeping them: none
     (empty), full (whole layers) or, megatron only, selective (`recompute_modules` of each layer)."""

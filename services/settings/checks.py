@@ -161,6 +161,10 @@ def _check_memory(settings: Settings) -> None:
     }
     if trainer.backend == "fsdp" and trainer.recompute_granularity == "full":
         del requests["trainer.recompute_granularity"]
+    if trainer.compile and trainer.backend != "fsdp":
+        raise SettingsError(
+            f"setting trainer.compile: it is for trainer.backend 'fsdp', not {trainer.backend!r}"
+        )
     for setting, value in requests.items():
         if value and trainer.backend != "megatron":
             raise SettingsError(

@@ -37,6 +37,7 @@ def packed(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
         _sequences = None
 
 
+@torch.compiler.disable  # a compiled layer would be compiled again for the sequences of every pass
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -84,13 +84,16 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
         root: what is called, the model or a module around it.
         model: of transformers; it names the layers that belong together.
         mesh: the data-parallel ranks.
-        trainer: says the dtype, and whether layers are computed again in the backward pass.
+        trainer: says the dtype, whether layers are compiled, and whether the backward pass computes them
+            again.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     dtype = DTYPES[trainer.dtype] if trained and trainer.dtype != "float32" else None
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
     names = set(model._no_split_modules or ())
     for layer in [module for module in model.modules() if type(module).__name__ in names]:
+        if trainer.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         if trained and trainer.recompute_granularity == "full":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -23,12 +23,18 @@ HF_WAYS = {
     "hf-packed": {"packed": True, "compiled": False},
     "hf-compiled": {"packed": True, "compiled": True},
 }
+OUR_WAYS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "fsdp": {"backend": "fsdp"},
+    "fsdp-compiled": {"backend": "fsdp", "compile": True},
+}
+"""Way -> settings of `[trainer]`."""
 
 
 def main() -> None:
     """Run one way."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("way", choices=[*HF_WAYS, "ours"])
+    parser.add_argument("way", choices=[*HF_WAYS, *OUR_WAYS])
     parser.add_argument("size")
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--samples", type=int, default=256)
@@ -40,7 +46,7 @@ def main() -> None:
     options = parser.parse_args()
     directory, work = model_directory(options.size, options.models), make_work(options.samples)
     torch.cuda.reset_peak_memory_stats()
-    found = (_ours if options.way == "ours" else _hugging_face)(options, directory, work)
+    found = (_ours if options.way in OUR_WAYS else _hugging_face)(options, directory, work)
     step_s = found["step_s"]
     found |= {
         "way": options.way,
@@ -86,12 +92,12 @@ def _hugging_face(options: argparse.Namespace, directory: Path, work: Work) -> d
 
 
 def _ours(options: argparse.Namespace, directory: Path, work: Work) -> dict[str, Any]:
-    """Make steps with the Megatron backend, and passes for log-probabilities alone."""
+    """Make steps with a backend of ours, and passes for log-probabilities alone."""
     from trainer.algorithms import AlgorithmConfig, make_algorithm
     from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
     from trainer.registry import make_backend
 
-    given: dict[str, dict[str, Any]] = {"trainer": {}, "optimizer": {}}
+    given: dict[str, dict[str, Any]] = {"trainer": dict(OUR_WAYS[options.way]), "optimizer": {}}
     for text in options.set:
         dotted, value = text.split("=")
         section, name = dotted.split(".")
