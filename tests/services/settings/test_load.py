@@ -232,7 +232,7 @@ def test_a_number_outside_its_range_is_named_with_value_and_range() -> None:
     [
         ("engine.name", "did you mean 'vllm'?"),
         ("engine.dtype", "use one of bfloat16, float16, float32"),
-        ("trainer.backend", "use one of megatron, reference, scripted"),
+        ("trainer.backend", "use one of fsdp, megatron, reference, scripted"),
         ("algorithm.name", "use one of cispo, dapo, dr_grpo, grpo"),
         ("weights.transport", "use one of "),
         ("trainer.mismatch_action", "use one of stop, warn"),
