@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from protocol.paths import FilePath, set_first
@@ -58,7 +58,7 @@ class RenderConfig:
     end of the sequence or `sampling.max_tokens`, and what follows it is thrown away."""
     stop_at_eos: bool = True
     """Whether the end-of-sequence token ends a sample."""
-    max_prompt_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    max_prompt_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """Longest rendered prompt, tokens. The group of a longer one is dropped. 0: `engine.max_model_len` less
     `sampling.max_tokens`."""
 

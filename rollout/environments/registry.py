@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.choices import Entry, Registry, checked_options, load
+from protocol.choices import Entry, Registry, load
 from protocol.errors import SettingsError
 from protocol.user_code import import_attribute, located
+from protocol.validation import validated
 from rollout.config import EnvironmentConfig
 from rollout.environments.base import Environment
 from rollout.environments.episode import EpisodeEnvironment
@@ -90,7 +91,7 @@ def _made(config: EnvironmentConfig) -> Environment:
         return load_environment(config.name, config.options)
     module = load(ENVIRONMENTS.find(config.name, f"{SETTING}: environment").path)
     environment: Environment = module.make(
-        checked_options(module.Options, config.options, f"environment {config.name}")
+        validated(module.Options, config.options, f"environment {config.name}: option ")
     )
     return environment
 

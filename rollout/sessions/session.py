@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import xxhash
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
 from rollout.engines.base import Completion, Sampling
@@ -32,9 +32,9 @@ OTHER_BYTES = 1 << 16
 class SessionLimits:
     """Limits of one session."""
 
-    max_calls: Annotated[int, Meta(ge=1, le=10**4)] = 256
+    max_calls: Annotated[int, Interval(ge=1, le=10**4)] = 256
     """Calls that are answered; no more than a sample may record."""
-    max_running: Annotated[int, Meta(ge=1, le=10**5)] = 64
+    max_running: Annotated[int, Interval(ge=1, le=10**5)] = 64
     """Calls that run at once."""
 
 
@@ -108,7 +108,9 @@ class Session:
             max_model_len: tokens of a context with its answer; 0: no limit is known.
             sampling: parameters of every generation; None: not known.
         """
-        self._generate, self._renderer, self._limits = generate, renderer, limits
+        self._generate, self._limits = generate, limits
+        self.renderer = renderer
+        """Renders the requests."""
         self._on_replayed = on_replayed
         self._reader = reader or AnswerReader()
         self._max_model_len = max_model_len
@@ -133,11 +135,6 @@ class Session:
         self.overridden = 0
         """Calls with sampling parameters that were not applied."""
 
-    @property
-    def renderer(self) -> Renderer:
-        """What renders the requests."""
-        return self._renderer
-
     async def read(self, body: bytes, parse: Callable[[Any], HarnessRequest]) -> PendingCall:
         """Read a request and begin it, a large one in a thread; a refusal changes no state.
 
@@ -149,7 +146,7 @@ class Session:
             RequestRefused: as for `begin`, or it is malformed.
         """
         self._check_free()
-        least = (len(body) - OTHER_BYTES) // (12 * self._renderer.longest_piece)
+        least = (len(body) - OTHER_BYTES) // (12 * self.renderer.longest_piece)
         if 0 < self._max_model_len < least:
             raise self._too_long(f"at least {least} tokens")
 
@@ -181,7 +178,7 @@ class Session:
     def _fitting(self, request: HarnessRequest) -> PendingCall:
         """Return the call that a request continues, if it fits; may run in a thread."""
         param = "messages" if request.dialogue else "prompt"
-        most = self._max_model_len if self.tree.calls else self._renderer.max_prompt_tokens
+        most = self._max_model_len if self.tree.calls else self.renderer.max_prompt_tokens
         try:
             pending = self._placed(request, most)
             if not self.tree.calls:
@@ -208,7 +205,7 @@ class Session:
     def _too_long(self, tokens: str, param: str | None = None) -> RequestRefused:
         """Return the refusal of a request that does not fit; the sample of a later call is truncated."""
         if not self.tree.calls:
-            most = self._renderer.max_prompt_tokens or self._max_model_len
+            most = self.renderer.max_prompt_tokens or self._max_model_len
             return invalid(
                 f"the request has {tokens}, over the context length of {most} (render.max_prompt_tokens)",
                 param,
@@ -285,9 +282,9 @@ class Session:
         try:
             read = None
             if dialogue is not None:
-                read = await self._reader.read(self._renderer, completion.tokens, pending.inserted, tools)
+                read = await self._reader.read(self.renderer, completion.tokens, pending.inserted, tools)
             size = TOKEN * (len(pending.context) + len(completion.tokens))
-            content = await off_loop(size, lambda: _answer_content(pending, completion, read, self._renderer))
+            content = await off_loop(size, lambda: _answer_content(pending, completion, read, self.renderer))
         except BaseException:
             self._put_back(pending, number, completion)
             raise
@@ -328,14 +325,14 @@ class Session:
         parent, count = self.tree.continued(request.dialogue.keys)
         if parent is not None:
             try:
-                tokens = added(self._renderer, request.dialogue, count, parent.completion.tokens, most)
+                tokens = added(self.renderer, request.dialogue, count, parent.completion.tokens, most)
                 return _pending_call(request, parent, tokens)
             except PromptTooLong:
                 raise
             except SettingsError:
                 pass  # so it continues no call
         try:
-            tokens = whole(self._renderer, request.dialogue, most)
+            tokens = whole(self.renderer, request.dialogue, most)
         except PromptTooLong:
             raise
         except SettingsError as error:
@@ -347,7 +344,7 @@ class Session:
             call, length = self.tree.continued_tokens(request.prompt)
             return _pending_call(request, call, request.prompt[length:])
         parent, rest = self.tree.continued_text(request.prompt)
-        return _pending_call(request, parent, self._renderer.encode(rest, special=parent is None, most=most))
+        return _pending_call(request, parent, self.renderer.encode(rest, special=parent is None, most=most))
 
 
 def _pending_call(

@@ -11,7 +11,7 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.convert.reshard import TensorPlan, stretch
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
-from trainer.megatron.model import DTYPES, PackedModel
+from trainer.megatron.model import PackedModel
 
 FREQUENCIES = "rotary_pos_emb.inv_freq"
 """Name of the first rotary embedding's; the others have their number behind it."""
@@ -47,8 +47,6 @@ def trained_architecture(
     Raises:
         SettingsError: model or dtype are not supported, or the weights cannot be shared.
     """
-    if trainer.dtype not in DTYPES:
-        raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
     if shared and parallel.world_size != 1:
         raise SettingsError(
             f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "

@@ -254,7 +254,7 @@ def _require_one_rank() -> None:
 
 
 def _device(name: str) -> torch.device:
-    if checked_name(name, ("auto", "cpu", "cuda"), "setting trainer.device:") == "auto":
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("trainer.device is cuda, but torch sees no GPU: use auto or cpu")
