@@ -20,6 +20,7 @@ from services.preflight.model import engines_of
 from services.preflight.problem import Problem
 from services.runtime.run_ledger import ledger_url
 from services.settings.automatic import visible_gpus
+from services.settings.engine_pool import engine_names
 from services.settings.sections import Settings
 
 LEDGER_S = 3.0
@@ -58,10 +59,7 @@ def ledger_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def _library_problems(settings: Settings) -> Iterator[Problem]:
-    entries = settings.services.pool
-    engines = {str(entry.engine.get("name", settings.engine.name)) for entry in entries} or {
-        settings.engine.name
-    }
+    engines = {*engine_names(settings.engine, settings.services.pool)}
     for setting, names in (("trainer.backend", {settings.trainer.backend}), ("engine.name", engines)):
         for name in sorted(names & LIBRARIES.keys()):
             if not _is_installed(LIBRARIES[name]):

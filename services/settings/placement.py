@@ -56,22 +56,9 @@ def rollout_variables(config: ServicesConfig, tensor_parallel_size: int, index: 
     return {VISIBLE: ",".join(gpus[first : first + tensor_parallel_size])}
 
 
-def trainer_variables(config: ServicesConfig) -> dict[str, str]:
-    """Return the environment variables that limit the trainer to its own GPUs."""
-    gpus = gpu_list(config.trainer_gpus)
-    return {VISIBLE: ",".join(gpus)} if gpus else {}
-
-
-def evaluation_variables(config: ServicesConfig) -> dict[str, str]:
-    """Return the environment variables that limit the evaluation to its own GPUs."""
-    gpus = gpu_list(config.eval_gpus)
-    return {VISIBLE: ",".join(gpus)} if gpus else {}
-
-
-def reward_variables(config: ServicesConfig) -> dict[str, str]:
-    """Return the environment variables that limit the reward workers to their own GPUs."""
-    gpus = gpu_list(config.reward_gpus)
-    return {VISIBLE: ",".join(gpus)} if gpus else {}
+def gpu_variables(gpus: str) -> dict[str, str]:
+    """Return the environment variables that limit a process to the GPUs of a list; none if it is empty."""
+    return {VISIBLE: ",".join(gpu_list(gpus))} if gpu_list(gpus) else {}
 
 
 def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) -> None:

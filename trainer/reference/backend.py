@@ -68,7 +68,7 @@ class ReferenceBackend(Backend):
         torch.manual_seed(trainer.seed)
         self._device = _device(trainer.device)
         self._config, self._trainer, self._algorithm = optimizer, trainer, algorithm
-        self._model = _load(model_dir).to(self._device)
+        self._model = load_model(model_dir, "model.path").to(self._device)
         self.architecture = type(self._model).__name__
         self._trained: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
         if adapters.rank:
@@ -259,11 +259,3 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("trainer.device is cuda, but torch sees no GPU: use auto or cpu")
     return torch.device(name)
-
-
-def _load(model_dir: Path) -> torch.nn.Module:
-    model = load_model(model_dir, "model.path")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # torch would not train that row, and other backends do
-    return model
