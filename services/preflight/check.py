@@ -137,9 +137,9 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"reward   {services.rewards} worker(s): "
         + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
         *(
-            f"{role:<8} {directory}, not trained"
+            f"{role:<8} {settings.role_dir(role)}, not trained"
             for role in FROZEN_ROLES
-            if (directory := settings.frozen_dir(role)) is not None
+            if getattr(settings, role).path
         ),
         *describe_memory(settings, model),
     ]

@@ -258,14 +258,14 @@ class Settings:
         path = self.model.path
         return _model_dir(path, self.model.revision, "model.path") if path else self.run_dir / "model"
 
-    def frozen_dir(self, role: str) -> Path | None:
-        """Return the absolute path of a model that is not trained, by its section; None: none is given.
+    def role_dir(self, role: str) -> Path:
+        """Return the absolute path of the model that a section other than `[model]` names, as `model_dir`.
 
         Raises:
             SettingsError: as `model_dir`.
         """
-        config: FrozenConfig = getattr(self, role)
-        return _model_dir(config.path, config.revision, f"{role}.path") if config.path else None
+        config: FrozenConfig | CriticConfig = getattr(self, role)
+        return _model_dir(config.path, config.revision, f"{role}.path")
 
     @property
     def needs_critic(self) -> bool:
@@ -278,8 +278,7 @@ class Settings:
 
         For a name on the hub as `model_dir`.
         """
-        critic = self.critic
-        return _model_dir(critic.path, critic.revision, "critic.path") if critic.path else self.model_dir
+        return self.role_dir("critic") if self.critic.path else self.model_dir
 
 
 def _model_dir(path: str, revision: str, setting: str) -> Path:

@@ -28,7 +28,7 @@ from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.export import Exporter
 from trainer.megatron.convert.reshard import plan_of
 from trainer.megatron.families.experts import check_ranks
-from trainer.megatron.families.reading import read_critic
+from trainer.megatron.families.reading import read_architecture, read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
@@ -50,7 +50,7 @@ from trainer.megatron.model import (
 from trainer.megatron.optimizer import is_distributed, wrap_model
 from trainer.megatron.optimizer_step import ModelStepper
 from trainer.megatron.roles.frozen import FrozenPart, shapes_of
-from trainer.megatron.sharing import buffers_of, parts_of, trained_architecture
+from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.ranks.publication import Publication
 from trainer.step.measures import StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
@@ -85,11 +85,10 @@ class MegatronBackend(Backend):
         `attach` may follow.
 
         Raises:
-            SettingsError: the model is not supported, or does not fit the layout, or several ranks are to
-                share weights with an engine.
+            SettingsError: the model is not supported, or does not fit the layout.
         """
         self.algorithm, self._trainer = algorithm, trainer
-        self._model_spec = trained_architecture(model_dir, parallel, trainer, shared=shared)
+        self._model_spec = read_architecture(model_dir)
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)

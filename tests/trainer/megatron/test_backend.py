@@ -209,15 +209,3 @@ def test_the_bias_of_a_choice_keeps_its_bits_in_bfloat16(tmp_path: Path) -> None
     exact = [name for name in exported if exported[name].dtype is torch.float32]
     assert exact == ["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert all(torch.equal(exported[name], source[name].to(exported[name].dtype)) for name in source)
-
-
-def test_masters_of_a_model_with_such_biases_are_not_shared(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"'shared' publishes masters, .* of deepseek_v3 have none"):
-        MegatronBackend(
-            save_model("deepseek-v3", tmp_path),
-            parallel=ParallelConfig(),
-            optimizer=OPTIMIZER,
-            trainer=TrainerConfig(device="cpu"),
-            algorithm=ALGORITHM,
-            shared=True,
-        )
