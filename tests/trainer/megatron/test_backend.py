@@ -90,18 +90,6 @@ def test_a_world_of_another_size_is_refused(model_dir: Path) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "float8"), ("device", "tpu")])
-def test_unknown_settings_are_refused(model_dir: Path, field: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=value):
-        MegatronBackend(
-            model_dir,
-            parallel=ParallelConfig(),
-            optimizer=OPTIMIZER,
-            trainer=replace(TrainerConfig(device="cpu"), **{field: value}),
-            algorithm=ALGORITHM,
-        )
-
-
 def test_a_step_with_an_infinite_gradient_is_skipped_and_changes_nothing(backend: MegatronBackend) -> None:
     batch = make_batch(NAME, 0)
     before = dict(backend.export())
