@@ -255,17 +255,17 @@ class Renderer:
 
     def _check_variables(self) -> None:
         """Check that the chat template reads each variable of `render.chat_template_kwargs`."""
-        given, file = self._config.chat_template_kwargs, self._config.chat_template_file
-        if (given or file) and not self._chat:
+        extras, file = self._config.chat_template_kwargs, self._config.chat_template_file
+        if (extras or file) and not self._chat:
             switched = self._config.chat_template is ChatTemplate.OFF
             remedy = (
                 "set render.chat_template to auto" if switched else "give one by render.chat_template_file"
             )
             raise SettingsError(
-                f"setting render.{'chat_template_kwargs' if given else 'chat_template_file'}: prompts are "
+                f"setting render.{'chat_template_kwargs' if extras else 'chat_template_file'}: prompts are "
                 f"rendered without a chat template, so it would change nothing; leave it empty, or {remedy}"
             )
-        for name in given:
+        for name in extras:
             if name in inspect.signature(self._tokenizer.apply_chat_template).parameters:
                 raise SettingsError(
                     f"setting render.chat_template_kwargs: {name} is given by tether; leave it out"

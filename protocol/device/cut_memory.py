@@ -11,8 +11,8 @@ from protocol.weights.slices import Cut
 
 def cuts_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifest) -> list[torch.Tensor]:
     """Return the elements of each cut in the memory of their bucket, in their shape."""
-    found = []
+    views = []
     for cut in bucket:
         part = memory[cut.offset : cut.offset + cut.nbytes]
-        found.append(part.view(getattr(torch, manifest.tensors[cut.tensor].dtype)).view(shape_of(cut.box)))
-    return found
+        views.append(part.view(getattr(torch, manifest.tensors[cut.tensor].dtype)).view(shape_of(cut.box)))
+    return views

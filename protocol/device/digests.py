@@ -120,14 +120,14 @@ def _row_sums(rows: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
 
 
 def _multipliers(device: torch.device, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    known = _tables.get(device)
-    if known is None or len(known[1]) < 2 * rows:
+    table = _tables.get(device)
+    if table is None or len(table[1]) < 2 * rows:
         outer = multipliers(1, max(2 * rows, 1 << 16))
-        known = _tables[device] = (
+        table = _tables[device] = (
             torch.from_numpy(multipliers(0, ROW)).to(device),
             torch.from_numpy(outer).to(device),
         )
-    return known
+    return table
 
 
 def inner_on(device: torch.device) -> torch.Tensor:

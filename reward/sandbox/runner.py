@@ -245,8 +245,8 @@ def _remove(directory: str) -> None:
 def _open(folder: str, parent: int | None = None) -> None:
     """Give this user all rights to a folder; links are not followed."""
     with contextlib.suppress(OSError):
-        found = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
-            os.chmod(f"/proc/self/fd/{found}", 0o700)
+            os.chmod(f"/proc/self/fd/{descriptor}", 0o700)
         finally:
-            os.close(found)
+            os.close(descriptor)

@@ -110,7 +110,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     bound, sampling, services = settings.bound, settings.sampling, settings.services
     parallel, prompts, engine = settings.parallel, settings.prompts, settings.engine
     count = f"{model.parameters:,}" if model.parameters else "unknown"
-    made = "" if model.is_made else ", made at the start"
+    origin = "" if model.is_made else ", made at the start"
     per_step = bound.groups_per_step * sampling.samples_per_prompt
     ranks = (
         f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
@@ -121,7 +121,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     )
     mixed = " + ".join(entry.name for entry in prompts.mixture)
     return [
-        f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{made}",
+        f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{origin}",
         f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {prompts.held_out:,} held out"
         + _left_out(settings, model, source),
         f"first    {_first_prompt(settings, model, first_prompts(source))}",

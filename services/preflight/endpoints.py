@@ -78,12 +78,12 @@ def _sglang_problems(settings: Settings) -> Iterator[Problem]:
         command = [python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"]
         try:
             has_it = not subprocess.run(command, timeout=FIND_S, check=False).returncode
-            said = f"{python} has no SGLang"
+            cause = f"{python} has no SGLang"
         except (OSError, subprocess.TimeoutExpired) as error:
-            has_it, said = False, f"{python} cannot be started: {error}"
+            has_it, cause = False, f"{python} cannot be started: {error}"
         if not has_it:
             yield Problem(
-                said,
+                cause,
                 "install it there, or set engine.python to the Python that has it",
                 "engine.name",
                 "sglang",

@@ -122,26 +122,26 @@ class MegatronBackend(Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._memory.begin_step()
-        made = self._stepper.step(
+        step = self._stepper.step(
             batch,
             lambda: self._runner.train(batch, self.algorithm, measures),
             lr_scale=measures.lr_scale if measures.tokens else None,
         )
-        if not made.skipped:
+        if not step.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
-            measures.stats(made.vector, grad_norm=made.norm, skipped=made.skipped),
-            micro_batches=made.micro_batches,
-            padding_share=made.padding_share,
-            loss_scale=made.loss_scale,
-            loss_scale_repeats=made.loss_scale_repeats,
+            measures.stats(step.vector, grad_norm=step.norm, skipped=step.skipped),
+            micro_batches=step.micro_batches,
+            padding_share=step.padding_share,
+            loss_scale=step.loss_scale,
+            loss_scale_repeats=step.loss_scale_repeats,
             memory_peak_gb=peak,
             memory_expected_gb=expected,
             expert_load_max=busiest,
             expert_load_min=idlest,
-            warnings=made.warnings,
+            warnings=step.warnings,
         )
 
     @property

@@ -58,7 +58,7 @@ def check_on_rank(
         algorithm=make_algorithm(AlgorithmConfig()),
     )
     try:
-        found = backend.logprobs(batch)
+        logprobs = backend.logprobs(batch)
         if dist.get_rank():
             for _ in backend.export():
                 raise RuntimeError("only rank 0 gets tensors from an export")
@@ -66,6 +66,6 @@ def check_on_rank(
         architecture = read_architecture(model_dir)
         with SafetensorsReader(model_dir) as reader:
             tensors = compare_tensors(backend.export(), reader, lambda name: ignorable(architecture, name))
-        return RankFindings(compare_logprobs(batch, found, expected), tensors)
+        return RankFindings(compare_logprobs(batch, logprobs, expected), tensors)
     finally:
         backend.close()

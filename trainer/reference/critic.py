@@ -37,12 +37,12 @@ class ValueModel(torch.nn.Module):
         self.model = load_model(model_dir, "setting critic.path:", with_head=False)
         hidden = self.model.get_input_embeddings().weight.shape[1]
         self.score = torch.nn.Linear(hidden, 1)
-        found = read_head(model_dir, hidden)
+        head = read_head(model_dir, hidden)
         with torch.no_grad():
             for name in HEAD:
                 self.get_parameter(name).zero_()
-                if name in found:
-                    self.get_parameter(name).copy_(found[name])
+                if name in head:
+                    self.get_parameter(name).copy_(head[name])
 
     def forward(self, part: Batch, place: torch.Tensor) -> torch.Tensor:
         """Return the values of the states in which the tokens at `place` (int64 [k]) were sampled, [k]."""
@@ -157,14 +157,14 @@ def read_head(model_dir: Path, hidden: int) -> dict[str, torch.Tensor]:
     Raises:
         SettingsError: it has several labels.
     """
-    found: dict[str, torch.Tensor] = {}
+    head: dict[str, torch.Tensor] = {}
     for path in sorted(model_dir.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in HEAD if name in file.keys()}  # noqa: SIM118 (not a mapping)
+            head |= {name: file.get_tensor(name) for name in HEAD if name in file.keys()}  # noqa: SIM118 (not a mapping)
     for name, shape in zip(HEAD, ((1, hidden), (1,)), strict=True):
-        if name in found and tuple(found[name].shape) != shape:
+        if name in head and tuple(head[name].shape) != shape:
             raise SettingsError(
-                f"setting critic.path: {name} in {model_dir} has shape {tuple(found[name].shape)}, and a "
+                f"setting critic.path: {name} in {model_dir} has shape {tuple(head[name].shape)}, and a "
                 f"critic has one label, {shape}"
             )
-    return found
+    return head

@@ -62,13 +62,13 @@ def load_state(
     """
     try:
         with safe_open(str(directory / PART), framework="pt") as file:
-            found = json.loads((file.metadata() or {}).get(IDENTITY, "{}"))
+            recorded = json.loads((file.metadata() or {}).get(IDENTITY, "{}"))
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise SettingsError(f"checkpoint {directory}: not one of the reference backend: {error}") from error
-    if found != identity:
+    if recorded != identity:
         raise SettingsError(
-            f"checkpoint {directory} was made by {_listed(found)}; this trainer is {_listed(identity)}"
+            f"checkpoint {directory} was made by {_listed(recorded)}; this trainer is {_listed(identity)}"
         )
     _check_shapes(directory, masters, tensors)
     optimizer.state.clear()

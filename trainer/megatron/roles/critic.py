@@ -98,16 +98,16 @@ class MegatronCritic(Critic):
 
     def train_step(self, batch: Batch) -> CriticStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
-        made = self._stepper.step(
+        step = self._stepper.step(
             batch,
             lambda: self._runner.train_values(batch, measures),
             lr_scale=(lambda _: 1.0) if measures.tokens else None,
         )
-        if not made.skipped:
+        if not step.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
-        stats = measures.stats(made.vector, grad_norm=made.norm, skipped=made.skipped)
+        stats = measures.stats(step.vector, grad_norm=step.norm, skipped=step.skipped)
         return dataclasses.replace(
-            stats, memory_peak_gb=peak_gb(self._position.device), warnings=stats.warnings + made.warnings
+            stats, memory_peak_gb=peak_gb(self._position.device), warnings=stats.warnings + step.warnings
         )
 
     @torch.no_grad()
