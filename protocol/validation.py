@@ -9,6 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from types import GenericAlias
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from annotated_types import Interval, Predicate
@@ -43,10 +44,12 @@ def validated(kind: type[T], values: Mapping[str, Any], prefix: str = "setting "
     Raises:
         WrongSettings: with a line for every problem, which names the field, its value and the choices.
     """
+    plain: type = kind
     try:
-        return _adapter(kind).validate_python((values,))[0]
+        built: tuple[T] = _adapter(plain).validate_python((values,))
     except ValidationError as error:
         raise WrongSettings([_problem(item, kind, prefix, secret) for item in error.errors()]) from None
+    return built[0]
 
 
 def check_range(kind: type, name: str, value: float, what: str) -> None:
@@ -112,8 +115,9 @@ def type_at(path: Iterable[str | int], kind: type) -> Any:
 
 
 @cache
-def _adapter(kind: type[T]) -> TypeAdapter[tuple[T]]:
-    return TypeAdapter(tuple[kind], config=CONFIG)  # a dataclass by itself takes no configuration
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    alone: Any = GenericAlias(tuple, (kind,))  # a dataclass by itself takes no configuration
+    return TypeAdapter(alone, config=CONFIG)
 
 
 def _problem(error: Mapping[str, Any], kind: type, prefix: str, secret: str) -> str:
