@@ -1,17 +1,12 @@
-"""Finds what a user named in a registry, checks options, and suggests the nearest known name."""
+"""Finds what a user named in a registry, and suggests the nearest known name."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TypeVar
 
-import msgspec
-
 from protocol.errors import SettingsError
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +43,34 @@ class Registry(dict[str, E]):
         Raises:
             SettingsError: there is none; arguments and message are those of `checked_name`.
         """
-        return self[name if self._own is not None and is_own(name) else checked_name(name, self, what)]
+        return self[name if self.has(name) else checked_name(name, self, what)]
+
+    def has(self, name: str) -> bool:
+        """Return whether a setting may be `name`: an entry, or a user's own implementation."""
+        return name in self or (self._own is not None and is_own(name))
 
     def having(self, capability: str) -> tuple[str, ...]:
         """Return the names of the entries whose field `capability` is neither false nor empty."""
         return tuple(name for name, entry in self.items() if getattr(entry, capability))
+
+
+@dataclass(frozen=True, slots=True)
+class NameIn:
+    """Mark of a field that names an entry: `Annotated[str, Predicate(NameIn("MODULE:REGISTRY"))]`.
+
+    The registry is imported for the first check, because its module may import the field's.
+    """
+
+    path: str
+
+    @property
+    def registry(self) -> Registry[Any]:
+        found: Registry[Any] = load(self.path)
+        return found
+
+    def __call__(self, name: str) -> bool:
+        """Return whether a setting may have this name."""
+        return self.registry.has(name)
 
 
 def is_own(name: str) -> bool:
@@ -89,28 +107,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     close = close or [full for full in names if _abbreviates(name, full)][:1]
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"
-
-
-def checked_options(kind: type[T], values: Mapping[str, Any], what: str) -> T:
-    """Build the dataclass `kind` from a table of the settings.
-
-    Raises:
-        SettingsError: a key is unknown (suggests the nearest one) or a value has the wrong type.
-    """
-    _check_keys(kind, values, what)
-    try:
-        return msgspec.convert(dict(values), kind)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{what}: {error}") from None
-
-
-def _check_keys(kind: Any, values: Mapping[str, Any], what: str) -> None:
-    """Refuse unknown keys, in nested dataclasses too."""
-    fields = {field.name: field.type for field in dataclasses.fields(kind)}
-    for key, value in values.items():
-        inner = fields[checked_name(key, fields, f"{what}: option")]
-        if dataclasses.is_dataclass(inner) and isinstance(value, Mapping):
-            _check_keys(inner, value, f"{what}: {key}")
 
 
 def _abbreviates(name: str, full: str) -> bool:

@@ -231,22 +231,22 @@ def _branches(rollout: Rollout, rows: int) -> list[tuple[int, int, int]]:
     if rollout.branches is None:
         return [(row, -1, 0) for row in range(rows)]
     group, before = rollout.group, -1
-    found: list[tuple[int, int, int]] = []
+    branches: list[tuple[int, int, int]] = []
     for row, (sample, parent, shared) in enumerate(
         checked_array(group, "branches", rollout.branches, "int32", (rows, 3)).tolist()
     ):
         if sample == before + 1:
             fits = parent == -1 and shared == 0
         else:
-            fits = sample == before and 0 <= parent < row and found[parent][0] == sample and shared >= 0
+            fits = sample == before and 0 <= parent < row and branches[parent][0] == sample and shared >= 0
         require(
             fits, group, "branches", f"row {row} ({sample}, {parent}, {shared}) follows no row of its sample"
         )
-        found.append((sample, parent, shared))
+        branches.append((sample, parent, shared))
         before = sample
-    followed = sum(shared for _, _, shared in found)
+    followed = sum(shared for _, _, shared in branches)
     require(followed <= MAX_FOLLOWED, group, "branches", f"have rows that follow {followed} tokens together")
-    return found
+    return branches
 
 
 def _environment_rewards(rollout: Rollout, samples: int) -> list[float | None]:
@@ -267,14 +267,14 @@ def _own_prompts(
         return [0] * len(branches)
     group, n = rollout.group, branches[-1][0] + 1 if branches else 0
     given = iter(checked_array(group, "own_prompts", rollout.own_prompts, "int32", (n,)).tolist())
-    found = [next(given) if parent < 0 else 0 for _, parent, _ in branches]
+    lengths = [next(given) if parent < 0 else 0 for _, parent, _ in branches]
     mask = checked_array(group, "loss_mask", rollout.loss_mask, "uint8", (starts[-1],))
-    for own, (sample, _, _), (start, end) in zip(found, branches, pairwise(starts), strict=True):
+    for own, (sample, _, _), (start, end) in zip(lengths, branches, pairwise(starts), strict=True):
         fits = 0 <= own <= end - start and not mask[start : start + own].any()
         require(
             fits, group, "own_prompts", f"has {own} of the first row of sample {sample}, not all inserted"
         )
-    return found
+    return lengths
 
 
 def _check_first_tokens(

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta
+from annotated_types import Interval
 
-MaxStaleness = Annotated[int, Meta(ge=0, le=1000)]
-GroupsPerStep = Annotated[int, Meta(ge=1, le=10**6)]
+MaxStaleness = Annotated[int, Interval(ge=0, le=1000)]
+GroupsPerStep = Annotated[int, Interval(ge=1, le=10**6)]
 
 
 class Policy(StrEnum):

@@ -5,7 +5,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,42 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
     if not callable(item):
         raise SettingsError(f"{what}: {path} in {file} is neither a class nor a function")
     return item, file
+
+
+def check_call(
+    what: str, item: Callable[..., Any], given: str, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> None:
+    """Check that a class or function of the user can be called with arguments and options.
+
+    Args:
+        what: the beginning of errors.
+        item: the class or function.
+        given: describes arguments and options, for errors.
+        arguments: positional ones.
+        options: keyword arguments, which the user chose.
+
+    Raises:
+        SettingsError: it takes others.
+    """
+    try:
+        inspect.signature(item).bind(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{what}: {error}; it is called with {given}") from None
+
+
+def call(
+    what: str, item: Callable[..., Any], given: str, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Call a class or function of the user; arguments as in `check_call`.
+
+    Raises:
+        SettingsError: it takes others, or raises; names the place.
+    """
+    check_call(what, item, given, arguments, options)
+    try:
+        return item(*arguments, **options)
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        raise SettingsError(f"{what}: {located(error)}") from None
 
 
 def taken_names(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.paths import set_first
 
@@ -15,7 +15,7 @@ class VerifierConfig:
     name: str = "exact_match"
     """A verifier in `reward/verifiers/`: `function` calls a function of your own. With a dot: a module of
     your own with the same interface."""
-    weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
+    weight: Annotated[float, Interval(ge=-1e6, le=1e6)] = 1.0
     """Factor of this verifier's score in the reward."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of that verifier."""
@@ -37,20 +37,20 @@ class RewardConfig:
 
     verifiers: tuple[VerifierConfig, ...] = set_first((VerifierConfig(),))
     """The verifiers that score a sample. May be empty where the environment itself gives the reward."""
-    environment_weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
+    environment_weight: Annotated[float, Interval(ge=-1e6, le=1e6)] = 1.0
     """Factor of the environment's own reward, if it gives one."""
-    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 30.0
+    timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 30.0
     """Limit for one verifier on one response (of a function that scores whole groups: on one group), seconds.
     The worker process that exceeds it is replaced; of a judge or an asynchronous function the call ends."""
-    timeout_score: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
+    timeout_score: Annotated[float | None, Interval(ge=-1e6, le=1e6)] = None
     """Score of a response on which a verifier exceeded `timeout_s` on two workers. Unset: its group has no
     score, and is dropped after `bound.max_attempts`."""
-    start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 120.0
+    start_timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 120.0
     """Limit for a worker process to import its verifiers and load their models, seconds."""
-    workers: Annotated[int, Meta(ge=1, le=10_000)] = set_first(2)
+    workers: Annotated[int, Interval(ge=1, le=10_000)] = set_first(2)
     """Worker processes, over which the samples of all groups are divided. Judges and asynchronous functions
     share one more, in which calls for all samples wait at the same time."""
-    memory_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
+    memory_mb: Annotated[int, Interval(ge=0, le=10**9)] = 4096
     """Address space of a worker process in addition to the models that it loads, MiB. 0: no limit, which a
     verifier on a GPU needs."""
 

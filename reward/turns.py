@@ -127,12 +127,12 @@ def combine_turns(
     rewards = []
     whole = {name: scores for name, scores in components.items() if name not in turn_components}
     for i, turns in enumerate(next(iter(turn_components.values()), ())):
-        given = [
+        scored = [
             [_weighted(name, weights[name], scores[i][k]) for name, scores in turn_components.items()]
             for k in range(len(turns))
         ]
-        given[-1] += [_weighted(name, weights[name], scores[i]) for name, scores in whole.items()]
-        rewards.append([math.fsum(scores) for scores in given])
+        scored[-1] += [_weighted(name, weights[name], scores[i]) for name, scores in whole.items()]
+        rewards.append([math.fsum(scores) for scores in scored])
     return rewards
 
 

@@ -46,9 +46,9 @@ class UserCode:
 
     def arguments(self, group: ResponseGroup, i: int) -> dict[str, Any]:
         """Return its arguments for sample `i`; if it takes all responses, for all."""
-        known: dict[str, Any] = {"prompt": group.prompt, "metadata": dict(group.metadata)}
+        offered: dict[str, Any] = {"prompt": group.prompt, "metadata": dict(group.metadata)}
         if self.whole:
-            known |= {
+            offered |= {
                 "responses": list(group.responses),
                 "token_counts": list(group.token_counts),
                 "finish_reasons": list(group.finish_reasons),
@@ -56,14 +56,14 @@ class UserCode:
                 "contexts": [list(contexts) for contexts in group.contexts],
             }
         else:
-            known |= {
+            offered |= {
                 "response": group.responses[i],
                 "token_count": group.token_counts[i],
                 "finish_reason": group.finish_reasons[i],
             }
             if self.by_turn:
-                known |= {"turns": list(group.turns[i]), "contexts": list(group.contexts[i])}
-        return {name: known[name] for name in self.names}
+                offered |= {"turns": list(group.turns[i]), "contexts": list(group.contexts[i])}
+        return {name: offered[name] for name in self.names}
 
 
 def load_user_code(path: str, what: str, *, may_score_turns: bool = False) -> UserCode:

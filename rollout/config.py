@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.paths import FIRST, set_first
 
@@ -12,16 +12,16 @@ from protocol.paths import FIRST, set_first
 class SamplingConfig:
     """Section `[sampling]`: how samples are drawn for training."""
 
-    samples_per_prompt: Annotated[int, Meta(ge=1, le=10**5)] = set_first(8)
+    samples_per_prompt: Annotated[int, Interval(ge=1, le=10**5)] = set_first(8)
     """n, the samples of a group."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] = set_first(1.0)
+    temperature: Annotated[float, Interval(ge=0, le=100)] = set_first(1.0)
     """Divides the logits before sampling, in engine and trainer alike. Training refuses less than 0.01."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Refused below 1 in training, where engine and trainer have to use the same distribution; see
     `eval.top_p`."""
-    top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    top_k: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """Refused above 0 in training, as `top_p` is below 1; see `eval.top_k`."""
-    max_tokens: Annotated[int, Meta(ge=1, le=10**7)] = set_first(128)
+    max_tokens: Annotated[int, Interval(ge=1, le=10**7)] = set_first(128)
     """Limit of one generation, tokens. An environment with several turns may set less for each."""
 
 
@@ -35,15 +35,15 @@ class EnvironmentConfig:
     the module is found in `run.modules` and `PYTHONPATH`."""
     options: dict[str, Any] = field(default_factory=dict, metadata=FIRST)
     """Options of that environment; of your own: keyword arguments of the class or the function."""
-    call_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
+    call_s: Annotated[float, Interval(gt=0, le=1e6)] = 3600.0
     """How long one call of the model may take, seconds, waiting for the engine included. A longer one fails
     the sample's attempt."""
-    episode_s: Annotated[float, Meta(gt=0, le=1e6)] = 3600.0
+    episode_s: Annotated[float, Interval(gt=0, le=1e6)] = 3600.0
     """How long one sample may take, all its attempts together, seconds. A longer one fails the sample."""
-    max_turns: Annotated[int, Meta(ge=0, le=10**6)] = 0
+    max_turns: Annotated[int, Interval(ge=0, le=10**6)] = 0
     """Calls of the model in one episode. One more ends it: the sample is truncated. 0: as many as fit
     `engine.max_model_len`."""
-    attempts: Annotated[int, Meta(ge=1, le=100)] = 2
+    attempts: Annotated[int, Interval(ge=1, le=100)] = 2
     """Times that a sample is tried before it has failed. Its group is trained without it if at least two
     samples remain."""
     record: Literal["auto", "on", "off"] = "auto"

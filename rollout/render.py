@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from protocol.paths import FilePath, set_first
@@ -58,7 +58,7 @@ class RenderConfig:
     end of the sequence or `sampling.max_tokens`, and what follows it is thrown away."""
     stop_at_eos: bool = True
     """Whether the end-of-sequence token ends a sample."""
-    max_prompt_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    max_prompt_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """Longest rendered prompt, tokens. The group of a longer one is dropped. 0: `engine.max_model_len` less
     `sampling.max_tokens`."""
 
@@ -255,17 +255,17 @@ class Renderer:
 
     def _check_variables(self) -> None:
         """Check that the chat template reads each variable of `render.chat_template_kwargs`."""
-        given, file = self._config.chat_template_kwargs, self._config.chat_template_file
-        if (given or file) and not self._chat:
+        extras, file = self._config.chat_template_kwargs, self._config.chat_template_file
+        if (extras or file) and not self._chat:
             switched = self._config.chat_template is ChatTemplate.OFF
             remedy = (
                 "set render.chat_template to auto" if switched else "give one by render.chat_template_file"
             )
             raise SettingsError(
-                f"setting render.{'chat_template_kwargs' if given else 'chat_template_file'}: prompts are "
+                f"setting render.{'chat_template_kwargs' if extras else 'chat_template_file'}: prompts are "
                 f"rendered without a chat template, so it would change nothing; leave it empty, or {remedy}"
             )
-        for name in given:
+        for name in extras:
             if name in inspect.signature(self._tokenizer.apply_chat_template).parameters:
                 raise SettingsError(
                     f"setting render.chat_template_kwargs: {name} is given by tether; leave it out"

@@ -23,14 +23,14 @@ def vocabulary_of(model_dir: Path) -> Mapping[str, int]:
     """
     path = model_dir / "tokenizer.json"
     try:
-        found: Mapping[str, int] = (
+        vocabulary: Mapping[str, int] = (
             Tokenizer.from_file(str(path)) if path.is_file() else load_tokenizer(model_dir)
         ).get_vocab()
     except SettingsError:
         raise
     except Exception as error:  # the tokenizers library raises its own
         raise SettingsError(f"the tokenizer in {model_dir} cannot be loaded: {str(error)[:300]}") from error
-    return found
+    return vocabulary
 
 
 def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:

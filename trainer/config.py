@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from annotated_types import Interval, Predicate
 
+from protocol.choices import NameIn
 from protocol.paths import FilePath, set_first
 
 RecomputeGranularity = Literal["", "selective", "full"]
@@ -15,25 +16,25 @@ AttentionBackend = Literal["auto", "torch", "flash_attn", "transformer_engine", 
 class ParallelConfig:
     """Section `[parallel]`: ranks of the trainer. Names as in Megatron-core."""
 
-    tensor_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = set_first(1)
+    tensor_model_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = set_first(1)
     """Ranks that share every layer."""
-    pipeline_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    pipeline_model_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
     """Groups of ranks that have the layers one after the other."""
-    data_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = set_first(1)
+    data_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = set_first(1)
     """Copies of the model, each with its part of the batch."""
-    virtual_pipeline_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    virtual_pipeline_model_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
     """Parts of the model that each pipeline stage has, interleaved with the other stages' parts, so that
     stages wait less for each other. Divides the layers of every stage; needs at least two stages."""
-    num_layers_in_first_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
+    num_layers_in_first_pipeline_stage: Annotated[int, Interval(ge=0, le=10**4)] = 0
     """Layers of the first stage, which also has the embedding. 0: as many as the other stages with 0."""
-    num_layers_in_last_pipeline_stage: Annotated[int, Meta(ge=0, le=10**4)] = 0
+    num_layers_in_last_pipeline_stage: Annotated[int, Interval(ge=0, le=10**4)] = 0
     """Layers of the last stage, which also has the output layer. 0: as many as the other stages with 0."""
-    context_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    context_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
     """Ranks that share the tokens of a micro-batch, for long samples: each computes its part of every one."""
-    expert_model_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    expert_model_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
     """Ranks that share the experts of a layer. They are ranks of the sizes above and below: no more are
     needed."""
-    expert_tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = 1
+    expert_tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
     """Ranks that share the matrices of an expert."""
     sequence_parallel: bool = False
     """Divide norms and dropout along the sequence between tensor-parallel ranks."""
@@ -54,46 +55,46 @@ class ParallelConfig:
 class OptimizerConfig:
     """Section `[optimizer]`: steps of fp32 masters. Names as in Megatron-core."""
 
-    name: str = "adamw"
+    name: Annotated[str, Predicate(NameIn("trainer.optimizers.registry:OPTIMIZERS"))] = "adamw"
     """adamw; reference only: muon (Muon on the matrices of hidden layers, AdamW on everything else, with the
     same lr), adamw_8bit (AdamW with moments of 8 bits, of bitsandbytes), or `MODULE:NAME`, an optimizer of
     torch or of your own (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own optimizer."""
-    muon_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    muon_momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.95
     """muon: decay of the momentum, which is Nesterov's."""
-    lr: Annotated[float, Meta(ge=0, le=1e3)] = set_first(1e-5)
+    lr: Annotated[float, Interval(ge=0, le=1e3)] = set_first(1e-5)
     """Learning rate after the warm-up."""
-    lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    lr_warmup_steps: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Updates in which the learning rate rises linearly from 0. Skipped ones do not count. 0 is off. A
     step is one update, unless `trainer.epochs_per_batch` or `num_mini_batches` is above 1."""
-    lr_decay_style: str = "constant"
+    lr_decay_style: Annotated[str, Predicate(NameIn("trainer.functional.learning_rate:STYLES"))] = "constant"
     """How the learning rate goes from `lr` to `min_lr` after the warm-up: constant (it stays), linear,
     cosine, or WSD (it stays, and falls linearly in the last `lr_wsd_decay_steps`); or `MODULE:FUNCTION`, a
     schedule of your own (docs/own_code.md)."""
-    lr_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    lr_decay_steps: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Update at which it has reached `min_lr`, warm-up included. Needed unless it is constant."""
-    lr_wsd_decay_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    lr_wsd_decay_steps: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """WSD: updates in which it falls."""
-    min_lr: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    min_lr: Annotated[float, Interval(ge=0, le=1e3)] = 0.0
     """Learning rate at the end, unless it is constant."""
-    weight_decay: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    weight_decay: Annotated[float, Interval(ge=0, le=1e3)] = 0.0
     """Decoupled weight decay."""
-    adam_beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    adam_beta1: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
-    adam_beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    adam_beta2: Annotated[float, Interval(ge=0, lt=1)] = 0.95
     """Decay of the second moment."""
-    adam_eps: Annotated[float, Meta(ge=0, le=1)] = 1e-8
+    adam_eps: Annotated[float, Interval(ge=0, le=1)] = 1e-8
     """Added to the denominator of an update."""
-    clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    clip_grad: Annotated[float, Interval(ge=0, le=1e9)] = 1.0
     """Largest L2 norm of the gradient of all parameters. 0 is off."""
     grad_reduce_in_fp32: bool = True
     """megatron, bfloat16: add up gradients of micro-batches and ranks in float32. false: in the parameters'
     type, which takes half the memory and rounds more."""
-    initial_loss_scale: Annotated[float, Meta(ge=1, le=2**32)] = 65536.0
+    initial_loss_scale: Annotated[float, Interval(ge=1, le=2**32)] = 65536.0
     """megatron, float16: factor of the loss at the start, a power of two. A step whose gradient overflows is
     made again under half of it; a resumed run has the factor of its checkpoint."""
-    loss_scale_window: Annotated[int, Meta(ge=1, le=10**9)] = 1000
+    loss_scale_window: Annotated[int, Interval(ge=1, le=10**9)] = 1000
     """megatron, float16: steps without overflow after which the factor is doubled."""
     cpu_offload: bool = False
     """megatron: keep masters and moments in host memory, 12 bytes a parameter, and step them there.
@@ -104,7 +105,7 @@ class OptimizerConfig:
 class TrainerConfig:
     """Section `[trainer]`: the training backend, its device, and the kept files of a run."""
 
-    backend: str = set_first("megatron")
+    backend: Annotated[str, Predicate(NameIn("trainer.registry:BACKENDS"))] = set_first("megatron")
     """What trains: megatron, fsdp (any causal language model of transformers, sharded over
     `parallel.data_parallel_size` ranks), reference (the oracle, one rank) or scripted (dry runs without a
     model)."""
@@ -117,11 +118,11 @@ class TrainerConfig:
     """megatron: how attention is computed: torch (its fused kernel on a GPU in 16 bits, segments elsewhere),
     flash_attn or transformer_engine (on a GPU in 16 bits; the library of that name), or segments (the
     reference: slow on a GPU). auto: torch, because the two libraries have not been run with this trainer."""
-    micro_batch_tokens: Annotated[int, Meta(ge=0, le=10**8)] = set_first(0)
+    micro_batch_tokens: Annotated[int, Interval(ge=0, le=10**8)] = set_first(0)
     """Tokens in one forward pass on each rank, prompts included; samples are packed into it without padding.
     A longer sample is a pass of its own. With `parallel.context_parallel_size` a pass has so many times as
     many, over all ranks that share it. 0, or auto: what suits the device and its memory."""
-    micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
+    micro_batch_size: Annotated[int, Interval(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
     compile: bool = False
     """fsdp: compile each layer with torch.compile, attention apart. The first passes take longer."""
@@ -131,7 +132,7 @@ class TrainerConfig:
     recompute_method: Literal["uniform", "block"] = "uniform"
     """full: uniform (layers in pieces of `recompute_num_layers`; only each piece's input is kept) or block
     (the first `recompute_num_layers` of each pipeline stage or chunk, one by one; the others keep all)."""
-    recompute_num_layers: Annotated[int, Meta(ge=1, le=10**4)] = 1
+    recompute_num_layers: Annotated[int, Interval(ge=1, le=10**4)] = 1
     """full: layers; see `recompute_method`."""
     recompute_modules: tuple[Literal["core_attn", "layernorm", "mlp"], ...] = ("layernorm", "mlp")
     """selective: core_attn, layernorm, mlp. core_attn saves little: no kernel used here keeps scores."""
@@ -139,30 +140,30 @@ class TrainerConfig:
     """megatron, mixtures of experts: use the experts that the engine chose for each token, instead of those
     that the trainer's router would choose; its weights of them are the trainer's. Engines: hf, megatron,
     sglang, and vllm on a GPU."""
-    moe_aux_loss_coeff: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    moe_aux_loss_coeff: Annotated[float, Interval(ge=0, le=1e3)] = 0.0
     """megatron, models with experts: weight of the loss that keeps each sample's tokens spread over them
     (Megatron's seq_aux_loss), the mean over the samples of a step. 0 is off."""
-    moe_z_loss_coeff: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    moe_z_loss_coeff: Annotated[float, Interval(ge=0, le=1e3)] = 0.0
     """megatron, models with experts: weight of the square of the routers' log-sum-exp, which keeps their
     logits small, the mean over the samples of a step. 0 is off."""
-    moe_router_bias_update_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    moe_router_bias_update_rate: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """megatron, models whose routers choose by score and bias: by how much a step raises the biases of
     experts with fewer tokens than the mean, and lowers the others' biases. 0 is off."""
-    threads: Annotated[int, Meta(ge=1, le=4096)] = 1
+    threads: Annotated[int, Interval(ge=1, le=4096)] = 1
     """CPU threads of each rank. auto: the cores that the engines leave, divided between the ranks."""
-    checkpoint_every: Annotated[int, Meta(ge=1, le=10**9)] = set_first(20)
+    checkpoint_every: Annotated[int, Interval(ge=1, le=10**9)] = set_first(20)
     """Steps between checkpoints. The last step always makes one."""
-    keep_checkpoints: Annotated[int, Meta(ge=1, le=10**6)] = 2
+    keep_checkpoints: Annotated[int, Interval(ge=1, le=10**6)] = 2
     """Newest checkpoints that are kept."""
-    archive_mb: Annotated[int, Meta(ge=0, le=10**9)] = 4096
+    archive_mb: Annotated[int, Interval(ge=0, le=10**9)] = 4096
     """Room for the records of steps that checkpoints cover, for `tether replay`, MiB. The oldest are deleted
     first. 0 keeps none."""
-    max_skipped_steps: Annotated[int, Meta(ge=1, le=10**6)] = 3
+    max_skipped_steps: Annotated[int, Interval(ge=1, le=10**6)] = 3
     """Skipped steps in a row that halt the run; 1: the first one does. A step is skipped if its gradient is
     not finite, or if no token of its batch is within the bound; with several updates, if all of them are."""
-    epochs_per_batch: Annotated[int, Meta(ge=1, le=1000)] = 1
+    epochs_per_batch: Annotated[int, Interval(ge=1, le=1000)] = 1
     """Times that a step trains each sample of its batch (PPO epochs). It is one version all the same."""
-    num_mini_batches: Annotated[int, Meta(ge=1, le=10**5)] = 1
+    num_mini_batches: Annotated[int, Interval(ge=1, le=10**5)] = 1
     """Parts that a step divides its batch into, each of whole samples, drawn by `trainer.seed` and the step.
     Each is an optimizer update, with the weights of tokens in the loss that it would have as a whole batch.
     At most as many as there are samples."""
@@ -170,29 +171,29 @@ class TrainerConfig:
     """Decoupled objective: the proximal policy is the trainer's at the start of the step, and the engine's
     enters by the weight of `algorithm.importance_cap` alone. In a step of one update its log-probabilities
     are the training pass's own, so it is free; with more they take a forward pass."""
-    mismatch_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    mismatch_share: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """Share of the groups on whose trained tokens the trainer's log-probabilities are compared with the
     engine's; a group is in it or not by its number. They come from the training pass, so all of them cost
     little."""
-    mismatch_limit: Annotated[float, Meta(ge=0, le=1e9)] = 1.05
+    mismatch_limit: Annotated[float, Interval(ge=0, le=1e9)] = 1.05
     """Largest `token_mult_prob_error` at lag 0 (1 is perfect agreement) before `mismatch_action` is taken. 0
     is off."""
     mismatch_action: Literal["warn", "stop"] = "warn"
     """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts with the
     cause)."""
-    memory_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    memory_gb: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """GPU memory that training takes on each rank at its peak, GiB: `micro_batch_tokens` = auto is chosen for
     it, and the check before a colocated start counts with it. 0: by `memory_fraction` and the expected
     peak."""
-    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    memory_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Share of a GPU's memory that training may take. auto: what `engine.memory_fraction` leaves where
     engines are on the same GPU, else all of it."""
-    profile_steps: tuple[Annotated[int, Meta(ge=0, le=10**9)], ...] = ()
+    profile_steps: tuple[Annotated[int, Interval(ge=0, le=10**9)], ...] = ()
     """First and last step that torch.profiler watches on every rank, such as [10, 12]; the traces are
     RUN_DIR/profiles/step_K.rank_R.json.gz. Empty: none. A watched step is slower."""
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, Interval(ge=0, le=2**63 - 1)] = 0
     """Seed of the trainer's random numbers."""
-    step_s: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    step_s: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """scripted: seconds that a step sleeps."""
 
     def is_profiled(self, step: int) -> bool:
@@ -209,17 +210,17 @@ class TrainerConfig:
 class AlgorithmConfig:
     """Section `[algorithm]`: advantages and loss."""
 
-    name: str = set_first("grpo")
+    name: Annotated[str, Predicate(NameIn("trainer.algorithms.registry:ALGORITHMS"))] = set_first("grpo")
     """The algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
     reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo; or `MODULE:NAME`,
     one of your own (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own algorithm."""
-    clip_low: Annotated[float, Meta(ge=0, lt=1)] = 0.2
+    clip_low: Annotated[float, Interval(ge=0, lt=1)] = 0.2
     """PPO ratio clip: the lower edge of the ratio is 1 - clip_low."""
-    clip_high: Annotated[float, Meta(ge=0, le=1e6)] = 0.2
+    clip_high: Annotated[float, Interval(ge=0, le=1e6)] = 0.2
     """PPO ratio clip: the upper edge of the ratio is 1 + clip_high."""
-    importance_cap: Annotated[float, Meta(ge=0, le=1e9)] = 2.0
+    importance_cap: Annotated[float, Interval(ge=0, le=1e9)] = 2.0
     """Truncated importance sampling: weight min(pi_proximal / pi_behaviour, cap), with
     `trainer.recompute_logprobs`. 0 is off."""
     importance_level: Literal["token", "sequence"] = "token"
@@ -229,11 +230,11 @@ class AlgorithmConfig:
     """Masked importance sampling: value that is compared with `rejection_low` and `rejection_high`, the ratio
     of each token (token), the product of a sample's ratios (sequence) or their geometric mean (geometric). A
     token outside has no policy gradient, at the other levels its whole sample. Empty: off."""
-    rejection_low: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    rejection_low: Annotated[float, Interval(ge=0, le=1)] = 0.5
     """Smallest ratio that is trained, with `rejection_level`."""
-    rejection_high: Annotated[float, Meta(ge=1, le=1e9)] = 2.0
+    rejection_high: Annotated[float, Interval(ge=1, le=1e9)] = 2.0
     """Largest ratio that is trained, with `rejection_level`."""
-    second_moment_threshold: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    second_moment_threshold: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """m2po: second-moment trust region. Of the tokens whose gradient moves the policy further from the
     engine's, the mean of log(pi / pi_behaviour)^2 over an update's batch is capped to this: where it is more,
     the cap sets the clip, at least `clip_low` and `clip_high`. It costs a forward pass."""
@@ -245,47 +246,47 @@ class AlgorithmConfig:
     """Multiplies the learning rate of an update by the effective sample size of its samples' importance
     weights, as a share of the samples: by its root (sqrt, which suits Adam) or by itself (linear). Empty:
     off."""
-    entropy_coef: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
+    entropy_coef: Annotated[float, Interval(ge=-1e6, le=1e6)] = 0.0
     """Bonus for entropy, in nats. 0 is off. With `entropy_target` the one that the run starts with."""
-    entropy_target: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    entropy_target: Annotated[float, Interval(ge=0, le=1e3)] = 0.0
     """Entropy, mean over trained tokens, nats, that a bonus is to hold: a step after one with less has the
     bonus, others have none. 0 is off."""
-    entropy_coef_delta: Annotated[float, Meta(ge=0, le=1e6)] = 0.0001
+    entropy_coef_delta: Annotated[float, Interval(ge=0, le=1e6)] = 0.0001
     """With `entropy_target`: by how much the bonus rises after a step with less entropy, and falls else."""
-    entropy_coef_max: Annotated[float, Meta(ge=0, le=1e6)] = 0.005
+    entropy_coef_max: Annotated[float, Interval(ge=0, le=1e6)] = 0.005
     """With `entropy_target`: largest bonus."""
-    kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = set_first(0.0)
+    kl_coef: Annotated[float, Interval(ge=0, le=1e6)] = set_first(0.0)
     """Weight of the KL divergence to the initial model, or to the model of `[reference]`. 0 is off and free.
     """
     use_kl_in_reward: bool = False
     """Whether that divergence, by k1, is subtracted from the reward instead of added to the loss, as in PPO
     and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards; with ppo
     each token's term, with reinforce_plus_plus each token's term and the later ones'."""
-    opd_kl_coef: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    opd_kl_coef: Annotated[float, Interval(ge=0, le=1e6)] = 1.0
     """on_policy_distillation: factor of the reverse KL of each token, log pi - log pi_teacher, in its
     advantage."""
-    opd_reward_coef: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    opd_reward_coef: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """on_policy_distillation: factor of the reward, less the mean of its group, in the advantage. 0: rewards
     are ignored."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence from one token: k2 (its gradient equals the divergence's), k3 (never
     negative, lower variance) or k1 (its gradient is 0 on average: only to compare)."""
-    advantage_eps: Annotated[float, Meta(ge=1e-8, le=1e6)] = 1e-4
+    advantage_eps: Annotated[float, Interval(ge=1e-8, le=1e6)] = 1e-4
     """Added to the standard deviation that advantages are divided by, where they are. Without it a group of
     equal rewards would have the advantage 0 / 0."""
-    length_normalizer: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    length_normalizer: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """dr_grpo: tokens that each sample's sum is divided by, usually the generation limit. 0: the longest
     sample of the batch."""
     truncated: Literal["train", "mask", "shape"] = "train"
     """Treatment of samples that ended at the length limit (finish reason `length`): train (as others), mask
     (they carry no gradient, but count for the other samples of their group), or shape (DAPO's soft overlong
     punishment of every sample's length, see `overlong_buffer`)."""
-    overlong_buffer: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    overlong_buffer: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """shape: tokens before `overlong_length` in which the punishment grows from 0 to `overlong_penalty`."""
-    overlong_length: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    overlong_length: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """shape: tokens of a sample, without its prompt, from which it is punished in full. 0:
     `sampling.max_tokens`."""
-    overlong_penalty: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    overlong_penalty: Annotated[float, Interval(ge=0, le=1e6)] = 1.0
     """shape: penalty subtracted from the reward of a sample at `overlong_length`."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: drop groups whose rewards are all equal before a step takes them, and generate
@@ -293,12 +294,12 @@ class AlgorithmConfig:
     group_filter: str = ""
     """With `filter_groups`: `MODULE:FUNCTION`, your own function that says which groups are kept, in place of
     the comparison of rewards (docs/own_code.md)."""
-    max_filtered_batches: Annotated[int, Meta(ge=0, le=10**6)] = 10
+    max_filtered_batches: Annotated[int, Interval(ge=0, le=10**6)] = 10
     """The run halts when `filter_groups` has dropped so many batches (of `bound.groups_per_step` groups)
     since the last step. 0: it never does."""
-    gamma: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """ppo: discount of later tokens' rewards, for each token between."""
-    gae_lambda: Annotated[float, Meta(ge=0, le=1)] = 0.95
+    gae_lambda: Annotated[float, Interval(ge=0, le=1)] = 0.95
     """ppo: how far advantages trust rewards (1) instead of the critic's values (0)."""
     whiten_advantages: bool = True
     """ppo: shift and scale the advantages of the trained tokens of a batch to mean 0 and deviation 1."""
@@ -308,20 +309,20 @@ class AlgorithmConfig:
 class WeightConfig:
     """Section `[weights]`: how new weights reach the engines."""
 
-    transport: str = "shm"
+    transport: Annotated[str, Predicate(NameIn("trainer.weights.registry:TRANSPORTS"))] = "shm"
     """The transport: shm, disk, nccl, ipc or shared. docs/weights.md says which one to choose."""
     directory: FilePath = ""
     """shm and disk: where versions are written. By default /dev/shm/tether-RUN-NONCE and RUN_DIR/weights."""
-    bucket_mb: Annotated[int, Meta(ge=1, le=10**5)] = 64
+    bucket_mb: Annotated[int, Interval(ge=1, le=10**5)] = 64
     """Size of one bucket, MiB. A tensor that is larger has a bucket to itself."""
-    keep: Annotated[int, Meta(ge=1, le=10**6)] = 2
+    keep: Annotated[int, Interval(ge=1, le=10**6)] = 2
     """shm and disk: versions that are kept for engines that are late."""
     host: str = "127.0.0.1"
     """nccl and ipc: address on which the trainer listens for engines."""
     backend: str = ""
     """nccl: backend of the process groups, "gloo" (CPU) or "nccl" (GPU). Empty: as the trainer's device
     needs. ipc: "gloo" shares host memory instead of the GPUs'."""
-    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 60.0
+    timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0
     """Limit for one transfer, seconds. With shared also how long the trainer waits for the engine to serve a
     version before it works on the next."""
 
@@ -330,17 +331,17 @@ class WeightConfig:
 class ClusterConfig:
     """Section `[cluster]`: hosts that the trainer's ranks are divided between. docs/cluster.md says how."""
 
-    nodes: Annotated[int, Meta(ge=0, le=4096)] = 0
+    nodes: Annotated[int, Interval(ge=0, le=4096)] = 0
     """Hosts of the trainer, each of which runs `python -m services.trainer`. 0: Slurm's number
     (SLURM_STEP_NUM_NODES, SLURM_NNODES) where `rendezvous` is set, else 1."""
-    node_rank: Annotated[int, Meta(ge=-1, le=4095)] = -1
+    node_rank: Annotated[int, Interval(ge=-1, le=4095)] = -1
     """Number of this host, from 0. Host 0 has rank 0 of the trainer. -1: what Slurm (SLURM_NODEID) or
     Kubernetes (JOB_COMPLETION_INDEX) says."""
     rendezvous: str = ""
     """HOST:PORT at which host 0 listens and the others find it. Needed with more than one host."""
-    join_timeout_s: Annotated[float, Meta(ge=1, le=1e6)] = 600.0
+    join_timeout_s: Annotated[float, Interval(ge=1, le=1e6)] = 600.0
     """Seconds that a host waits until all others have come."""
-    peer_timeout_s: Annotated[float, Meta(ge=5, le=1e6)] = 30.0
+    peer_timeout_s: Annotated[float, Interval(ge=5, le=1e6)] = 30.0
     """Seconds without a sign of life from a host after which the trainer ends on all of them."""
 
 
@@ -350,33 +351,33 @@ class ScratchConfig:
 
     architecture: str = "qwen2"
     """qwen2, qwen3, llama, or qwen3_moe, which has experts in every layer."""
-    hidden_size: Annotated[int, Meta(ge=1, le=10**6)] = 128
+    hidden_size: Annotated[int, Interval(ge=1, le=10**6)] = 128
     """Width of the residual stream."""
-    intermediate_size: Annotated[int, Meta(ge=1, le=10**7)] = 128
+    intermediate_size: Annotated[int, Interval(ge=1, le=10**7)] = 128
     """Width of the MLP."""
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=10**4)] = 2
+    num_hidden_layers: Annotated[int, Interval(ge=1, le=10**4)] = 2
     """Layers."""
-    num_experts: Annotated[int, Meta(ge=1, le=10**4)] = 4
+    num_experts: Annotated[int, Interval(ge=1, le=10**4)] = 4
     """qwen3_moe: experts of a layer."""
-    num_experts_per_tok: Annotated[int, Meta(ge=1, le=10**4)] = 2
+    num_experts_per_tok: Annotated[int, Interval(ge=1, le=10**4)] = 2
     """qwen3_moe: experts that a token passes through."""
-    moe_intermediate_size: Annotated[int, Meta(ge=1, le=10**7)] = 64
+    moe_intermediate_size: Annotated[int, Interval(ge=1, le=10**7)] = 64
     """qwen3_moe: width of an expert."""
-    num_attention_heads: Annotated[int, Meta(ge=1, le=10**4)] = 4
+    num_attention_heads: Annotated[int, Interval(ge=1, le=10**4)] = 4
     """Query heads of a layer."""
-    num_key_value_heads: Annotated[int, Meta(ge=1, le=10**4)] = 4
+    num_key_value_heads: Annotated[int, Interval(ge=1, le=10**4)] = 4
     """Key and value heads of a layer; divides `num_attention_heads`."""
-    head_dim: Annotated[int, Meta(ge=1, le=10**5)] = 32
+    head_dim: Annotated[int, Interval(ge=1, le=10**5)] = 32
     """Width of one head."""
-    max_position_embeddings: Annotated[int, Meta(ge=1, le=10**8)] = 256
+    max_position_embeddings: Annotated[int, Interval(ge=1, le=10**8)] = 256
     """Longest sequence, tokens."""
-    rope_theta: Annotated[float, Meta(gt=0, le=1e12)] = 10000.0
+    rope_theta: Annotated[float, Interval(gt=0, le=1e12)] = 10000.0
     """Base of the rotary frequencies."""
     tie_word_embeddings: bool = False
     """Whether input and output embedding are one tensor."""
-    initializer_range: Annotated[float, Meta(ge=0, le=1e3)] = 0.05
+    initializer_range: Annotated[float, Interval(ge=0, le=1e3)] = 0.05
     """Standard deviation of the random weights."""
     vocabulary: str = "0123456789=+- "
     """Characters (printable ASCII, newline), one token each. `<pad>` (0) and `<eos>` (1) come before them."""
-    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, Interval(ge=0, le=2**63 - 1)] = 0
     """Seed of the random weights."""

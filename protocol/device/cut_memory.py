@@ -23,11 +23,11 @@ def pieces_in(
 
 def cuts_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifest) -> list[torch.Tensor]:
     """Return the elements of each cut in the memory of their bucket, in their shape."""
-    found = []
+    views = []
     for cut in bucket:
         raw = memory[cut.offset : cut.offset + cut.nbytes]
-        found.append(raw.view(dtype_of(manifest, cut.tensor)).view(shape_of(cut.box)))
-    return found
+        views.append(raw.view(dtype_of(manifest, cut.tensor)).view(shape_of(cut.box)))
+    return views
 
 
 def dtype_of(manifest: WeightManifest, tensor: int) -> torch.dtype:

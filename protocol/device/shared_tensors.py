@@ -198,14 +198,14 @@ def map_tensors(path: Path) -> dict[str, dict[str, torch.Tensor]]:
         WeightError: the file is missing or not a description, or its owner has ended.
     """
     try:
-        found = _read(path)
+        description = _read(path)
         storages = [
-            map_host(found.owner.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory)
-            for memory in found.memories
+            map_host(description.owner.pid, memory) if isinstance(memory, HostMemory) else _map_device(memory)
+            for memory in description.memories
         ]
         return {
             section: {name: _on(storages, view) for name, view in named.items()}
-            for section, named in found.sections.items()
+            for section, named in description.sections.items()
         }
     except FileNotFoundError as error:
         raise WeightError(f"{path}: the process whose tensors it describes has ended") from error

@@ -87,13 +87,13 @@ def resolve_commit(kind: Kind, name: str, revision: str) -> str:
             raise _refusal(kind, name, revision, error) from error
         cause = error
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             name, repo_type=kind, revision=revision or None, local_files_only=True, **_patterns(kind)
         )
     except OSError:
         raise _refusal(kind, name, revision, cause) from cause
-    log.warning("hub.cached %s=%s commit=%s cause=%s", kind, name, Path(found).name, type(cause).__name__)
-    return Path(found).name
+    log.warning("hub.cached %s=%s commit=%s cause=%s", kind, name, Path(snapshot).name, type(cause).__name__)
+    return Path(snapshot).name
 
 
 def fetch(kind: Kind, name: str, commit: str, files: Sequence[str] = ()) -> Path:

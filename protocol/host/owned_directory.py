@@ -62,12 +62,12 @@ def remove_dead(run: str) -> list[Path]:
         OSError: shared memory cannot be listed.
     """
     name = re.compile(rf"tether-{re.escape(run)}-[0-9a-f]{{8}}(\.tmp)?")
-    found = [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
-    for path in found:
+    directories = [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
+    for path in directories:
         if _is_dead(path):
             with suppress(FileNotFoundError):  # another process of the run was faster
                 shutil.rmtree(path)
-    return [path for path in found if path.exists()]
+    return [path for path in directories if path.exists()]
 
 
 def _is_dead(directory: Path) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from protocol.paths import FilePath, set_first
@@ -42,9 +42,9 @@ class LoraConfig:
     With a rank above 0, only adapters are trained and published; the model's own weights are frozen.
     """
 
-    rank: Annotated[int, Meta(ge=0, le=10**5)] = set_first(0)
+    rank: Annotated[int, Interval(ge=0, le=10**5)] = set_first(0)
     """Rank of A and B; 0: off, all parameters are trained."""
-    alpha: Annotated[float, Meta(gt=0, le=1e6)] = 16.0
+    alpha: Annotated[float, Interval(gt=0, le=1e6)] = 16.0
     """Numerator of the scaling alpha / rank."""
     target_modules: tuple[str, ...] | str = ALL_LINEAR
     """Last components of the names of the linear layers that get an adapter, or "all-linear": each one of

@@ -93,21 +93,21 @@ class JudgeClient:
         """
         body = self._body(messages)
         digest = hashlib.sha256(f"{self._url}\n".encode() + body).digest()
-        kept = await self._kept(digest, notes)
-        if kept is not None:
+        cached = await self._kept(digest, notes)
+        if cached is not None:
             try:
-                found = read(kept)
+                scores = read(cached)
             except Unreadable:
                 pass  # kept when other answers could be read
             else:
                 notes.counts["cache_hits"] += 1
-                notes.text = kept
-                return found
+                notes.text = cached
+                return scores
         for attempt in range(self._options.retries + 1):
             try:
                 text = await self._request(body, notes)
                 notes.text = self._without_key(text)
-                found = read(text)
+                scores = read(text)
             except (_Passing, Unreadable) as error:
                 notes.problem = self._without_key(f"{self._url}: {error}")
                 if attempt < self._options.retries:
@@ -115,7 +115,7 @@ class JudgeClient:
                     await asyncio.sleep(self._wait_s(attempt, getattr(error, "wait_s", 0.0)))
             else:
                 await self._keep(digest, text, notes)
-                return found
+                return scores
         raise RewardError(f"{notes.problem} ({self._options.retries + 1} requests)")
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta
+from annotated_types import Interval
 from yarl import URL
 
 from protocol.errors import SettingsError
@@ -42,34 +42,34 @@ class Options:
     """Number that is a score of 0. Numbers below it are refused."""
     highest: float = 1.0
     """Number that is a score of 1. Numbers above it are refused."""
-    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
-    max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 512
+    temperature: Annotated[float, Interval(ge=0, le=2)] = 0.0
+    max_tokens: Annotated[int, Interval(ge=1, le=1_000_000)] = 512
     """Tokens of an answer, at most; one that is cut off by it is no score."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request, such as `response_format`."""
-    max_chars: Annotated[int, Meta(ge=1, le=10_000_000)] = 50_000
+    max_chars: Annotated[int, Interval(ge=1, le=10_000_000)] = 50_000
     """Characters of a response that the judge is shown; of a longer one the middle is left out, and the
     prompt says so. A function in `messages` is given all."""
     key_env: str = ""
     """Environment variable with the key for the server. Empty: `key_file`, or no key."""
     key_file: str = ""
     """File with the key."""
-    request_timeout_s: Annotated[float, Meta(gt=0, le=1e5)] = 20.0
+    request_timeout_s: Annotated[float, Interval(gt=0, le=1e5)] = 20.0
     """Limit for one request, seconds. `reward.timeout_s` limits all requests for one score."""
-    retries: Annotated[int, Meta(ge=0, le=100)] = 4
+    retries: Annotated[int, Interval(ge=0, le=100)] = 4
     """Further requests after one that failed in passing, or whose answer is cut off or has no score."""
-    backoff_s: Annotated[float, Meta(ge=0, le=60)] = 0.5
+    backoff_s: Annotated[float, Interval(ge=0, le=60)] = 0.5
     """Wait before the first retry, seconds; doubled for each one after it, up to 60, with a random part. A
     server's `Retry-After` counts where it is longer."""
-    max_requests: Annotated[int, Meta(ge=1, le=10_000)] = 32
+    max_requests: Annotated[int, Interval(ge=1, le=10_000)] = 32
     """Requests at once, of one reward service."""
     cache: str = ""
     """File that keeps answers, by request (SQLite). Empty: none."""
-    cache_entries: Annotated[int, Meta(ge=1, le=10**9)] = 1_000_000
+    cache_entries: Annotated[int, Interval(ge=1, le=10**9)] = 1_000_000
     """Answers that it keeps, the newest."""
-    input_price: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    input_price: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """Price of a million tokens of prompts, in any currency."""
-    output_price: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    output_price: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """Price of a million tokens of answers."""
 
 

@@ -87,11 +87,11 @@ class OwnQuestion:
 
     def messages(self, group: ResponseGroup, i: int) -> Messages:
         """Return the function's messages. Raises RewardError if its result is no list of messages."""
-        found = self._code.function(**self._code.arguments(group, i))
-        if isinstance(found, str):
-            return [{"role": "user", "content": found}]
+        returned = self._code.function(**self._code.arguments(group, i))
+        if isinstance(returned, str):
+            return [{"role": "user", "content": returned}]
         try:
-            return msgspec.convert(found, list[dict[str, Any]])
+            return msgspec.convert(returned, list[dict[str, Any]])
         except msgspec.ValidationError as error:
             raise RewardError(
                 f"{self._code.path} returned no messages ({self.file}): {error}; return a text, or a list of "

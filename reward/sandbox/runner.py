@@ -29,7 +29,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from protocol.errors import RewardError
 from reward.sandbox.process_tree import kill_process_tree
@@ -57,25 +59,20 @@ class IsolationLevel(StrEnum):
 class Limits:
     """Limits of one run."""
 
-    wall_s: float = 10.0
+    wall_s: Annotated[float, Interval(gt=0)] = 10.0
     """Wall-clock seconds of code and tests together."""
-    cpu_s: int = 5
+    cpu_s: Annotated[int, Interval(gt=0)] = 5
     """CPU seconds of each process."""
-    memory_mb: int = 512
+    memory_mb: Annotated[int, Interval(gt=0)] = 512
     """Address space of each process, MiB."""
-    file_mb: int = 16
+    file_mb: Annotated[int, Interval(gt=0)] = 16
     """Size of each file, and of the working directory if it is a memory file system, MiB."""
-    output_kb: int = 1024
+    output_kb: Annotated[int, Interval(gt=0)] = 1024
     """What all calls return, or all programs print, as JSON text, KiB. What exceeds it has no output."""
-    processes: int = 8
+    processes: Annotated[int, Interval(gt=0)] = 8
     """Processes and threads of the code."""
     isolation: IsolationLevel = IsolationLevel.BEST
     """Choice for kernels without all kinds of isolation."""
-
-    def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "memory_mb", "file_mb", "output_kb", "processes"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"limits: {name} is {getattr(self, name)}, must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +245,8 @@ def _remove(directory: str) -> None:
 def _open(folder: str, parent: int | None = None) -> None:
     """Give this user all rights to a folder; links are not followed."""
     with contextlib.suppress(OSError):
-        found = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:
-            os.chmod(f"/proc/self/fd/{found}", 0o700)
+            os.chmod(f"/proc/self/fd/{descriptor}", 0o700)
         finally:
-            os.close(found)
+            os.close(descriptor)

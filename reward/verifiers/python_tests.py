@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from reward.sandbox.cases import judge, read_cases
 from reward.sandbox.runner import NEEDED, Limits
@@ -32,7 +32,7 @@ class Options:
     """Field of the metadata with code to run before the response's; empty: none."""
     partial: bool = False
     """Score the fraction of tests that pass, instead of 1 if all do and 0 otherwise."""
-    tolerance: Annotated[float, Meta(ge=0, le=1)] = 1e-9
+    tolerance: Annotated[float, Interval(ge=0, le=1)] = 1e-9
     """Absolute and relative difference that a returned number may have if one of the two is a float."""
     limits: Limits = field(default_factory=Limits)
     """Limits of the sandbox."""

@@ -78,13 +78,13 @@ def _extract(response: str, options: Options) -> str | None:
 
 def _last_inside(text: str, opening: str, closing: str) -> str | None:
     """Return the text between the last pair of tags; a regular expression would take quadratic time."""
-    found, place = None, 0
+    inside, place = None, 0
     while (start := text.find(opening, place)) >= 0:
         end = text.find(closing, start)
         if end < 0:
             break
-        found, place = text[start + len(opening) : end], end + len(closing)
-    return found
+        inside, place = text[start + len(opening) : end], end + len(closing)
+    return inside
 
 
 @lru_cache(maxsize=256)

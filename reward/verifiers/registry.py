@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from protocol.choices import Entry, Registry, checked_options, load
+from protocol.choices import Entry, Registry, load
 from protocol.errors import RewardError, SettingsError
 from protocol.user_code import located
+from protocol.validation import validated
 from reward.group import ResponseGroup, Verdict
 from reward.verifiers.awaited import AwaitedVerifier
 
@@ -124,7 +125,7 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
     for part in ("Options", entry.factory or "score"):
         if not hasattr(module, part):
             raise SettingsError(f"verifier {name}: {module.__file__} has no {part!r}; see docs/rewards.md")
-    bound = checked_options(module.Options, options, f"verifier {name}")
+    bound = validated(module.Options, options, f"verifier {name}: option ")
     if entry.factory:
         made: LoadedVerifier | AwaitedVerifier = getattr(module, entry.factory)(bound)
         return made

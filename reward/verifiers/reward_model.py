@@ -8,21 +8,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from annotated_types import Interval
 
-from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name, resolve_commit
 from reward.classifiers.base import Classifier, ClassifierConfig
 from reward.group import ResponseGroup, Verdict
 
-ENGINES = ("transformers", "vllm")
-"""What `Options.engine` can be."""
-TEXTS = ("auto", "chat", "plain")
-"""What `Options.text` can be."""
-DTYPES = ("bfloat16", "float16", "float32")
 ARCHITECTURE = "ForSequenceClassification"
 """End of the name of an architecture that is a classifier."""
 
@@ -37,27 +31,28 @@ class Options:
     """Branch, tag or commit on the hub. Empty: main. A commit is the same at every start."""
     device: str = "cpu"
     """Where it computes: cpu, cuda or cuda:N."""
-    dtype: str = "float32"
-    """bfloat16, float16 or float32."""
-    max_length: Annotated[int, Meta(ge=0)] = 0
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    """Data type of its parameters."""
+    max_length: Annotated[int, Interval(ge=0)] = 0
     """Tokens of prompt and response together; more are cut off at the end. 0: as many as the model has
     positions."""
-    batch_size: Annotated[int, Meta(ge=1)] = 16
+    batch_size: Annotated[int, Interval(ge=1)] = 16
     """Responses of a group in one pass, at most."""
-    text: str = "auto"
+    text: Literal["auto", "chat", "plain"] = "auto"
     """What it reads: the tokenizer's chat template with the prompt as the user's turn and the response as
     the assistant's (chat), prompt and response as one text (plain), or chat if there is a template (auto)."""
     separator: str = ""
     """plain: text between prompt and response."""
     sigmoid: bool = False
     """Score the sigmoid of the logit, between 0 and 1, instead of the logit."""
-    threads: Annotated[int, Meta(ge=1)] = 1
+    threads: Annotated[int, Interval(ge=1)] = 1
     """Threads of a worker on the CPU."""
-    engine: str = "transformers"
-    """What computes, in the worker process: transformers or vllm."""
-    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.3
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Library that computes, in the worker process. SGLang is none: it needs a Python of its own, which
+    reward workers do not have."""
+    memory_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.3
     """vllm on a GPU: share of its memory for weights and KV cache."""
-    kv_cache_mb: Annotated[int, Meta(ge=1, le=10**9)] = 1024
+    kv_cache_mb: Annotated[int, Interval(ge=1, le=10**9)] = 1024
     """vllm on a CPU: KV cache, MiB."""
 
 
@@ -74,14 +69,6 @@ class RewardModel:
         Raises:
             SettingsError: an option is wrong, or the directory holds no classifier of one label.
         """
-        if options.engine == "sglang":
-            raise SettingsError(
-                "verifier reward_model: option engine: 'sglang' is not supported: it needs a Python of its "
-                "own, which the reward workers do not have; use vllm or transformers"
-            )
-        checked_name(options.engine, ENGINES, "verifier reward_model: option engine:")
-        checked_name(options.text, TEXTS, "verifier reward_model: option text:")
-        checked_name(options.dtype, DTYPES, "verifier reward_model: option dtype:")
         if options.device.partition(":")[0] not in ("cpu", "cuda"):
             raise SettingsError(
                 f"verifier reward_model: option device: {options.device!r}; use cpu, cuda or cuda:N"

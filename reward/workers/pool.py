@@ -15,7 +15,6 @@ import msgspec
 
 from protocol.errors import RewardError, SettingsError
 from protocol.messages import Remark
-from protocol.ranges import check_ranges
 from reward.combine import combine
 from reward.config import RewardConfig
 from reward.turns import GroupTurns, combine_turns
@@ -69,7 +68,6 @@ class ScorePool:
         Raises:
             SettingsError: a verifier is unknown, two have one name, or a number is out of range.
         """
-        check_ranges(config, "reward")
         for verifier in config.verifiers:
             find_verifier(verifier.name)
         names = [verifier.component for verifier in config.verifiers]

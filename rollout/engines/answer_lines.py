@@ -19,8 +19,8 @@ def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints of the engine's libraries are no answers
 
-    def say(found: dict[str, Any]) -> None:
-        answers.write(json.dumps(found) + "\n")
+    def say(parsed: dict[str, Any]) -> None:
+        answers.write(json.dumps(parsed) + "\n")
         answers.flush()
 
     try:
@@ -30,12 +30,12 @@ def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
         return
     say({"ready": True})
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            found = parse(asked)
+            parsed = parse(request)
         except Exception as error:
-            found = {"failed": repr(error)[:300]}
-        say({**found, "number": asked["number"]})
+            parsed = {"failed": repr(error)[:300]}
+        say({**parsed, "number": request["number"]})
 
 
 def check_names(engine: str, given: dict[str, Any], known: dict[str, list[str]]) -> None:

@@ -11,9 +11,10 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Meta
+from annotated_types import Interval, Predicate
 from numpy.typing import NDArray
 
+from protocol.choices import NameIn
 from protocol.errors import Unsupported
 from protocol.messages import WeightManifest
 from protocol.paths import ProgramPath, set_first
@@ -30,23 +31,23 @@ class KvPolicy(StrEnum):
 class EngineConfig:
     """Section `[engine]`. An engine refuses a setting that it does not support, naming the field."""
 
-    name: str = set_first("vllm")
+    name: Annotated[str, Predicate(NameIn("rollout.engines.registry:ENGINES"))] = set_first("vllm")
     """The engine, a name of `rollout/engines/registry.py`; or `MODULE:NAME`, an engine of your own
     (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of your own engine."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of the engine's parameters. Weights are published in it, even if the trainer uses another."""
-    tensor_parallel_size: Annotated[int, Meta(ge=1, le=4096)] = set_first(1)
+    tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = set_first(1)
     """Tensor-parallel ranks of one engine, a GPU each."""
-    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = set_first(0.85)
+    memory_fraction: Annotated[float, Interval(gt=0, le=1)] = set_first(0.85)
     """Share of a GPU's memory for weights and KV cache; auto: 0.85, or 0.4 on a GPU shared with the trainer.
     Not used on a CPU."""
-    kv_cache_mb: Annotated[int, Meta(ge=1, le=10**9)] = 64
+    kv_cache_mb: Annotated[int, Interval(ge=1, le=10**9)] = 64
     """KV cache on a CPU, MiB."""
-    max_model_len: Annotated[int, Meta(ge=1, le=10**8)] = set_first(1024)
+    max_model_len: Annotated[int, Interval(ge=1, le=10**8)] = set_first(1024)
     """Prompt and completion together, tokens."""
-    max_running: Annotated[int, Meta(ge=1, le=10**6)] = set_first(64)
+    max_running: Annotated[int, Interval(ge=1, le=10**6)] = set_first(64)
     """Most requests that are decoded in one batch; vllm and sglang decode fewer while their KV cache has no
     room for more. auto: 512 with these two on a GPU, else 64."""
     enforce_eager: bool = True
@@ -60,16 +61,16 @@ class EngineConfig:
     enable_return_routed_experts: bool = False
     """hf, megatron, sglang, and vllm on a GPU: record which experts a mixture of experts chose. Set by
     `trainer.routing_replay`."""
-    staging_mb: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    staging_mb: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Memory for the staging copy of the weights on each rank, MiB. 0: as much as the parameters take."""
-    threads: Annotated[int, Meta(ge=1, le=4096)] = 1
+    threads: Annotated[int, Interval(ge=1, le=4096)] = 1
     """CPU threads of the engine. auto: its share of the cores; 1 for an engine on a GPU."""
     kv: KvPolicy = KvPolicy.RECOMPUTE
     """What happens to the KV cache of running requests at an update. `recompute`: it is computed again under
     the new weights. `keep`: it stays, without a pause, and tokens rest partly on old KV."""
-    stage_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 120.0
+    stage_timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 120.0
     """How long staging one version may take, seconds."""
-    start_timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 300.0
+    start_timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 300.0
     """How long loading the model may take, seconds."""
     python: ProgramPath = ""
     """sglang: the Python interpreter that has SGLang. Empty: the one of the rollout worker."""
@@ -78,17 +79,17 @@ class EngineConfig:
     arguments: dict[str, Any] = field(default_factory=dict)
     """vllm, sglang: arguments of vLLM's AsyncEngineArgs, or of SGLang's server, passed as they are.
     docs/engines.md lists the refused ones."""
-    buffer_size_gb: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    buffer_size_gb: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """megatron: KV cache, GiB. Fewer requests than `max_running` run at once if they do not fit. 0: as much
     as `max_running` requests need."""
-    max_batch_tokens: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    max_batch_tokens: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """megatron: tokens of one forward pass, padding included. 0: 8192, or more if `max_model_len` or
     `max_running` is more."""
-    seconds_per_token: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    seconds_per_token: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """scripted: delay for each token, seconds."""
-    straggler_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    straggler_share: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """scripted: share of groups that take `straggler_factor` times longer."""
-    straggler_factor: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+    straggler_factor: Annotated[float, Interval(ge=0, le=1e6)] = 1.0
     """scripted: how many times longer a straggler takes."""
 
 

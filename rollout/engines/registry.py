@@ -104,14 +104,14 @@ def engine_class(name: str) -> type[Engine]:
     if not is_own(name):
         known: type[Engine] = load(entry.path)
         return known
-    found, file = import_attribute(name, "setting engine.name")
-    if not (isinstance(found, type) and issubclass(found, Engine)):
+    item, file = import_attribute(name, "setting engine.name")
+    if not (isinstance(item, type) and issubclass(item, Engine)):
         raise SettingsError(
             f"setting engine.name: {name} in {file} is no subclass of rollout.engines.base.Engine"
         )
-    if missing := sorted(found.__abstractmethods__):
+    if missing := sorted(item.__abstractmethods__):
         raise SettingsError(f"setting engine.name: {name} in {file} lacks {', '.join(missing)}")
-    return found
+    return item
 
 
 def make_engine(

@@ -29,14 +29,14 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     if not model_dir.is_dir():
         raise EngineSettingsError(f"model directory {model_dir} does not exist{_suggestion(model_dir)}")
     try:
-        found = json.loads(path.read_text())
+        config = json.loads(path.read_text())
     except FileNotFoundError:
         raise EngineSettingsError(f"model directory {model_dir} has no config.json") from None
     except (OSError, ValueError) as error:
         raise EngineSettingsError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise EngineSettingsError(f"{path} is not a JSON object")
-    return found
+    return config
 
 
 def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> None:

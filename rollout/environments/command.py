@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from rollout.environments.session import SessionEnvironment, SessionOptions, Task
@@ -40,7 +40,7 @@ class Options(SessionOptions):
     worker's directory."""
     variables: dict[str, str] = field(default_factory=dict)
     """More environment variables of the program."""
-    processes: Annotated[int, Meta(ge=0, le=10**4)] = 0
+    processes: Annotated[int, Interval(ge=0, le=10**4)] = 0
     """Processes of the program in one rollout worker that stay, and serve one sample after another. 0: each
     sample has a process, which ends with it."""
     user: str = ""

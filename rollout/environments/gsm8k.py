@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from rollout.environments.episode import Episode, EpisodeEnvironment
@@ -36,9 +36,9 @@ class Options:
 
     calculator: bool = True
     """Whether ```calculator blocks are answered. If not, there is one turn."""
-    max_calls: Annotated[int, Meta(ge=0, le=10**4)] = 4
+    max_calls: Annotated[int, Interval(ge=0, le=10**4)] = 4
     """Calls of the calculator in one episode."""
-    turn_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    turn_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
     strict: bool = False
     """Read only a number after `####`. Otherwise, without such a mark, the last number counts."""

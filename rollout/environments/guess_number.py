@@ -6,6 +6,9 @@ right, 1/K if the K-th of K is, 0 if none is.
 
 import re
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from rollout.environments.episode import Episode, EpisodeEnvironment
@@ -18,9 +21,9 @@ GUESS = re.compile(r"-?\d{1,18}", re.ASCII)
 class Options:
     """Options of `guess_number`."""
 
-    max_turns: int = 6
+    max_turns: Annotated[int, Interval(ge=1)] = 6
     """K, the number of guesses."""
-    turn_tokens: int = 16
+    turn_tokens: Annotated[int, Interval(ge=1)] = 16
     """Tokens that the model may sample per turn."""
     higher: str = " higher "
     """Answer to a guess that is too low."""
@@ -34,8 +37,6 @@ class GuessNumber:
     """Asks until the number is found or no turn is left; the guess is the last number in a turn."""
 
     def __init__(self, options: Options) -> None:
-        if options.max_turns < 1 or options.turn_tokens < 1:
-            raise SettingsError("settings environment.options.max_turns and turn_tokens must be at least 1")
         self._options = options
 
     async def play(self, episode: Episode) -> float:

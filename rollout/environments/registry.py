@@ -15,14 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.choices import Entry, Registry, checked_options, load
+from protocol.choices import Entry, Registry, load
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute, located
+from protocol.user_code import call, check_call, import_attribute
+from protocol.validation import validated
 from rollout.config import EnvironmentConfig
 from rollout.environments.base import Environment
 from rollout.environments.episode import EpisodeEnvironment
 
 SETTING = "setting environment.name"
+EPISODE = "one argument, the episode, and environment.options"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def _made(config: EnvironmentConfig) -> Environment:
         return load_environment(config.name, config.options)
     module = load(ENVIRONMENTS.find(config.name, f"{SETTING}: environment").path)
     environment: Environment = module.make(
-        checked_options(module.Options, config.options, f"environment {config.name}")
+        validated(module.Options, config.options, f"environment {config.name}: option ")
     )
     return environment
 
@@ -105,31 +107,16 @@ def load_environment(path: str, options: Mapping[str, Any]) -> Environment:
     item, file = import_attribute(path, SETTING)
     what = f"{SETTING}: {path} in {file}"
     if isinstance(item, type):
-        _check_options(what, item, (), options)
-        try:
-            environment = item(**options)
-        except (Exception, SystemExit) as error:  # a class may raise anything
-            raise SettingsError(f"{what}: {located(error)}") from None
+        environment = call(what, item, "environment.options", (), options)
         if isinstance(environment, Environment):
             return environment
         play = getattr(environment, "play", None)
         if play is None:
             raise SettingsError(f"{what} has no `async def play(self, episode)`")
-        _check_options(what, play, (None,), {})
+        check_call(what, play, EPISODE, (None,), {})
     else:
-        _check_options(what, item, (None,), options)
+        check_call(what, item, EPISODE, (None,), options)
         play = functools.partial(item, **options)
     if not inspect.iscoroutinefunction(play):
         raise SettingsError(f"{what} is not asynchronous; write `async def`")
     return EpisodeEnvironment(play)
-
-
-def _check_options(what: str, function: Any, positional: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Raise SettingsError if a class or function cannot be called with these arguments."""
-    if not callable(function):
-        raise SettingsError(f"{what} is neither a class nor a function")
-    try:
-        inspect.signature(function).bind(*positional, **options)
-    except TypeError as error:
-        takes = "one argument, the episode, and " if positional else ""
-        raise SettingsError(f"{what}: {error}; it is called with {takes}environment.options") from None

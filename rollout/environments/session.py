@@ -6,11 +6,10 @@ import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from annotated_types import Interval
 
-from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
@@ -30,7 +29,6 @@ from rollout.sessions.session import Session, SessionLimits
 
 log = logging.getLogger("tether.sessions")
 
-SAMPLING = ("refuse", "run")
 END_S = 1.0
 """Seconds that a harness has to end by itself once its session was ended from outside, before it is cancelled
 or killed. Its calls are refused in that time, and say why."""
@@ -40,9 +38,9 @@ or killed. Its calls are refused in that time, and say why."""
 class SessionOptions(SessionLimits):
     """Options of every environment whose harness talks to a URL."""
 
-    body_mb: Annotated[int, Meta(ge=1, le=1024)] = 16
+    body_mb: Annotated[int, Interval(ge=1, le=1024)] = 16
     """Largest body of a request, MiB."""
-    sampling: str = "refuse"
+    sampling: Literal["refuse", "run"] = "refuse"
     """Reply to a request with sampling parameters of its own. `refuse`: an error. `run`: the parameters of
     `[sampling]` apply, and a header says so."""
     tool_syntax: str = "hermes"
@@ -142,7 +140,6 @@ class SessionEnvironment(Environment):
     has_calls = True
 
     def __init__(self, options: SessionOptions) -> None:
-        checked_name(options.sampling, SAMPLING, "setting environment.options.sampling:")
         self._limits = options
         self._reader = AnswerReader(options.tool_syntax, options.reasoning_syntax)
         self._endpoint: SessionEndpoint | None = None

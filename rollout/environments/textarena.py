@@ -6,7 +6,7 @@ The reward is the game's own, as a rule between 0 and 1, and -1 for moves agains
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.errors import EpisodeError, SettingsError
 from rollout.environments.episode import Episode, EpisodeEnvironment
@@ -17,9 +17,9 @@ from rollout.text_games import TextGame, in_game_thread
 class Options:
     """Options of `textarena`."""
 
-    turn_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    turn_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
-    truncated_reward: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
+    truncated_reward: Annotated[float, Interval(ge=-1e6, le=1e6)] = 0.0
     """Reward of a game that `environment.max_turns` or `engine.max_model_len` ends."""
 
 

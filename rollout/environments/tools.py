@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import xxhash
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
@@ -32,19 +32,19 @@ class Options:
 
     tools: tuple[str, ...] = ("python",)
     """Those that there are: calculator, python, search, shell."""
-    max_calls: Annotated[int, Meta(ge=0, le=10**4)] = 4
+    max_calls: Annotated[int, Interval(ge=0, le=10**4)] = 4
     """Calls of tools in one episode; the turn after the last one is the answer."""
-    turn_tokens: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    turn_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
-    output_characters: Annotated[int, Meta(ge=1, le=10**6)] = 2000
+    output_characters: Annotated[int, Interval(ge=1, le=10**6)] = 2000
     """Longest answer of a tool, characters; the middle of a longer one is left out."""
-    parallel: Annotated[int, Meta(ge=0, le=10**4)] = 0
+    parallel: Annotated[int, Interval(ge=0, le=10**4)] = 0
     """python, shell: sandboxes at once in one rollout worker. 0: as many as there are processors."""
     limits: Limits = field(default_factory=Limits)
     """python, shell: limits of the sandbox, as for the verifier `python_tests`."""
     index: str = ""
     """search: the index, a file that `python -m rollout.tools.search build` writes."""
-    results: Annotated[int, Meta(ge=1, le=100)] = 3
+    results: Annotated[int, Interval(ge=1, le=100)] = 3
     """search: passages of an answer."""
 
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import msgspec
 import zmq
 import zmq.asyncio
-from msgspec import UNSET, Meta, UnsetType
+from annotated_types import Interval
+from msgspec import UNSET, UnsetType
 
 from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import check_shape
@@ -37,7 +38,7 @@ class Options(SessionOptions):
 
     address: str = ""
     """Where the environment server listens, such as tcp://127.0.0.1:5000."""
-    silence_s: Annotated[float, Meta(ge=0.1, le=1e6)] = 60.0
+    silence_s: Annotated[float, Interval(ge=0.1, le=1e6)] = 60.0
     """How long the server may be silent before it is asked whether it is there, and then to answer that,
     seconds. After twice this time the sample has failed."""
 

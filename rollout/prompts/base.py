@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 import numpy as np
 import xxhash
-from msgspec import Meta
+from annotated_types import Interval
 from numpy.typing import NDArray
 
 from protocol.paths import HubPath, set_first
@@ -68,24 +68,24 @@ class PromptConfig:
     """reasoning_gym: task families, used in turn; textarena: games."""
     params: dict[str, dict[str, Any]] = field(default_factory=dict)
     """reasoning_gym, textarena: family or game -> its parameters."""
-    count: Annotated[int, Meta(ge=0, le=2**30)] = 0
+    count: Annotated[int, Interval(ge=0, le=2**30)] = 0
     """Prompts of one pass. 0: all there are; with reasoning_gym and textarena, without end."""
-    seed: Annotated[int, Meta(ge=0, le=2**30)] = 0
+    seed: Annotated[int, Interval(ge=0, le=2**30)] = 0
     """Seed of the order, and of what reasoning_gym and textarena generate."""
     shuffle: bool = True
     """Use another order in every pass."""
     pass_rate_field: str = "pass_rate"
     """jsonl, hf: field with the pass rate, the mean reward that a model had for the prompt; `tether
     pass-rates` writes it. Rows whose rate is unknown may lack it."""
-    min_pass_rate: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
+    min_pass_rate: Annotated[float | None, Interval(ge=-1e6, le=1e6)] = None
     """jsonl, hf: train only on prompts with at least this pass rate, and on those whose rate is unknown."""
-    max_pass_rate: Annotated[float | None, Meta(ge=-1e6, le=1e6)] = None
+    max_pass_rate: Annotated[float | None, Interval(ge=-1e6, le=1e6)] = None
     """jsonl, hf: train only on prompts with at most this pass rate, and on those whose rate is unknown."""
     easy_first: bool = False
     """jsonl, hf: order each pass by pass rate, the highest first; those whose rate is unknown come last."""
-    passes: Annotated[int, Meta(ge=0, le=2**30)] = 0
+    passes: Annotated[int, Interval(ge=0, le=2**30)] = 0
     """How often the prompts are used. 0: without end."""
-    held_out: Annotated[int, Meta(ge=0, le=2**20)] = set_first(0)
+    held_out: Annotated[int, Interval(ge=0, le=2**20)] = set_first(0)
     """Number of prompts, the last ones, that are kept for evaluation and never trained on. With
     `held_out_path`: how many of that file, 0 for all."""
     held_out_path: HubPath = set_first("")

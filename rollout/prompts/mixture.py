@@ -15,7 +15,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from protocol.errors import SettingsError
-from protocol.ranges import check_ranges
 from rollout.prompts.base import Prompt, PromptConfig, PromptSource, source_settings, unseen
 from rollout.prompts.named_source import SourceConfig, check_names
 
@@ -100,7 +99,6 @@ def make(
     Raises:
         SettingsError: a source cannot be made, or its share is too small; names it.
     """
-    check_ranges(config, "prompts")
     check_names(config.mixture, "prompts.mixture")
     if config.held_out_path:
         raise SettingsError(

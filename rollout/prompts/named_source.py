@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.choices import is_own
 from protocol.errors import SettingsError
@@ -76,13 +76,13 @@ class SourceConfig:
 class MixtureConfig(SourceConfig):
     """An entry of a mixture. Absent settings are as in `[prompts]`."""
 
-    weight: Annotated[float, Meta(gt=0, le=1e9)] = 1.0
+    weight: Annotated[float, Interval(gt=0, le=1e9)] = 1.0
     """Its share of the prompts is its weight over the sum of all weights."""
-    count: Annotated[int | None, Meta(ge=0, le=2**30)] = None
+    count: Annotated[int | None, Interval(ge=0, le=2**30)] = None
     """As `prompts.count`."""
-    passes: Annotated[int | None, Meta(ge=0, le=2**30)] = None
+    passes: Annotated[int | None, Interval(ge=0, le=2**30)] = None
     """As `prompts.passes`. The mixture ends with the first source that runs out."""
-    held_out: Annotated[int | None, Meta(ge=0, le=2**20)] = None
+    held_out: Annotated[int | None, Interval(ge=0, le=2**20)] = None
     """As `prompts.held_out`."""
 
 
@@ -90,7 +90,7 @@ class MixtureConfig(SourceConfig):
 class HeldOutConfig(SourceConfig):
     """A held-out set of prompts. Absent settings are as in `[prompts]`."""
 
-    limit: Annotated[int, Meta(ge=0, le=2**20)] = 0
+    limit: Annotated[int, Interval(ge=0, le=2**20)] = 0
     """Prompts of the set, at most: a choice that is always the same. 0: as `eval.prompts`."""
 
 

@@ -1,11 +1,10 @@
 """Makes a prompt source of the user: of rows that a function returns, or a `PromptSource`."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute, located
+from protocol.user_code import call, import_attribute, located
 from rollout.prompts.base import Prompt, PromptConfig, PromptSource
 from rollout.prompts.rows import RowSource, prompts_of
 
@@ -28,7 +27,9 @@ def make(config: PromptConfig) -> PromptSource:
     if not isinstance(item, type):
         rows = _rows(what, item, config)
         return RowSource(config, lambda text, setting: rows)
-    source: PromptSource = _called(what, item, (config,), config.options)
+    source: PromptSource = call(
+        what, item, "the section [prompts] and prompts.options", (config,), config.options
+    )
     for name in MEMBERS:
         if not hasattr(source, name):
             raise SettingsError(f"{what}: it has no {name}; write all of {', '.join(MEMBERS)}")
@@ -37,7 +38,7 @@ def make(config: PromptConfig) -> PromptSource:
 
 def _rows(what: str, function: Any, config: PromptConfig) -> list[Prompt]:
     """Return the prompts of the rows that a function returns or yields."""
-    returned = _called(what, function, (), config.options)
+    returned = call(what, function, "prompts.options", (), config.options)
 
     def numbered() -> Iterator[tuple[str, Any]]:
         try:
@@ -47,16 +48,3 @@ def _rows(what: str, function: Any, config: PromptConfig) -> list[Prompt]:
             raise SettingsError(f"{what}: {located(error)}") from None
 
     return prompts_of(numbered(), config)
-
-
-def _called(what: str, item: Any, positional: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Call the user's code. Raises SettingsError."""
-    try:
-        inspect.signature(item).bind(*positional, **options)
-    except TypeError as error:
-        first = "the section [prompts] and " if positional else ""
-        raise SettingsError(f"{what}: {error}; it is called with {first}prompts.options") from None
-    try:
-        return item(*positional, **options)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SettingsError(f"{what}: {located(error)}") from None

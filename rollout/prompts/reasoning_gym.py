@@ -13,7 +13,6 @@ from typing import Any
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from protocol.ranges import check_ranges
 from rollout.prompts.base import GeneratedOrder, Prompt, PromptConfig, fingerprint_of, unseen
 
 CHUNK = 500
@@ -31,7 +30,6 @@ class ReasoningGymSource:
     """Takes F families in turn: prompt i is item i // F of family i % F. Endless if `count` is 0."""
 
     def __init__(self, config: PromptConfig) -> None:
-        check_ranges(config, "prompts")
         self._config = config
         self._families = _checked_families(config)
         self._order = GeneratedOrder(config, HELD_OUT_SEED)

@@ -8,7 +8,6 @@ import msgspec
 
 from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
-from protocol.ranges import check_ranges
 from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of, unseen
 from rollout.prompts.pass_rates import ease_of, within_rates
 from rollout.prompts.row_fields import compile_pattern, fill_template, parse_template
@@ -27,7 +26,6 @@ class RowSource:
         Raises:
             SettingsError: there are too few prompts, or all held-out prompts also occur in training.
         """
-        check_ranges(config, "prompts")
         if config.answer_pattern and not config.answer_field:
             raise SettingsError("setting prompts.answer_pattern: set prompts.answer_field, which it searches")
         prompts = read(config.path, "path")

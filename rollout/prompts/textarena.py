@@ -10,7 +10,6 @@ from importlib.metadata import version
 
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
-from protocol.ranges import check_ranges
 from rollout.prompts.base import GeneratedOrder, Prompt, PromptConfig, fingerprint_of
 from rollout.text_games import TextGame, checked_games
 
@@ -22,7 +21,6 @@ class TextArenaSource:
     """Takes games in turn, each time with another seed. Endless if `count` is 0."""
 
     def __init__(self, config: PromptConfig) -> None:
-        check_ranges(config, "prompts")
         self._config = config
         self._games = checked_games(config.families, "setting prompts.families")
         for name, params in config.params.items():

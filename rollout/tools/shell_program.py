@@ -24,14 +24,14 @@ POLL_S = 0.05
 
 def main() -> None:
     """Unpack the files, run the command, and pack the files again."""
-    given = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     os.mkdir(WORK)
-    if given["files"]:
-        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(given["files"])), mode="r:gz") as files:
+    if request["files"]:
+        with tarfile.open(fileobj=io.BytesIO(base64.b64decode(request["files"])), mode="r:gz") as files:
             files.errorlevel = 0  # what cannot be unpacked is left out
             files.extractall(WORK)
-    said, ended, status = run(given["command"], given["wall_s"], given["output"])
-    packed = pack(given["directory"])
+    said, ended, status = run(request["command"], request["wall_s"], request["output"])
+    packed = pack(request["directory"])
     shutil.rmtree(WORK, ignore_errors=True)  # room for the output
     text = said.decode(errors="replace")
     json.dump({"said": text, "ended": ended, "status": status, "files": packed}, sys.stdout)
@@ -45,21 +45,21 @@ def run(command: str, wall_s: float, most: int) -> tuple[bytes, str, int]:
         env={**os.environ, "HOME": os.path.abspath(WORK)},
     )  # fmt: skip
     assert process.stdout is not None
-    out, said, ended, is_open = process.stdout.fileno(), b"", "", True
+    out, output, ended, is_open = process.stdout.fileno(), b"", "", True
     deadline = time.monotonic() + wall_s
     while not ended:
         is_done = process.poll() is not None
         ready = is_open and bool(select.select([out], [], [], 0 if is_done else POLL_S)[0])
         data = os.read(out, 1 << 16) if ready else b""
-        said, is_open = said + data, is_open and (bool(data) or not ready)
+        output, is_open = output + data, is_open and (bool(data) or not ready)
         if is_done and not data:
             break
         if not is_open:
             time.sleep(POLL_S)
-        ended = "output" if len(said) > most else "time" if time.monotonic() > deadline else ""
+        ended = "output" if len(output) > most else "time" if time.monotonic() > deadline else ""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    return said[:most], ended, process.wait()
+    return output[:most], ended, process.wait()
 
 
 def pack(most: int) -> str | None:

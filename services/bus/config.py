@@ -5,12 +5,11 @@ import socket
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
 from protocol.paths import FilePath
-from protocol.ranges import check_ranges
 from protocol.topics import TOPICS, Topic
 
 WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
@@ -24,28 +23,27 @@ class BusConfig:
     """Address that receivers and health endpoints bind. Off loopback `curve_dir` is required."""
     advertise: str = ""
     """Host that others connect to. Empty: `host`, or this machine's name where `host` is a wildcard."""
-    port_base: Annotated[int, Meta(ge=0, le=65535 - len(TOPICS))] = 0
+    port_base: Annotated[int, Interval(ge=0, le=65535 - len(TOPICS))] = 0
     """Topic number i binds port_base + i. 0: any free port."""
-    health_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    health_port: Annotated[int, Interval(ge=0, le=65535)] = 0
     """Port of a service's /health and /metrics, for probes of a service that has an address of its own. 0:
     any free port; `tether status` shows it."""
-    heartbeat_s: Annotated[float, Meta(ge=0.01, le=1e4)] = 0.5
+    heartbeat_s: Annotated[float, Interval(ge=0.01, le=1e4)] = 0.5
     """Seconds between two heartbeats of a receiver, and between two reads of the registry by a sender."""
-    peer_timeout_s: Annotated[float, Meta(ge=0.02, le=1e6)] = 5.0
+    peer_timeout_s: Annotated[float, Interval(ge=0.02, le=1e6)] = 5.0
     """Seconds of silence after which a receiver counts as dead and its messages are sent to another. At least
     twice `heartbeat_s`."""
-    max_outstanding: Annotated[int, Meta(ge=1, le=10**7)] = 1024
+    max_outstanding: Annotated[int, Interval(ge=1, le=10**7)] = 1024
     """Unacknowledged messages of one sender."""
-    high_water_mark: Annotated[int, Meta(ge=1, le=10**7)] = 1000
+    high_water_mark: Annotated[int, Interval(ge=1, le=10**7)] = 1000
     """Frames that a socket queues per connection, and messages that wait for `receive`."""
     curve_dir: FilePath = ""
     """Directory of CURVE keys, made by `tether keys`. Empty: no encryption, loopback only."""
-    max_frame_bytes: Annotated[int, Meta(ge=1, le=MAX_FRAME_BYTES)] = MAX_FRAME_BYTES
+    max_frame_bytes: Annotated[int, Interval(ge=1, le=MAX_FRAME_BYTES)] = MAX_FRAME_BYTES
     """A peer that sends a larger frame is disconnected before the frame is read. The largest value is the
     format's limit."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, "bus")
         if self.peer_timeout_s < 2 * self.heartbeat_s:
             raise SettingsError(
                 f"setting bus.peer_timeout_s: {self.peer_timeout_s} is less than twice "

@@ -13,10 +13,8 @@ from services.launcher.spare import Spares
 from services.settings.engine_pool import pool_variables
 from services.settings.load import FILE
 from services.settings.placement import (
-    evaluation_variables,
-    reward_variables,
+    gpu_variables,
     rollout_variables,
-    trainer_variables,
 )
 from services.settings.sections import Settings
 
@@ -199,16 +197,15 @@ class Fleet:
     def _variables(self, role: Role, index: int) -> dict[str, str]:
         """Return the environment variables that only this process has."""
         services = self._settings.services
-        if role is Role.TRAINER:
-            return trainer_variables(services)
         if role is Role.TRACKING:
             return {"TETHER_TRACKING__KIND": self._settings.tracking.kind[index]}
-        if role is Role.EVALUATION:
-            return evaluation_variables(services)
-        if role is Role.REWARD:
-            return reward_variables(services)
         if role is Role.ROLLOUT:
             return pool_variables(services.pool, index) | rollout_variables(
                 services, self._settings.engine.tensor_parallel_size, index
             )
-        return {}
+        own = {
+            Role.TRAINER: services.trainer_gpus,
+            Role.EVALUATION: services.eval_gpus,
+            Role.REWARD: services.reward_gpus,
+        }
+        return gpu_variables(own.get(role, ""))

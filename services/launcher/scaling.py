@@ -17,8 +17,8 @@ import msgspec
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.file_lock import locked
-from protocol.ranges import check_range
 from protocol.topics import Role
+from protocol.validation import check_range
 from services.launcher.fleet import SCALABLE, Fleet
 from services.run_record.end import LOCK, is_up
 from services.settings.checks import check_workers

@@ -1,8 +1,8 @@
 """Checks the limits of a run: its bound, and what ends a group or halts the run."""
 
 from protocol.errors import SettingsError
-from protocol.ranges import check_range
 from protocol.staleness import Bound
+from protocol.validation import check_range
 from services.ledger.interface import RunSpec
 
 ARCHIVE_LIMIT = 200_000

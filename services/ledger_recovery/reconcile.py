@@ -18,6 +18,7 @@ from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.journal_entries import replayable_events, report_of
 from services.ledger_recovery.restore import SnapshotBuilder
+from services.runtime.run_ledger import status_if_created
 from services.settings.sections import Settings
 from trainer.storage.journal import JournalEntry
 from trainer.storage.spool import Spool
@@ -91,12 +92,8 @@ class LedgerReconciler:
         return max(last_sequence(self._archiver.path), self._spool.ledger_sequence)
 
     async def _found(self) -> int:
-        try:
-            return (await self._ledger.status()).sequence
-        except Refused as refusal:
-            if refusal.reason is Reason.NO_RUN:
-                return -1
-            raise
+        status = await status_if_created(self._ledger)
+        return -1 if status is None else status.sequence
 
     async def _rebuild(self) -> None:
         """Rebuild the ledger from archive and journal; start again if another process wrote meanwhile."""

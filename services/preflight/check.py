@@ -27,7 +27,7 @@ from services.preflight.machine import attention_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
 from services.preflight.own_code import own_code_problems
-from services.preflight.problem import Problem
+from services.preflight.problem import Problem, refusals
 from services.preflight.rewards import trial_problems, verifier_problems
 from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems, length_problems
@@ -65,7 +65,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     modules = add_user_modules(settings)
     problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
     problems += length_problems(settings)
-    problems += _error_of_environment(settings)
+    problems += refusals(_check_environment, settings)
     source: PromptSource | None = None
     model: ModelFacts | None = None
     try:
@@ -95,7 +95,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         problems += character_problems(settings, prompts)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
-    problems += _error_of_remote(settings)
+    problems += refusals(RemoteDirectory, settings.run.remote) if settings.run.remote else ()
     if local:
         problems += local_problems(settings)
         problems += [] if problems else trial_problems(settings, prompts, modules)
@@ -110,7 +110,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     bound, sampling, services = settings.bound, settings.sampling, settings.services
     parallel, prompts, engine = settings.parallel, settings.prompts, settings.engine
     count = f"{model.parameters:,}" if model.parameters else "unknown"
-    made = "" if model.is_made else ", made at the start"
+    origin = "" if model.is_made else ", made at the start"
     per_step = bound.groups_per_step * sampling.samples_per_prompt
     ranks = (
         f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
@@ -121,7 +121,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     )
     mixed = " + ".join(entry.name for entry in prompts.mixture)
     return [
-        f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{made}",
+        f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{origin}",
         f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {prompts.held_out:,} held out"
         + _left_out(settings, model, source),
         f"first    {_first_prompt(settings, model, first_prompts(source))}",
@@ -137,9 +137,9 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"reward   {services.rewards} worker(s): "
         + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
         *(
-            f"{role:<8} {directory}, not trained"
+            f"{role:<8} {settings.role_dir(role)}, not trained"
             for role in FROZEN_ROLES
-            if (directory := settings.frozen_dir(role)) is not None
+            if getattr(settings, role).path
         ),
         *describe_memory(settings, model),
     ]
@@ -181,21 +181,10 @@ def _on_hosts(settings: Settings) -> str:
     return f" on {settings.cluster.nodes} hosts" if settings.cluster.nodes > 1 else ""
 
 
-def _error_of_environment(settings: Settings) -> Iterator[Problem]:
-    try:
-        environment = make_environment(settings.environment)
-        environment.answered_by(settings.engine)
-        environment.check(str(settings.model_dir) if settings.model_dir.is_dir() else "")
-    except SettingsError as error:
-        yield Problem(str(error))
-
-
-def _error_of_remote(settings: Settings) -> Iterator[Problem]:
-    try:
-        if settings.run.remote:
-            RemoteDirectory(settings.run.remote)
-    except SettingsError as error:
-        yield Problem(str(error))
+def _check_environment(settings: Settings) -> None:
+    environment = make_environment(settings.environment)
+    environment.answered_by(settings.engine)
+    environment.check(str(settings.model_dir) if settings.model_dir.is_dir() else "")
 
 
 def _missing_trackers(settings: Settings) -> Iterator[Problem]:

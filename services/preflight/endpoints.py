@@ -20,6 +20,7 @@ from services.preflight.model import engines_of
 from services.preflight.problem import Problem
 from services.runtime.run_ledger import ledger_url
 from services.settings.automatic import visible_gpus
+from services.settings.engine_pool import engine_names
 from services.settings.sections import Settings
 
 LEDGER_S = 3.0
@@ -58,10 +59,7 @@ def ledger_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def _library_problems(settings: Settings) -> Iterator[Problem]:
-    entries = settings.services.pool
-    engines = {str(entry.engine.get("name", settings.engine.name)) for entry in entries} or {
-        settings.engine.name
-    }
+    engines = {*engine_names(settings.engine, settings.services.pool)}
     for setting, names in (("trainer.backend", {settings.trainer.backend}), ("engine.name", engines)):
         for name in sorted(names & LIBRARIES.keys()):
             if not _is_installed(LIBRARIES[name]):
@@ -80,12 +78,12 @@ def _sglang_problems(settings: Settings) -> Iterator[Problem]:
         command = [python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"]
         try:
             has_it = not subprocess.run(command, timeout=FIND_S, check=False).returncode
-            said = f"{python} has no SGLang"
+            cause = f"{python} has no SGLang"
         except (OSError, subprocess.TimeoutExpired) as error:
-            has_it, said = False, f"{python} cannot be started: {error}"
+            has_it, cause = False, f"{python} cannot be started: {error}"
         if not has_it:
             yield Problem(
-                said,
+                cause,
                 "install it there, or set engine.python to the Python that has it",
                 "engine.name",
                 "sglang",

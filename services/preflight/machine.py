@@ -115,7 +115,7 @@ def _is_missing(gpu: str, gpus: Sequence[str]) -> bool:
 
 
 def _vllm_without_gpu(settings: Settings) -> Iterator[Problem]:
-    asked = {
+    requests = {
         "colocated.enabled": (settings.colocated.enabled, "sleep", "hf, megatron or sglang"),
         "engine.enable_sleep_mode": (settings.engine.enable_sleep_mode, "sleep", "sglang"),
         "trainer.routing_replay": (
@@ -129,7 +129,7 @@ def _vllm_without_gpu(settings: Settings) -> Iterator[Problem]:
             "hf, megatron or sglang",
         ),
     }
-    for setting, (value, action, others) in asked.items():
+    for setting, (value, action, others) in requests.items():
         if value:
             yield Problem(
                 f"vLLM cannot {action} on a CPU, and torch sees no GPU here",

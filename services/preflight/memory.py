@@ -16,7 +16,6 @@ from trainer.megatron.families.reading import architecture_of, read_architecture
 from trainer.megatron.memory.budget import TOKENS_MOST, TOKENS_STEP
 from trainer.megatron.memory.expected import GIB, FrozenShape, Workload, expected_memory
 from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
-from trainer.roles.config import FROZEN_ROLES
 
 
 def workload_of(settings: Settings, model: ModelFacts) -> Workload:
@@ -44,9 +43,8 @@ def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
     Raises:
         SettingsError: the backend does not support one.
     """
-    for role in FROZEN_ROLES:
-        if directory := fetch_frozen(settings, role):
-            yield FrozenShape(read_architecture(directory), getattr(settings, role).offload)
+    for role, directory in fetch_frozen(settings).items():
+        yield FrozenShape(read_architecture(directory), getattr(settings, role).offload)
 
 
 def expected_gb(settings: Settings, model: ModelFacts) -> float | None:

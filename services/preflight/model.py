@@ -18,7 +18,7 @@ from protocol.weights.peft import check_peft
 from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
-from services.preflight.problem import Problem
+from services.preflight.problem import Problem, refusals
 from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
@@ -99,10 +99,7 @@ def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]
     shapes = tensor_shapes(model.place) if lora.rank and model.is_made else {}
     if not shapes:  # made at the start, or refused without weights
         return
-    try:
-        check_peft(adapter_targets(shapes, lora), lora)
-    except SettingsError as error:
-        yield Problem(str(error))
+    yield from refusals(lambda: check_peft(adapter_targets(shapes, lora), lora))
 
 
 def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:
@@ -208,10 +205,7 @@ def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterat
 def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
     if engine.name == "scripted":
         return
-    try:
-        check_known(engine, "engine.arguments")
-    except SettingsError as error:
-        yield Problem(str(error))
+    yield from refusals(check_known, engine, "engine.arguments")
     try:
         check_fits(engine, dict(model.config), model.place)
         if model.is_made:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from protocol.choices import is_own
-from protocol.errors import SettingsError
 from rollout.engines.registry import engine_class
-from services.preflight.problem import Problem
+from services.preflight.problem import Problem, refusals
+from services.settings.engine_pool import engine_names
 from services.settings.evaluation import eval_engine
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
@@ -18,10 +18,7 @@ def own_code_problems(settings: Settings) -> Iterator[Problem]:
     Rewards, environments, agents and prompt sources are made by checks of their own.
     """
     for check in CHECKS:
-        try:
-            check(settings)
-        except SettingsError as error:
-            yield Problem(str(error))
+        yield from refusals(check, settings)
 
 
 def _check_algorithm(settings: Settings) -> None:
@@ -58,7 +55,7 @@ def _check_optimizer(settings: Settings) -> None:
 
 def _check_engines(settings: Settings) -> None:
     """Import each engine of the user: `[engine]`'s, the pool's and the evaluation's."""
-    pool = (str(entry.engine.get("name", settings.engine.name)) for entry in settings.services.pool)
+    pool = engine_names(settings.engine, settings.services.pool)
     for name in dict.fromkeys((settings.engine.name, *pool, eval_engine(settings).name)):
         if is_own(name):
             engine_class(name)

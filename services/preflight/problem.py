@@ -1,6 +1,6 @@
 """Defines what keeps a run from starting, and the refusal that names it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
@@ -30,3 +30,11 @@ def refuse(problems: Iterable[Problem]) -> None:
     if found:
         more = f" ({len(found) - 1} more: `tether check` lists all)" if len(found) > 1 else ""
         raise SettingsError(f"{found[0]}{more}")
+
+
+def refusals(check: Callable[..., object], *arguments: object) -> Iterator[Problem]:
+    """Call a check with the arguments, and yield its SettingsError as a problem."""
+    try:
+        check(*arguments)
+    except SettingsError as error:
+        yield Problem(str(error))

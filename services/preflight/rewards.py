@@ -4,8 +4,9 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from protocol.choices import checked_options, is_own, load
+from protocol.choices import is_own, load
 from protocol.errors import RewardError, SettingsError
+from protocol.validation import validated
 from reward.config import RewardConfig
 from reward.verifiers.registry import VERIFIERS, make_verifier
 from reward.workers.group_scoring import check_fallbacks
@@ -77,7 +78,7 @@ def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
     if name not in VERIFIERS:
         return ()
     module = load(VERIFIERS[name].path)
-    bound = checked_options(module.Options, options, f"verifier {name}")
+    bound = validated(module.Options, options, f"verifier {name}: option ")
     if hasattr(module, "needed_fields"):
         return tuple(module.needed_fields(bound))
     if getattr(bound, "schema", None):  # json_schema: one schema for all prompts

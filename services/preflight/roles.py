@@ -10,7 +10,7 @@ from rollout.environments.registry import ON_DATA as DATA_ENVIRONMENT
 from rollout.tokenizer_files import vocabulary_of
 from services.preflight.model import ModelFacts, frozen_problems, read_facts
 from services.preflight.problem import Problem
-from services.settings.hub import ROLES, fetch_frozen
+from services.settings.hub import ROLES, fetch_role
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, DISTILLATION
 from trainer.random_model import write_tokenizer
@@ -27,11 +27,13 @@ def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Prob
     yield from _unused_roles(settings)
     yield from _unused_revisions(settings)
     for role in FROZEN_ROLES:
+        if not getattr(settings, role).path:
+            continue
         try:
-            directory = fetch_frozen(settings, role)
-            if directory is not None and model is not None:
-                yield from _other_vocabulary(settings, role, model, read_facts(directory))
-                yield from frozen_problems(settings, role, read_facts(directory))
+            facts = read_facts(fetch_role(settings, role))
+            if model is not None:
+                yield from _other_vocabulary(settings, role, model, facts)
+                yield from frozen_problems(settings, role, facts)
         except SettingsError as error:
             yield Problem(str(error))
 

@@ -13,7 +13,6 @@ from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
 from services.settings.hub import fetch_frozen, read_record
 from services.settings.sections import Settings
-from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.checksums import check_model_files, sealed
 
 FILE = "frozen_models.json"
@@ -28,11 +27,10 @@ def checked_digests(settings: Settings) -> Mapping[str, str]:
     Raises:
         SettingsError: one is not what it was at the first start, whose digest is named, or is damaged.
     """
-    directories = {role: fetch_frozen(settings, role) for role in FROZEN_ROLES}
-    present = {role: directory for role, directory in directories.items() if directory is not None}
-    for directory in present.values():
+    directories = fetch_frozen(settings)
+    for directory in directories.values():
         check_model_files(directory)
-    digests = {role: digest_of(directory) for role, directory in present.items()}
+    digests = {role: digest_of(directory) for role, directory in directories.items()}
     for role, recorded in read_record(settings.run_dir / FILE, RECORDED).items():
         if role in digests and digests[role] != recorded:
             raise SettingsError(

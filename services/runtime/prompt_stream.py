@@ -4,9 +4,10 @@ The ledger has the fingerprint of that stream. A process reads the prompts for i
 and long after the run's start, so what it has read is compared.
 """
 
-from protocol.errors import Reason, Refused, SettingsError
+from protocol.errors import SettingsError
 from rollout.prompts.base import PromptConfig, PromptSource
 from services.runtime.process import Process
+from services.runtime.run_ledger import status_if_created
 
 POLL_S = 0.5
 """Seconds between two questions whether the ledger has the run."""
@@ -40,12 +41,12 @@ async def wait_for_run(process: Process) -> str | None:
 
     `tether up` or `services.prepare` create it, and the ingest rebuilds one that the server has lost.
     """
-    recorded = await _recorded(process)
-    if recorded is None:
+    status = await status_if_created(process.ledger)
+    if status is None:
         with process.waiting("the run in the ledger"):
-            while recorded is None and not await process.stopped_within(POLL_S):
-                recorded = await _recorded(process)
-    return recorded
+            while status is None and not await process.stopped_within(POLL_S):
+                status = await status_if_created(process.ledger)
+    return None if status is None else status.fingerprint
 
 
 def check_fingerprint(config: PromptConfig, present: str, recorded: str, remedy: str) -> None:
@@ -73,13 +74,3 @@ def _place(config: PromptConfig) -> str:
     if config.path:
         return f"prompts.path: the prompts in {config.path}"
     return f"prompts.source: the prompts that {config.source} generates here"
-
-
-async def _recorded(process: Process) -> str | None:
-    """Return the fingerprint with which the run was created, or None if the ledger does not have the run."""
-    try:
-        return (await process.ledger.status()).fingerprint
-    except Refused as refusal:
-        if refusal.reason is Reason.NO_RUN:
-            return None
-        raise

@@ -8,6 +8,7 @@ from protocol.lifecycle import GroupState
 from protocol.staleness import Bound
 from services.ledger.interface import Ledger, LedgerStatus, RunSpec
 from services.runtime.frozen_models import checked_digests, record_digests
+from services.runtime.run_ledger import status_if_created
 from services.settings.load import FILE, dump_settings
 from services.settings.resume import Change, changes_since_last_start, check_drained
 from services.settings.resume_rules import ResumeRule
@@ -33,7 +34,7 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
     """
     changes = changes_since_last_start(settings)
     digests = await asyncio.to_thread(checked_digests, settings)
-    before = await _status(ledger)
+    before = await status_if_created(ledger)
     if before is not None:
         states = before.states
         check_drained(changes, states.get(GroupState.SCORED, 0) + states.get(GroupState.TAKEN, 0))
@@ -113,16 +114,6 @@ def _check_steps(steps: int, status: LedgerStatus) -> None:
             f"setting run.steps: {steps} is below the {status.version} steps that the run has made; "
             f"it was started with {status.steps}"
         )
-
-
-async def _status(ledger: Ledger) -> LedgerStatus | None:
-    """Return the ledger's counters, or None if it does not have the run."""
-    try:
-        return await ledger.status()
-    except Refused as refusal:
-        if refusal.reason is Reason.NO_RUN:
-            return None
-        raise
 
 
 def _describe_bound(bound: Bound) -> str:

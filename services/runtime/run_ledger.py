@@ -1,10 +1,11 @@
-"""Finds and opens the ledger of a run, from its settings."""
+"""Finds and opens the ledger of a run, from its settings, and asks whether it has the run."""
 
 import contextlib
 from collections.abc import AsyncIterator
 
-from protocol.errors import SettingsError
+from protocol.errors import Reason, Refused, SettingsError
 from services.ledger.embedded_server import read_endpoint
+from services.ledger.interface import Ledger, LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.redis.url import complete_url
 from services.settings.sections import Settings
@@ -50,3 +51,13 @@ async def open_ledger(settings: Settings) -> AsyncIterator[RedisLedger]:
         yield ledger
     finally:
         await ledger.close()
+
+
+async def status_if_created(ledger: Ledger) -> LedgerStatus | None:
+    """Return the ledger's counters, or None if it does not have the run."""
+    try:
+        return await ledger.status()
+    except Refused as refusal:
+        if refusal.reason is Reason.NO_RUN:
+            return None
+        raise

@@ -10,7 +10,6 @@ from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
 from trainer.registry import make_backend, make_critic
-from trainer.roles.config import FROZEN_ROLES
 from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.frozen import FrozenModels, FrozenRole
@@ -42,11 +41,9 @@ def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
     Raises:
         SettingsError: as `fetch_frozen`.
     """
-    found = {role: fetch_frozen(settings, role) for role in FROZEN_ROLES}
     return tuple(
         FrozenSpec(role, directory, getattr(settings, role).offload)
-        for role, directory in found.items()
-        if directory is not None
+        for role, directory in fetch_frozen(settings).items()
     )
 
 

@@ -1,16 +1,12 @@
-"""Checks settings against each other: names, ranges, and which choices exclude each other."""
+"""Checks settings against each other: which choices need or exclude each other."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
 
-from protocol.choices import Registry, is_own
+from protocol.choices import is_own
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
-from protocol.ids import checked_run_id
-from protocol.ranges import range_errors
 from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.bus.config import is_loopback
@@ -21,22 +17,11 @@ from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import WeightConfig
-from trainer.functional.learning_rate import STYLES
 from trainer.hosts.place import check_cluster
-from trainer.optimizers.registry import OPTIMIZERS
 from trainer.recipe import check_recipe, check_schedule
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
-REGISTRIES: Mapping[str, Registry[Any]] = {
-    "engine.name": ENGINES,
-    "trainer.backend": BACKENDS,
-    "algorithm.name": ALGORITHMS,
-    "weights.transport": TRANSPORTS,
-    "optimizer.name": OPTIMIZERS,
-    "optimizer.lr_decay_style": STYLES,
-}
-"""Setting -> the registry that it names an entry of."""
 OWN_OPTIONS = {
     name: f"{name.partition('.')[0]}.options" for name in ("algorithm.name", "optimizer.name", "engine.name")
 }
@@ -55,9 +40,6 @@ def check_settings(settings: Settings) -> None:
 
 def settings_errors(settings: Settings) -> Iterator[SettingsError]:
     """Yield all errors; `check_settings` raises the first."""
-    for dotted in REGISTRIES:
-        yield from _errors(partial(_check_name, dotted), settings)
-    yield from range_errors(settings, "")
     for check in CHECKS:
         yield from _errors(check, settings)
 
@@ -67,10 +49,6 @@ def _errors(check: Callable[[Settings], object], settings: Settings) -> Iterator
         check(settings)
     except SettingsError as error:
         yield error
-
-
-def _check_name(dotted: str, settings: Settings) -> None:
-    REGISTRIES[dotted].find(attrgetter(dotted)(settings), f"setting {dotted}:")
 
 
 def _check_own_options(settings: Settings) -> None:
@@ -379,7 +357,6 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
 
 
 CHECKS: Sequence[Callable[[Settings], object]] = (
-    lambda settings: checked_run_id(settings.run.name),
     _check_adapters_and_sleep,
     _check_routing_replay,
     _check_sessions,

@@ -9,32 +9,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from msgspec import Meta
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from annotated_types import Interval
 
 from protocol.errors import SettingsError
-from protocol.ranges import check_ranges
+from protocol.validation import validated
 from rollout.engines.arguments import check_arguments
 from rollout.engines.base import EngineConfig
-from rollout.engines.registry import ENGINES
-from services.settings.sources import describe_problem, to_toml
-
-
-@dataclass(frozen=True, slots=True)
-class _EngineSection:
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    engine: EngineConfig
-
-
-_adapter: TypeAdapter[_EngineSection] = TypeAdapter(_EngineSection)
+from services.settings.sources import to_toml
 
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
     """One entry of `services.pool`: workers with one kind of engine."""
 
-    count: Annotated[int, Meta(ge=1, le=10_000)] = 1
+    count: Annotated[int, Interval(ge=1, le=10_000)] = 1
     """Rollout workers of this kind."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Settings of `[engine]` that are different for these workers."""
@@ -57,15 +45,7 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
     Raises:
         SettingsError: names the setting under `prefix`, and what it can be.
     """
-    try:
-        engine = _adapter.validate_python({"engine": {**dataclasses.asdict(base), **changes}}).engine
-    except ValidationError as error:
-        problem: dict[str, Any] = dict(error.errors()[0])
-        problem["loc"] = problem["loc"][1:]  # less "engine"
-        raise SettingsError(describe_problem(problem, EngineConfig, prefix)) from None
-    check_ranges(engine, prefix)
-    if "name" in changes:  # `[engine]`'s name is checked there
-        ENGINES.find(engine.name, f"setting {prefix}.name:")
+    engine = validated(EngineConfig, {**dataclasses.asdict(base), **changes}, f"setting {prefix}.")
     if changes.keys() & {"name", "arguments"}:  # else they are `[engine]`'s, which are checked there
         check_arguments(engine, f"{prefix}.arguments")
     if engine.dtype != base.dtype:

@@ -118,14 +118,13 @@ def fetch_model(settings: Settings) -> Path:
     return directory
 
 
-def fetch_frozen(settings: Settings, role: str) -> Path | None:
-    """Return the directory of a model that is not trained, as `fetch_model`; None: none is given.
+def fetch_frozen(settings: Settings) -> dict[str, Path]:
+    """Return the directories of the models that are not trained, by their sections, as `fetch_model`.
 
     Raises:
-        SettingsError: it cannot be fetched, or there is no model.
+        SettingsError: one cannot be fetched, or there is no model.
     """
-    directory = settings.frozen_dir(role)
-    return None if directory is None else _fetch_role(settings, role, directory)
+    return {role: fetch_role(settings, role) for role in FROZEN_ROLES if getattr(settings, role).path}
 
 
 def fetch_critic(settings: Settings) -> Path:
@@ -134,15 +133,17 @@ def fetch_critic(settings: Settings) -> Path:
     Raises:
         SettingsError: it cannot be fetched, or there is no model.
     """
-    return (
-        _fetch_role(settings, "critic", settings.critic_dir)
-        if settings.critic.path
-        else fetch_model(settings)
-    )
+    return fetch_role(settings, "critic") if settings.critic.path else fetch_model(settings)
 
 
-def _fetch_role(settings: Settings, role: str, directory: Path) -> Path:
+def fetch_role(settings: Settings, role: str) -> Path:
+    """Return the directory of the model that a section other than `[model]` names, as `fetch_model`.
+
+    Raises:
+        SettingsError: it cannot be fetched, or there is no model.
+    """
     config = getattr(settings, role)
+    directory = settings.role_dir(role)
     _fetch_named(config.path, config.revision, directory, f"{role}.path")
     if not (directory / "config.json").is_file():
         raise SettingsError(

@@ -7,34 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+import msgspec
 
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
 from protocol.paths import absolute
-from protocol.ranges import range_errors
+from protocol.validation import validated
 from services.settings.automatic import choose_automatic, split_automatic, this_machine
 from services.settings.checks import check_settings
 from services.settings.paths import resolve_paths
 from services.settings.resume_rules import ResumeRule, rule_of
 from services.settings.sections import Settings
-from services.settings.sources import assign, describe_problem, from_environ, parse, read_file
+from services.settings.sources import assign, from_environ, parse, read_file
 from trainer.storage.checksums import sealed
 
 FILE = "settings.json"
 """Settings that a run was last started with, in its directory."""
 PRIVATE = ("ledger", "bus", "monitor")
 """Sections that `shown_settings` leaves out: addresses, and names of files with secrets."""
-
-_adapter: TypeAdapter[Settings] = TypeAdapter(Settings)
-
-
-class WrongSettings(SettingsError):
-    """Settings that have a wrong type or name, all of them at once."""
-
-    def __init__(self, problems: Sequence[str]):
-        super().__init__("; ".join(problems))
-        self.problems = problems
 
 
 def load_settings(
@@ -49,7 +39,7 @@ def load_settings(
 def compose_settings(
     path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Settings:
-    """Compose the settings of a process; their values are not checked, only their types.
+    """Compose the settings of a process; each is checked by itself, but not against the others.
 
     Args:
         path: a TOML or JSON file; by default the one that `TETHER_CONFIG` names, or none.
@@ -78,10 +68,7 @@ def compose_settings(
             )
         _assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
     automatic = split_automatic(values)
-    settings = _typed(values)
-    if any(range_errors(settings, "")):  # automatic values are computed with numbers in their ranges
-        return settings
-    settings, automatic = _with_fixed_choices(settings, automatic)
+    settings, automatic = _with_fixed_choices(_typed(values), automatic)
     return choose_automatic(settings, automatic, this_machine(environ))
 
 
@@ -105,11 +92,8 @@ def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Setti
 
 
 def _typed(values: Mapping[str, Any]) -> Settings:
-    """Return tables as settings; checks names and types only."""
-    try:
-        return _adapter.validate_python(values)
-    except ValidationError as error:
-        raise WrongSettings([describe_problem(item, Settings) for item in error.errors()]) from None
+    """Return tables as settings; checks names, types and ranges. `[ledger]` may hold a password."""
+    return validated(Settings, values, secret="ledger")
 
 
 def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
@@ -164,7 +148,7 @@ def dump_settings(settings: Settings, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    values = _adapter.dump_python(settings, mode="json")
+    values = msgspec.to_builtins(settings)
     values["ledger"]["url"] = ""
     values["run"]["dir"] = str(settings.run_dir)
     write_atomically(path, sealed(json.dumps(values, indent=2).encode()))

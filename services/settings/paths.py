@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from protocol.paths import PathMark
+from protocol.validation import field_types, inner_dataclass
 from rollout.engines.base import EngineConfig
 from services.settings.sections import Settings
-from services.settings.sources import inner_dataclass
 
 
 def resolve_paths(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
@@ -28,8 +28,7 @@ def resolve_paths(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _resolve_table(values: Mapping[str, Any], kind: type, directory: Path) -> dict[str, Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {key: _resolve(value, hints.get(key), directory) for key, value in values.items()}
+    return {key: _resolve(value, field_types(kind).get(key), directory) for key, value in values.items()}
 
 
 def _resolve(value: Any, hint: Any, directory: Path) -> Any:

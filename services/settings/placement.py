@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from protocol.paths import set_first
@@ -16,11 +16,11 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class ServicesConfig:
     """Section `[services]`: how many processes `tether up` starts, on which GPUs."""
 
-    rollouts: Annotated[int, Meta(ge=0, le=10_000)] = set_first(1)
+    rollouts: Annotated[int, Interval(ge=0, le=10_000)] = set_first(1)
     """Rollout workers on `[engine]`. With a pool, its counts are used instead."""
     pool: tuple[PoolEntry, ...] = ()
     """Rollout workers on different engines."""
-    rewards: Annotated[int, Meta(ge=0, le=10_000)] = 1
+    rewards: Annotated[int, Interval(ge=0, le=10_000)] = 1
     """Reward workers."""
     trainer_gpus: str = ""
     """GPUs of the trainer, as in CUDA_VISIBLE_DEVICES ("0,1"). Empty: those that `tether up` itself sees.
@@ -34,7 +34,7 @@ class ServicesConfig:
     reward_gpus: str = ""
     """GPUs of the reward workers, for reward models whose option `device` is a GPU. Empty: all that
     `tether up` itself sees."""
-    restarts: Annotated[int, Meta(ge=0, le=10**6)] = 5
+    restarts: Annotated[int, Interval(ge=0, le=10**6)] = 5
     """Restarts of one service within a minute; one death more ends the run (of evaluation, page and
     tracking: only them)."""
     spares: bool = True
@@ -56,22 +56,9 @@ def rollout_variables(config: ServicesConfig, tensor_parallel_size: int, index: 
     return {VISIBLE: ",".join(gpus[first : first + tensor_parallel_size])}
 
 
-def trainer_variables(config: ServicesConfig) -> dict[str, str]:
-    """Return the environment variables that limit the trainer to its own GPUs."""
-    gpus = gpu_list(config.trainer_gpus)
-    return {VISIBLE: ",".join(gpus)} if gpus else {}
-
-
-def evaluation_variables(config: ServicesConfig) -> dict[str, str]:
-    """Return the environment variables that limit the evaluation to its own GPUs."""
-    gpus = gpu_list(config.eval_gpus)
-    return {VISIBLE: ",".join(gpus)} if gpus else {}
-
-
-def reward_variables(config: ServicesConfig) -> dict[str, str]:
-    """Return the environment variables that limit the reward workers to their own GPUs."""
-    gpus = gpu_list(config.reward_gpus)
-    return {VISIBLE: ",".join(gpus)} if gpus else {}
+def gpu_variables(gpus: str) -> dict[str, str]:
+    """Return the environment variables that limit a process to the GPUs of a list; none if it is empty."""
+    return {VISIBLE: ",".join(gpu_list(gpus))} if gpu_list(gpus) else {}
 
 
 def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) -> None:

@@ -14,12 +14,11 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from protocol.paths import FIRST
-from protocol.ranges import describe_range, ranges_of
+from protocol.validation import describe_range, inner_dataclass, names_of, range_of
 from services.settings.automatic import AUTOMATIC
-from services.settings.checks import REGISTRIES
 from services.settings.paths import mark_of
 from services.settings.sections import Settings
-from services.settings.sources import SHORT_NAMES, inner_dataclass, to_toml
+from services.settings.sources import SHORT_NAMES, to_toml
 
 PATH = Path(__file__).parents[2] / "docs/settings.md"
 INTRODUCTION = """\
@@ -107,7 +106,7 @@ def _table(dotted: str, kind: type, is_array: bool) -> str:
         cells = (
             f"`{field.name}`",
             _type_text(field.type),
-            _range_text(kind, field, dotted),
+            _range_text(field.type),
             "`auto`" if f"{dotted}.{field.name}" in AUTOMATIC else f"`{_default_text(field)}`",
             docs[field.name],
             "" if is_array else f"`{_variable(f'{dotted}.{field.name}')}`",
@@ -139,13 +138,12 @@ def _type_text(hint: Any) -> str:
     return TYPES[hint]
 
 
-def _range_text(kind: type, field: "dataclasses.Field[Any]", section: str) -> str:
-    if field.name in ranges_of(kind):
-        return describe_range(ranges_of(kind)[field.name])
-    hint: Any = field.type
+def _range_text(hint: Any) -> str:
+    if (limits := range_of(hint)) is not None:
+        return describe_range(limits)
     if get_origin(hint) is tuple:
         (hint, _) = get_args(hint)
-    names: Iterable[str] = REGISTRIES.get(f"{section}.{field.name}", ())
+    names: Iterable[str] = names_of(hint)
     if get_origin(hint) is Literal:
         names = get_args(hint)
     elif isinstance(hint, type) and issubclass(hint, StrEnum):

@@ -1,7 +1,7 @@
 """Composes the sections of all components into the settings of a run.
 
 Each component's section is a frozen dataclass next to the component. The range of a number stands on its
-field (`protocol.ranges`), its meaning in the string below. `docs/settings.md` is generated from them by
+field (`protocol.validation`), its meaning in the string below. `docs/settings.md` is generated from them by
 `python -m services.settings.reference`.
 """
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from msgspec import Meta
-from pydantic import ConfigDict
+from annotated_types import Interval
+from pydantic import AfterValidator
 
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, is_commit, is_hub_name, snapshot_dir
+from protocol.ids import checked_run_id
 from protocol.paths import FilePath, HubPath, set_first
 from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
@@ -44,11 +45,11 @@ from trainer.roles.config import CriticConfig, FrozenConfig, ReferenceConfig, Te
 class RunConfig:
     """Section `[run]`: name, place and length of the run."""
 
-    name: str = set_first("run")
+    name: Annotated[str, AfterValidator(checked_run_id)] = set_first("run")
     """Name of the run on the ledger: lower-case letters, digits, `-` and `_`."""
     dir: FilePath = set_first("")
     """Directory that everything of the run is written to. Empty: runs/NAME in the working directory."""
-    steps: Annotated[int, Meta(ge=1, le=10**9)] = set_first(100)
+    steps: Annotated[int, Interval(ge=1, le=10**9)] = set_first(100)
     """Optimizer steps after which the run is done."""
     remote: str = ""
     """URL of a directory that checkpoints and exports are copied to, by fsspec: s3://BUCKET/RUN, gs://...,
@@ -71,12 +72,12 @@ class BoundConfig:
     """What happens when B groups are scored and a straggler would become too late. `wait`: the step waits for
     it. `drop`: it is dropped. `mask`: the step does not wait, and of late groups only tokens within the bound
     are trained."""
-    max_attempts: Annotated[int, Meta(ge=1, le=10**6)] = 5
+    max_attempts: Annotated[int, Interval(ge=1, le=10**6)] = 5
     """Leases of one group, after which it is dropped; one that was lost with its worker counts."""
-    drop_share: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    drop_share: Annotated[float, Interval(gt=0, le=1)] = 0.9
     """The run halts when more than this share of the last `drop_window` finished groups was dropped for one
     reason."""
-    drop_window: Annotated[int, Meta(ge=1, le=10**6)] = 64
+    drop_window: Annotated[int, Interval(ge=1, le=10**6)] = 64
     """Finished groups that `drop_share` looks back on."""
 
     @property
@@ -96,13 +97,13 @@ class LedgerConfig:
     """File with the password, readable by its owner only, instead of a password in the URL."""
     ca_file: FilePath = ""
     """rediss: certificates (PEM) that the server's certificate is checked against. Empty: the system's."""
-    timeout_s: Annotated[float, Meta(gt=0, le=1e6)] = 10.0
+    timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 10.0
     """Limit for one call, seconds."""
-    retry_s: Annotated[float, Meta(ge=0, le=1e6)] = 60.0
+    retry_s: Annotated[float, Interval(ge=0, le=1e6)] = 60.0
     """How long a lost connection is retried before the process gives up, seconds."""
-    ttl_s: Annotated[float, Meta(ge=0.1, le=1e6)] = 5.0
+    ttl_s: Annotated[float, Interval(ge=0.1, le=1e6)] = 5.0
     """Time-to-live of a process in the registry, seconds; renewed every third of it."""
-    archive_limit: Annotated[int, Meta(ge=1, le=10**9)] = ARCHIVE_LIMIT
+    archive_limit: Annotated[int, Interval(ge=1, le=10**9)] = ARCHIVE_LIMIT
     """Events that may wait for the archive before leasing stops."""
 
 
@@ -124,14 +125,14 @@ class ModelConfig:
 class RolloutConfig:
     """Section `[rollout]`: the rollout workers."""
 
-    groups_in_flight: Annotated[int, Meta(ge=1, le=10**5)] = set_first(32)
+    groups_in_flight: Annotated[int, Interval(ge=1, le=10**5)] = set_first(32)
     """Groups that one worker generates or holds at a time."""
-    lease_s: Annotated[float, Meta(ge=0.5, le=1e6)] = 30.0
+    lease_s: Annotated[float, Interval(ge=0.5, le=1e6)] = 30.0
     """Seconds after which a lease that was not extended may go to another worker. Extended every third of
     it."""
-    drain_s: Annotated[float, Meta(ge=0, le=1e6)] = 10.0
+    drain_s: Annotated[float, Interval(ge=0, le=1e6)] = 10.0
     """Seconds in which a stopping worker finishes the groups it holds before it hands them back."""
-    prompt_failures: Annotated[int, Meta(ge=0, le=10**6)] = 1
+    prompt_failures: Annotated[int, Interval(ge=0, le=10**6)] = 1
     """Attempts of a prompt that cannot be rendered or generated before its group is dropped. What an engine
     fails for another reason counts for `bound.max_attempts` alone."""
 
@@ -144,7 +145,7 @@ class MonitorConfig:
     """Whether `tether up` starts the monitor."""
     host: str = "127.0.0.1"
     """Address that the page is served on. Off loopback readers need a key."""
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    port: Annotated[int, Interval(ge=0, le=65535)] = 0
     """Port of the page. 0: any free port; `tether up` prints it."""
     key_file: FilePath = ""
     """File with the key that readers of the page need, readable by its owner only. Empty: no key on loopback;
@@ -157,19 +158,19 @@ class EvalConfig:
 
     at_end: bool = set_first(False)
     """Whether `tether up` scores the first and the last model when the run is done."""
-    prompts: Annotated[int, Meta(ge=1, le=10**9)] = 200
+    prompts: Annotated[int, Interval(ge=1, le=10**9)] = 200
     """Held-out prompts of each set to score on, at most."""
-    samples: Annotated[int, Meta(ge=0, le=10**5)] = 1
+    samples: Annotated[int, Interval(ge=0, le=10**5)] = 1
     """Sampled answers to each prompt for the sampled score. 0: no sampled score."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    temperature: Annotated[float, Interval(ge=0, le=100)] = 1.0
     """Divides the logits before an answer of the sampled score is drawn. 0 is greedy."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Draw answers from the most likely tokens that together have this probability. 1 is off."""
-    top_k: Annotated[int, Meta(ge=0, le=10**7)] = 0
+    top_k: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """Draw answers from the k most likely tokens. 0 is off."""
-    success: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
+    success: Annotated[float, Interval(ge=-1e6, le=1e6)] = 1.0
     """Reward from which an answer counts as right for pass@k."""
-    every: Annotated[int, Meta(ge=0, le=10**9)] = set_first(0)
+    every: Annotated[int, Interval(ge=0, le=10**9)] = set_first(0)
     """Steps between two versions that are scored while the run is on; version 0 and the last one are, too.
     0: none."""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -177,7 +178,7 @@ class EvalConfig:
     best: str = ""
     """Score by which the best version is kept in RUN_DIR/exports/best: `SET/greedy`, `SET/sampled` or
     `SET/pass@K`. Empty: the first set's greedy score."""
-    finish_s: Annotated[float, Meta(ge=0, le=1e6)] = 600.0
+    finish_s: Annotated[float, Interval(ge=0, le=1e6)] = 600.0
     """Seconds that `tether up` waits at the end of the run until the last version is scored."""
     sets: tuple[HeldOutConfig, ...] = ()
     """Held-out sets in addition to the prompts that `[prompts]` holds out."""
@@ -189,7 +190,7 @@ class ColocatedConfig:
 
     enabled: bool = False
     """Whether they do."""
-    wait_s: Annotated[float, Meta(ge=1, le=1e6)] = 300.0
+    wait_s: Annotated[float, Interval(ge=1, le=1e6)] = 300.0
     """Seconds that the trainer waits for engines to sleep (after they have started or staged), and an engine
     for others to leave the device in the engines' turn, before it gives up."""
 
@@ -197,8 +198,6 @@ class ColocatedConfig:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All sections of a run."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
     run: RunConfig = field(default_factory=RunConfig)
     bound: BoundConfig = field(default_factory=BoundConfig)
@@ -259,14 +258,14 @@ class Settings:
         path = self.model.path
         return _model_dir(path, self.model.revision, "model.path") if path else self.run_dir / "model"
 
-    def frozen_dir(self, role: str) -> Path | None:
-        """Return the absolute path of a model that is not trained, by its section; None: none is given.
+    def role_dir(self, role: str) -> Path:
+        """Return the absolute path of the model that a section other than `[model]` names, as `model_dir`.
 
         Raises:
             SettingsError: as `model_dir`.
         """
-        config: FrozenConfig = getattr(self, role)
-        return _model_dir(config.path, config.revision, f"{role}.path") if config.path else None
+        config: FrozenConfig | CriticConfig = getattr(self, role)
+        return _model_dir(config.path, config.revision, f"{role}.path")
 
     @property
     def needs_critic(self) -> bool:
@@ -279,8 +278,7 @@ class Settings:
 
         For a name on the hub as `model_dir`.
         """
-        critic = self.critic
-        return _model_dir(critic.path, critic.revision, "critic.path") if critic.path else self.model_dir
+        return self.role_dir("critic") if self.critic.path else self.model_dir
 
 
 def _model_dir(path: str, revision: str, setting: str) -> Path:

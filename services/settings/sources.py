@@ -1,15 +1,14 @@
 """Reads settings from a file, `TETHER_*` variables and `section.key=value` texts."""
 
-import dataclasses
 import json
-import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from protocol.choices import did_you_mean
 from protocol.errors import SettingsError
+from protocol.validation import type_at
 from trainer.storage.checksums import MEMBER
 
 SHORT_NAMES = {
@@ -105,56 +104,6 @@ def assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None
     values[last] = value
 
 
-def inner_dataclass(hint: Any) -> type | None:
-    """Return the dataclass in a field's type: `X`, `X | None` or `tuple[X, ...]`; None if there is none."""
-    for item in (hint, *get_args(hint)):
-        if isinstance(item, type) and dataclasses.is_dataclass(item):
-            return item
-    return None
-
-
-def describe_problem(error: Mapping[str, Any], kind: type, prefix: str = "") -> str:
-    """Return one line for an entry of pydantic's `ValidationError.errors()`.
-
-    The value is left out for the section `[ledger]`, which may hold a password.
-
-    Args:
-        error: the entry.
-        kind: the dataclass that was validated.
-        prefix: put before the setting's name.
-    """
-    dotted = ".".join([*([prefix] if prefix else []), *map(str, error["loc"])])
-    cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, SettingsError):  # a section's own check; its message names the setting
-        return str(cause)
-    if error["type"] == "unexpected_keyword_argument":
-        known = _field_types(inner_dataclass(_type_at(error["loc"][:-1], kind)))
-        return f"setting {dotted} is not known; {did_you_mean(str(error['loc'][-1]), known)}"
-    if error["type"] in ("literal_error", "enum"):
-        names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        return (
-            f"setting {dotted}: {error['input']!r} is not known; {did_you_mean(str(error['input']), names)}"
-        )
-    got = "" if dotted.startswith("ledger") else f" (got {error['input']!r})"
-    return f"setting {dotted}: {error['msg']}{got}"
-
-
 def _is_text(dotted: str, kind: type) -> bool:
-    hint = _type_at(dotted.split("."), kind)
+    hint = type_at(dotted.split("."), kind)
     return getattr(hint, "__origin__", hint) in (str, Literal)
-
-
-def _type_at(path: Iterable[str | int], kind: type) -> Any:
-    """Return the type of a setting of the dataclass `kind`; None if there is no such setting.
-
-    Numbers in the path are places of arrays.
-    """
-    hint: Any = kind
-    for part in path:
-        if isinstance(part, str):
-            hint = _field_types(inner_dataclass(hint)).get(part)
-    return hint
-
-
-def _field_types(kind: type | None) -> dict[str, Any]:
-    return {field.name: field.type for field in dataclasses.fields(kind)} if kind else {}

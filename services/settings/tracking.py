@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from annotated_types import Interval
 from pydantic import BeforeValidator
 
-from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.paths import set_first
 
-KINDS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-"""Kind of tracking -> the module that it imports. The extra of the package has the name of the kind."""
+Kind = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+"""Library, by the name of its module, which the extra of the package has, too."""
 
 
 def _as_list(value: Any) -> Any:
@@ -23,7 +22,7 @@ def _as_list(value: Any) -> Any:
 class TrackingConfig:
     """Section `[tracking]`: libraries that get the numbers of every step and evaluation."""
 
-    kind: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = set_first(())
+    kind: Annotated[tuple[Kind, ...], BeforeValidator(_as_list)] = set_first(())
     """Libraries, several at once: `wandb`, `tensorboard`, `trackio`, `mlflow`; one may be given as a string.
     Empty: none."""
     project: str = "tether"
@@ -35,22 +34,16 @@ class TrackingConfig:
     offline: bool = False
     """Whether all data stays in RUN_DIR/tracking: wandb and trackio do not send, mlflow ignores
     MLFLOW_TRACKING_URI. tensorboard always writes there."""
-    flush_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
+    flush_s: Annotated[float, Interval(ge=0, le=3600)] = 15.0
     """Seconds in which remaining points are sent at the end of a run; the rest waits for the next start."""
 
 
 def check_kinds(config: TrackingConfig) -> None:
-    """Check the names of the kinds.
-
-    Raises:
-        SettingsError: one is not known or is given twice.
-    """
-    for kind in config.kind:
-        checked_name(kind, KINDS, "setting tracking.kind:")
+    """Raise SettingsError if a kind is given twice."""
     if len(set(config.kind)) < len(config.kind):
         raise SettingsError(f"setting tracking.kind: a kind is given twice (got {list(config.kind)})")
 
 
 def missing_libraries(config: TrackingConfig) -> list[str]:
     """Return the kinds whose library is not installed here; none is imported."""
-    return [kind for kind in config.kind if find_spec(KINDS[kind]) is None]
+    return [kind for kind in config.kind if find_spec(kind) is None]

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
+from protocol.validation import WrongSettings
 from services.preflight.check import check_run, describe_run
 from services.preflight.endpoints import ledger_problems
 from services.preflight.machine import check_directory
 from services.settings.checks import settings_errors
 from services.settings.hub import pin_names
-from services.settings.load import WrongSettings, compose_settings
+from services.settings.load import compose_settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from protocol.errors import Reason, Refused, SettingsError, Unavailable
-from protocol.ranges import check_range
 from protocol.staleness import Bound, Policy
+from protocol.validation import check_range
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
 from services.observability.status import collect_status, render_status

@@ -28,7 +28,6 @@ from services.trainer.ranks import launch
 from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
 from trainer.hosts.place import HostPlace
 from trainer.ranks.launch import torchrun_on_hosts
-from trainer.roles.config import FROZEN_ROLES
 
 log = logging.getLogger("tether.hosts")
 
@@ -107,9 +106,7 @@ def host_settings(settings: Settings) -> dict[str, Any]:
     }
     compared["setting engine.dtype"] = settings.engine.dtype  # each rank publishes its part in it
     models = {"the model's files": fetch_model(settings)}
-    for role in FROZEN_ROLES:
-        if directory := fetch_frozen(settings, role):
-            models[f"the files of [{role}]"] = directory
+    models |= {f"the files of [{role}]": path for role, path in fetch_frozen(settings).items()}
     if settings.critic.path:
         models["the files of [critic]"] = fetch_critic(settings)
     return compared | {name: _fingerprint(directory) for name, directory in models.items()}

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.choices import checked_options
-from protocol.ranges import check_ranges
+from protocol.validation import validated
 from rollout.config import EnvironmentConfig
 from rollout.environments import gsm8k, textarena, tools
 from rollout.prompts.base import PromptConfig
@@ -36,9 +35,9 @@ def test_an_environment_of_ones_own_is_short() -> None:
 )
 def test_settings_of_shipped_environments_are_right(table: str) -> None:
     sections = tomllib.loads(table)
-    config = checked_options(EnvironmentConfig, sections["environment"], "environment")
+    config = validated(EnvironmentConfig, sections["environment"])
     kinds = {"gsm8k": gsm8k.Options, "textarena": textarena.Options, "tools": tools.Options}
-    check_ranges(checked_options(kinds[config.name], config.options, "environment.options"), "options")
+    validated(kinds[config.name], config.options)
     if prompts := sections.get("prompts"):
         source = make_source(PromptConfig(**{**prompts, "families": tuple(prompts["families"])}))
         assert {source.at(index).metadata["game"] for index in range(3)} == set(prompts["families"])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from protocol.choices import Entry, Registry, load
+from protocol.choices import Entry, NameIn, Registry, load
 from protocol.errors import SettingsError
 
 
@@ -31,6 +31,13 @@ def test_registry_lists_the_names_that_have_a_capability() -> None:
     assert SHAPES.having("round") == ("circle",)
     with pytest.raises(AttributeError):
         SHAPES.having("flat")
+
+
+def test_name_in_takes_the_names_of_a_registry_and_where_they_may_be_names_of_ones_own() -> None:
+    transports = NameIn("trainer.weights.registry:TRANSPORTS")
+    assert transports("nccl")
+    assert not transports("my_module:Mine")
+    assert NameIn("trainer.algorithms.registry:ALGORITHMS")("my_module:Mine")
 
 
 def test_load_returns_a_name_of_a_module_or_the_module() -> None:

@@ -1,6 +1,7 @@
 """Where an exception of the user's code comes from, and modules that cannot be imported."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute, located, returned_number
+from protocol.user_code import call, import_attribute, located, returned_number
 from rollout.tools.calculator import calculate
 
 
@@ -61,3 +62,24 @@ def test_a_number_of_numpy_is_a_number(value: Any) -> None:
 def test_a_value_of_numpy_that_is_no_finite_number_is_refused(value: Any, shown: str) -> None:
     with pytest.raises(ValueError, match=shown):
         returned_number(value)
+
+
+def refuses(count: int, *, least: int = 0) -> int:
+    if count < least:
+        raise ValueError(f"{count} is too small")
+    return count
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"leest": 1}, r"^it: got an unexpected keyword argument 'leest'; it is called with a count$"),
+        ({"least": 5}, rf"^it: {re.escape(__file__)}:\d+: ValueError: 3 is too small$"),
+    ],
+)
+def test_call_names_what_a_users_function_is_called_with_and_where_it_raises(
+    options: dict[str, int], text: str
+) -> None:
+    assert call("it", refuses, "a count", (3,), {"least": 1}) == 3
+    with pytest.raises(SettingsError, match=text):
+        call("it", refuses, "a count", (3,), options)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from protocol.choices import Entry, Registry, is_own, load
 from protocol.errors import SettingsError
-from protocol.ranges import check_ranges
 from trainer.algorithms.base import Algorithm
 from trainer.config import AlgorithmConfig
 
@@ -70,7 +69,6 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
             user cannot be made.
     """
     entry = ALGORITHMS.find(config.name, "setting algorithm.name:")
-    check_ranges(config, "algorithm")
     if is_own(config.name):
         return load("trainer.algorithms.own.checked:load_algorithm")(config)
     algorithm: Algorithm = load(entry.path)(config)

@@ -26,7 +26,7 @@ from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.lora import merged, without_adapters
 from trainer.ranks.process_group import join_ranks
 from trainer.ranks.publication import Publication
-from trainer.reference.backend import DTYPES, choose_device, load_policy
+from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import FrozenTransformer, load_model
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
@@ -70,7 +70,7 @@ class FsdpBackend(Backend):
         self._trainer, self._algorithm = trainer, algorithm
         self.mesh, self._owns_group = _join(parallel, trainer)
         self.replicas = [[rank] for rank in range(self.mesh.size())]
-        model = load_policy(model_dir)
+        model = load_model(model_dir, "model.path")
         self.architecture = type(model).__name__
         paths = {name: name for name, _ in model.named_parameters()}
         if adapters.rank:
@@ -140,7 +140,9 @@ class FsdpBackend(Backend):
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
         if self._reference is None:
-            self._reference = self._model if self.lora.rank else self._frozen(load_policy(self._directory))
+            self._reference = (
+                self._model if self.lora.rank else self._frozen(load_model(self._directory, "model.path"))
+            )
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         model = self._frozen(load_model(spec.directory, f"{spec.role}.path"))

@@ -51,11 +51,11 @@ def _own_rate(config: OptimizerConfig, made: int) -> float:
     function, file = import_attribute(config.lr_decay_style, setting)
     what = f"{setting}: {config.lr_decay_style} in {file}"
     try:
-        found = function(made, config)
+        returned = function(made, config)
     except Exception as error:  # the user's code may raise anything
         raise SettingsError(f"{what} raised for update {made} at {located(error)}") from error
     try:
-        rate = returned_number(found)
+        rate = returned_number(returned)
     except ValueError as error:
         raise SettingsError(f"{what} returned {error} for update {made}; return a finite number") from None
     if rate < 0:

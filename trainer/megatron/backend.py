@@ -28,7 +28,7 @@ from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.export import Exporter
 from trainer.megatron.convert.reshard import plan_of
 from trainer.megatron.families.experts import check_ranks
-from trainer.megatron.families.reading import read_critic
+from trainer.megatron.families.reading import read_architecture, read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
@@ -50,7 +50,7 @@ from trainer.megatron.model import (
 from trainer.megatron.optimizer import is_distributed, wrap_model
 from trainer.megatron.optimizer_step import ModelStepper
 from trainer.megatron.roles.frozen import FrozenPart, shapes_of
-from trainer.megatron.sharing import buffers_of, parts_of, trained_architecture
+from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.ranks.publication import Publication
 from trainer.step.measures import StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
@@ -85,11 +85,10 @@ class MegatronBackend(Backend):
         `attach` may follow.
 
         Raises:
-            SettingsError: the model is not supported, or does not fit the layout, or several ranks are to
-                share weights with an engine.
+            SettingsError: the model is not supported, or does not fit the layout.
         """
         self.algorithm, self._trainer = algorithm, trainer
-        self._model_spec = trained_architecture(model_dir, parallel, trainer, shared=shared)
+        self._model_spec = read_architecture(model_dir)
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)
@@ -123,26 +122,26 @@ class MegatronBackend(Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self.algorithm.config)
         self._memory.begin_step()
-        made = self._stepper.step(
+        step = self._stepper.step(
             batch,
             lambda: self._runner.train(batch, self.algorithm, measures),
             lr_scale=measures.lr_scale if measures.tokens else None,
         )
-        if not made.skipped:
+        if not step.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
-            measures.stats(made.vector, grad_norm=made.norm, skipped=made.skipped),
-            micro_batches=made.micro_batches,
-            padding_share=made.padding_share,
-            loss_scale=made.loss_scale,
-            loss_scale_repeats=made.loss_scale_repeats,
+            measures.stats(step.vector, grad_norm=step.norm, skipped=step.skipped),
+            micro_batches=step.micro_batches,
+            padding_share=step.padding_share,
+            loss_scale=step.loss_scale,
+            loss_scale_repeats=step.loss_scale_repeats,
             memory_peak_gb=peak,
             memory_expected_gb=expected,
             expert_load_max=busiest,
             expert_load_min=idlest,
-            warnings=made.warnings,
+            warnings=step.warnings,
         )
 
     @property

@@ -207,8 +207,6 @@ class SlotModel:
             SettingsError: model or attention are not supported, or the buffer holds no sequence.
             RuntimeError: there is no room for the parameters or the cache.
         """
-        if dtype not in DTYPES:
-            raise SettingsError(f"dtype is {dtype!r}: use {' or '.join(DTYPES)}")
         self.architecture = _generating(model_dir)
         self.slots = _slots(self.architecture, DTYPES[dtype].itemsize, length, slots, buffer_bytes)
         layout = Layout.of(ParallelConfig(), self.architecture.layers)

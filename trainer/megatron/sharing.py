@@ -2,16 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from protocol.errors import SettingsError
-from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.convert.reshard import TensorPlan, stretch
-from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.families.reading import read_architecture
-from trainer.megatron.model import DTYPES, PackedModel
+from trainer.megatron.model import PackedModel
 
 FREQUENCIES = "rotary_pos_emb.inv_freq"
 """Name of the first rotary embedding's; the others have their number behind it."""
@@ -37,30 +33,6 @@ def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
         if rotary.long is not None:
             frequencies[f"{name}.long"] = rotary.long
     return {**dict(model.named_buffers()), **frequencies}
-
-
-def trained_architecture(
-    model_dir: Path, parallel: ParallelConfig, trainer: TrainerConfig, *, shared: bool
-) -> Architecture:
-    """Return the architecture of a model to train; with `shared`, so that an engine can share its weights.
-
-    Raises:
-        SettingsError: model or dtype are not supported, or the weights cannot be shared.
-    """
-    if trainer.dtype not in DTYPES:
-        raise SettingsError(f"[trainer] dtype is {trainer.dtype!r}: use {' or '.join(DTYPES)}")
-    if shared and parallel.world_size != 1:
-        raise SettingsError(
-            f"[parallel] asks for {parallel.world_size} ranks: with weights.transport 'shared' "
-            "the trainer is one"
-        )
-    architecture = read_architecture(model_dir)
-    if shared and architecture.experts.bias:
-        raise SettingsError(
-            "setting weights.transport: 'shared' publishes masters, and the biases of the routers of "
-            f"{architecture.model_type} have none: use shm"
-        )
-    return architecture
 
 
 def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:

@@ -73,9 +73,9 @@ def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
         ).eval()
     except (OSError, ValueError) as error:
         raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
-    found = []
+    rows = []
     for tokens in batch.tokens.long().split(batch.lengths.tolist()):
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
         picked = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
-        found += [picked.new_zeros(1), picked]
-    return torch.cat(found)
+        rows += [picked.new_zeros(1), picked]
+    return torch.cat(rows)

@@ -1,14 +1,13 @@
 """Makes the optimizers of libraries, and the user's; arguments and errors are as in `make_optimizer`."""
 
 import importlib
-import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute, located
+from protocol.user_code import call, import_attribute, located
 from trainer.config import OptimizerConfig
 from trainer.optimizers.muon import MuonWithAdamW, is_hidden_matrix
 
@@ -67,16 +66,7 @@ def own(
     found, file = import_attribute(config.name, "setting optimizer.name")
     what = f"setting optimizer.name: {config.name} in {file}"
     given, options = _groups(list(masters.values()), config), {"lr": config.lr, **config.options}
-    try:
-        inspect.signature(found).bind(given, **options)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(
-            f"{what}: {error}; it is called with groups of parameters, lr and optimizer.options"
-        ) from None
-    try:
-        made = found(given, **options)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SettingsError(f"{what}: {located(error)}") from None
+    made = call(what, found, "groups of parameters, lr and optimizer.options", (given,), options)
     if not isinstance(made, torch.optim.Optimizer):
         raise SettingsError(f"{what} made a {type(made).__name__}, which is no torch.optim.Optimizer")
     return made

@@ -68,7 +68,7 @@ class ReferenceBackend(Backend):
         torch.manual_seed(trainer.seed)
         self._device = choose_device(trainer.device)
         self._config, self._trainer, self._algorithm = optimizer, trainer, algorithm
-        self._model = load_policy(model_dir).to(self._device)
+        self._model = load_model(model_dir, "model.path").to(self._device)
         self.architecture = type(self._model).__name__
         self._trained: dict[str, torch.nn.Parameter] = dict(self._model.named_parameters())
         if adapters.rank:
@@ -257,23 +257,10 @@ def choose_device(name: str) -> torch.device:
     """Return the device that `trainer.device` names.
 
     Raises:
-        SettingsError: the name is unknown, or there is no GPU.
+        SettingsError: there is no GPU.
     """
-    if checked_name(name, ("auto", "cpu", "cuda"), "setting trainer.device:") == "auto":
+    if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("trainer.device is cuda, but torch sees no GPU: use auto or cpu")
     return torch.device(name)
-
-
-def load_policy(model_dir: Path) -> torch.nn.Module:
-    """Return the model to train, float32, on the CPU.
-
-    Raises:
-        SettingsError: transformers cannot load it.
-    """
-    model = load_model(model_dir, "model.path")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # torch would not train that row, and other backends do
-    return model

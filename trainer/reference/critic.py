@@ -2,20 +2,16 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModel
-from transformers.utils import logging as transformers_logging
 
-from protocol.device.hf_attention import use_whole_attention
-from protocol.device.hf_build_lock import MODEL_BUILDING
 from protocol.errors import SettingsError
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.reference.backend import DTYPES, ReferenceBackend
+from trainer.reference.frozen import in_dtype, load_model
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.padding import padded, passes
 from trainer.reference.state import copy_state, load_state
@@ -38,15 +34,15 @@ class ValueModel(torch.nn.Module):
             SettingsError: transformers cannot load the directory, or its head has several labels.
         """
         super().__init__()
-        self.model = _load_body(model_dir)
+        self.model = load_model(model_dir, "setting critic.path:", with_head=False)
         hidden = self.model.get_input_embeddings().weight.shape[1]
         self.score = torch.nn.Linear(hidden, 1)
-        found = read_head(model_dir, hidden)
+        head = read_head(model_dir, hidden)
         with torch.no_grad():
             for name in HEAD:
                 self.get_parameter(name).zero_()
-                if name in found:
-                    self.get_parameter(name).copy_(found[name])
+                if name in head:
+                    self.get_parameter(name).copy_(head[name])
 
     def forward(self, arguments: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
         """Return the values at inputs of the transformer.
@@ -88,8 +84,7 @@ class ReferenceCritic(Critic):
             self._masters = {
                 name: torch.nn.Parameter(p.detach().clone()) for name, p in self._trained.items()
             }
-        for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(DTYPES[trainer.dtype])
+        in_dtype(self._model, DTYPES[trainer.dtype])
         ends = ("model.embed_tokens.weight", HEAD[0])
         self._optimizer = config.optimizer(optimizer)
         self._stepper = MasterStepper(
@@ -174,34 +169,14 @@ def read_head(model_dir: Path, hidden: int) -> dict[str, torch.Tensor]:
     Raises:
         SettingsError: it has several labels.
     """
-    found: dict[str, torch.Tensor] = {}
+    head: dict[str, torch.Tensor] = {}
     for path in sorted(model_dir.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in HEAD if name in file.keys()}  # noqa: SIM118 (not a mapping)
+            head |= {name: file.get_tensor(name) for name in HEAD if name in file.keys()}  # noqa: SIM118 (not a mapping)
     for name, shape in zip(HEAD, ((1, hidden), (1,)), strict=True):
-        if name in found and tuple(found[name].shape) != shape:
+        if name in head and tuple(head[name].shape) != shape:
             raise SettingsError(
-                f"setting critic.path: {name} in {model_dir} has shape {tuple(found[name].shape)}, and a "
+                f"setting critic.path: {name} in {model_dir} has shape {tuple(head[name].shape)}, and a "
                 f"critic has one label, {shape}"
             )
-    return found
-
-
-def _load_body(model_dir: Path) -> Any:
-    transformers_logging.disable_progress_bar()
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it reports tensors of the output layer as unexpected
-    try:
-        with MODEL_BUILDING:
-            model: Any = AutoModel.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"setting critic.path: {model_dir} is not a model that transformers can load: {error}"
-        ) from error
-    finally:
-        transformers_logging.set_verbosity(before)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            module.padding_idx = None  # torch would not train that row, and other backends do
-    use_whole_attention(model)
-    return model.eval()
+    return head

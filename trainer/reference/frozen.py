@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protocol.device.hf_attention import use_whole_attention
@@ -31,26 +32,34 @@ class FrozenTransformer(FrozenModel):
         return [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
 
 
-def load_model(model_dir: Path, setting: str) -> torch.nn.Module:
+def load_model(model_dir: Path, setting: str, *, with_head: bool = True) -> Any:
     """Return the model of a directory, float32, on the CPU.
 
     Args:
         model_dir: a Hugging Face directory.
-        setting: what names it, for errors.
+        setting: its name, for errors.
+        with_head: whether it has its output layer.
 
     Raises:
         SettingsError: transformers cannot load it.
     """
     transformers_logging.disable_progress_bar()
+    before = transformers_logging.get_verbosity()
+    if not with_head:
+        transformers_logging.set_verbosity_error()  # it reports tensors of the output layer as unexpected
     try:
         with MODEL_BUILDING:
-            model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-                model_dir, dtype=torch.float32, local_files_only=True
-            )
+            kind = AutoModelForCausalLM if with_head else AutoModel
+            model: Any = kind.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"{setting} {model_dir}: not a model that transformers can load: {error}"
         ) from error
+    finally:
+        transformers_logging.set_verbosity(before)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # torch would not train that row, and other backends do
     use_whole_attention(model)
     return model.eval()
 

@@ -6,7 +6,7 @@ No torch here: every process reads settings.
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from msgspec import Meta
+from annotated_types import Interval
 
 from protocol.paths import HubPath
 from trainer.config import OptimizerConfig
@@ -58,17 +58,17 @@ class CriticConfig:
     revision: str = ""
     """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
     kept."""
-    lr: Annotated[float, Meta(ge=0, le=1e3)] = 1e-5
+    lr: Annotated[float, Interval(ge=0, le=1e3)] = 1e-5
     """Learning rate after the warm-up."""
-    lr_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    lr_warmup_steps: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Steps in which the learning rate rises linearly from 0. Skipped steps do not count. 0 is off."""
-    critic_warmup_steps: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    critic_warmup_steps: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """First steps of the run in which only the critic is trained: the policy's versions are all alike."""
-    weight_decay: Annotated[float, Meta(ge=0, le=1e3)] = 0.0
+    weight_decay: Annotated[float, Interval(ge=0, le=1e3)] = 0.0
     """Decoupled weight decay."""
-    clip_grad: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
+    clip_grad: Annotated[float, Interval(ge=0, le=1e9)] = 1.0
     """Largest L2 norm of the critic's gradient. 0 is off."""
-    value_clip: Annotated[float, Meta(ge=0, le=1e9)] = 0.2
+    value_clip: Annotated[float, Interval(ge=0, le=1e9)] = 0.2
     """By how much a batch may move a value before it has no gradient any more. 0 is off."""
 
     def optimizer(self, policy: OptimizerConfig) -> OptimizerConfig:

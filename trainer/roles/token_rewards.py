@@ -32,15 +32,15 @@ def with_frozen(
         algorithm: decides how they change advantages.
         reference: whether there is a reference model.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if reference:
         part = dataclasses.replace(part, reference_logprobs=frozen.reference_logprobs(policy, part))
     if algorithm.config.use_kl_in_reward:
-        part, found["reward_kl_k1"] = _penalised(part, policy, algorithm)
+        part, fields["reward_kl_k1"] = _penalised(part, policy, algorithm)
     if frozen.teacher is not None:
         part, kl = _distilled(part, policy, frozen.teacher.logprobs(part), algorithm.config.opd_kl_coef)
-        found |= {} if kl is None else {"teacher_kl_k1": kl}
-    return part, found
+        fields |= {} if kl is None else {"teacher_kl_k1": kl}
+    return part, fields
 
 
 def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batch, float]:

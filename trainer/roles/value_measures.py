@@ -47,7 +47,7 @@ class ValueMeasures:
         # the empty sum keeps a graph to the parameters where a micro-batch trains no token
         loss = (losses * tokens.weights).sum() + 0.0 * values.sum()
         returns, error = tokens.returns.double(), tokens.returns.double() - values.detach().double()
-        found = {
+        measured = {
             "loss": loss.detach().double(),
             "clipped": clipped.detach().double(),
             "value": values.detach().double(),
@@ -56,7 +56,7 @@ class ValueMeasures:
             "error": error,
             "error_squared": error.square(),
         }
-        return loss, torch.stack([found[name].sum() for name in TOTALS])
+        return loss, torch.stack([measured[name].sum() for name in TOTALS])
 
     def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Return the vector of several micro-batches; of none it is all zeros."""

@@ -83,12 +83,12 @@ class Archive:
             SpoolError: the file cannot be read or is damaged; names it.
         """
         records = self.records(step)
-        found = {(record.group, record.token): record for record in records}
-        absent = [key for key in keys if key not in found]
+        by_key = {(record.group, record.token): record for record in records}
+        absent = [key for key in keys if key not in by_key]
         if absent:
             no_record = "group {}: the archive has no record of it under lease {}"
             raise MissingRecords({key: no_record.format(*key) for key in absent})
-        return [found[key].payload for key in keys]
+        return [by_key[key].payload for key in keys]
 
     def records(self, step: int) -> tuple[StoredMessage, ...]:
         """Return all records of a step, in the order of its take; empty if the step is not archived.

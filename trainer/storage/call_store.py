@@ -58,26 +58,26 @@ class CallStore:
         """
         place = (group, sample)
         with self._spool.transaction("write") as connection:
-            found = list(read_calls(connection, "grp = ? AND sample = ?", place))
-            damaged = [number for _, _, number, call in found if call is None]
+            calls = list(read_calls(connection, "grp = ? AND sample = ?", place))
+            damaged = [number for _, _, number, call in calls if call is None]
             if damaged:
                 connection.execute("DELETE FROM calls WHERE grp = ? AND sample = ?", place)
         if damaged:
-            log.error("calls.damaged group=%d sample=%d numbers=%s forgotten=%d", *place, damaged, len(found))
+            log.error("calls.damaged group=%d sample=%d numbers=%s forgotten=%d", *place, damaged, len(calls))
             return []
-        return [call.payload for *_, call in found if call is not None]
+        return [call.payload for *_, call in calls if call is not None]
 
     def of_groups(self, groups: Iterable[int]) -> list[StoredMessage]:
         """Return the whole calls of groups, by group, sample and number; a damaged one is left out."""
-        found: list[StoredMessage] = []
+        messages: list[StoredMessage] = []
         with self._spool.transaction("read", "BEGIN") as connection:
             for wanted in sorted(set(groups)):
                 for group, sample, number, call in read_calls(connection, "grp = ?", (wanted,)):
                     if call is None:
                         log.error("calls.damaged group=%d sample=%d numbers=[%d]", group, sample, number)
                     else:
-                        found.append(call)
-        return found
+                        messages.append(call)
+        return messages
 
     def is_held(self, group: int, token: str) -> bool:
         """Return whether a lease may add calls to a group."""

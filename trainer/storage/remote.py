@@ -94,12 +94,12 @@ class RemoteDirectory:
             RemoteError: something cannot be removed.
         """
         with _explained(self.url, "pruned"):
-            kept = self.versions()[-keep:]
+            newest = self.versions()[-keep:]
             for directory in (self._root, f"{self._root}/{EXPORTS}"):
                 names = self._fs.ls(directory, detail=False) if self._fs.exists(directory) else []
                 for path in names:
                     match = NAME.fullmatch(PurePosixPath(path).name)
-                    if match and kept and int(match[1]) < kept[0]:
+                    if match and newest and int(match[1]) < newest[0]:
                         self._remove(path)
 
     def download(self, version: int, targets: Mapping[str, Path]) -> None:

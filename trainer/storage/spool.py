@@ -127,17 +127,17 @@ class Spool:
             MissingRecords: (a LookupError) names all groups whose records are missing or damaged.
             SpoolError: the file cannot be read.
         """
-        found, causes = [], {}
+        messages, causes = [], {}
         with self.transaction("read", "BEGIN") as connection:
             for key in keys:
                 record = _read_record(connection, *key)
                 if isinstance(record, str):
                     causes[key] = record
                 else:
-                    found.append(record)
+                    messages.append(record)
         if causes:
             raise MissingRecords(causes)
-        return found
+        return messages
 
     def find(self, groups: Iterable[int]) -> list[bytes]:
         """Return the newest whole payload of each group that has one, under any lease.
@@ -145,13 +145,13 @@ class Spool:
         Raises:
             SpoolError: the file cannot be read.
         """
-        found = []
+        messages = []
         with self.transaction("read", "BEGIN") as connection:
             for group in sorted(set(groups)):
                 tokens = [_text(row[0]) for row in connection.execute(_TOKENS, (group,)).fetchall()]
                 records = (_read_record(connection, group, token) for token in tokens)
-                found += [next((r.payload for r in records if not isinstance(r, str)), None)]
-        return [payload for payload in found if payload is not None]
+                messages += [next((r.payload for r in records if not isinstance(r, str)), None)]
+        return [payload for payload in messages if payload is not None]
 
     def damaged(self) -> Iterator[DamagedItem]:
         """Read everything again, and yield each row that is not what was written.

@@ -182,26 +182,26 @@ def _unit(text: str) -> str:
 def _number(text: str) -> tuple[Fraction | None, bool]:
     """Return the value of a numeral, fraction or mixed number, and whether it was written as a decimal."""
     text = text.strip()
-    if found := NUMBER.fullmatch(text):
-        exponent = next((group for group in found.groups()[1:] if group), None)
+    if match := NUMBER.fullmatch(text):
+        exponent = next((group for group in match.groups()[1:] if group), None)
         if exponent is not None and (len(exponent) > 4 or abs(int(exponent)) > EXPONENT):
             return None, False
-        return Fraction(found[1]) * Fraction(10) ** int(exponent or 0), "." in found[1]
-    if found := REPEATING.fullmatch(text):
-        sign, whole, fixed, cycle = found.groups()
+        return Fraction(match[1]) * Fraction(10) ** int(exponent or 0), "." in match[1]
+    if match := REPEATING.fullmatch(text):
+        sign, whole, fixed, cycle = match.groups()
         value = Fraction(
             int(whole + fixed + cycle or 0) - int(whole + fixed or 0),
             (10 ** len(cycle) - 1) * 10 ** len(fixed),
         )
         return -value if sign == "-" else value, False
-    if found := MIXED.fullmatch(text):
-        top, bottom = (int(group) for group in found.groups()[2:] if group)
+    if match := MIXED.fullmatch(text):
+        top, bottom = (int(group) for group in match.groups()[2:] if group)
         if 0 < top < bottom:
-            value = int(found[2]) + Fraction(top, bottom)
-            return -value if found[1] == "-" else value, False
-    if found := RATIO_OF_NUMBERS.fullmatch(text):
-        over, under = (Fraction(group) for group in (*found.groups()[:2], *found.groups()[3:]) if group)
+            value = int(match[2]) + Fraction(top, bottom)
+            return -value if match[1] == "-" else value, False
+    if match := RATIO_OF_NUMBERS.fullmatch(text):
+        over, under = (Fraction(group) for group in (*match.groups()[:2], *match.groups()[3:]) if group)
         if under:
             value = over / under
-            return -value if found[3] == "-" else value, False
+            return -value if match[3] == "-" else value, False
     return None, False

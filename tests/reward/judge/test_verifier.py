@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from protocol.choices import checked_options
 from protocol.errors import RewardError, SettingsError
+from protocol.validation import validated
 from reward.group import ResponseGroup
 from reward.judge.config import Options, read_key
 from reward.judge.question import make_question
@@ -55,7 +55,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def options(**changes: Any) -> Options:
     """Return options of a judge, checked as those of a configuration file."""
     given = {"url": URL, "model": "m", "prompt": "Rate {response}"} | changes
-    return checked_options(Options, given, "verifier judge")
+    return validated(Options, given, "verifier judge: option ")
 
 
 def content(i: int, **changes: Any) -> Any:

@@ -222,7 +222,7 @@ def test_a_sandbox_that_cannot_be_set_up_is_an_error_and_not_a_zero() -> None:
 
 
 def test_limits_must_be_above_zero() -> None:
-    with pytest.raises(SettingsError, match="limits: memory_mb is -5"):
+    with pytest.raises(SettingsError, match=r"option limits\.memory_mb: -5 is not above 0"):
         make_verifier("python_tests", {"limits": {"memory_mb": -5}})
     with pytest.raises(SettingsError, match="did you mean 'wall_s'"):
         make_verifier("python_tests", {"limits": {"walls": 5}})

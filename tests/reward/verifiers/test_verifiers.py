@@ -264,7 +264,7 @@ def test_an_answer_that_cannot_be_read_is_an_error_and_not_a_zero(name: str, ans
     [
         ("exact-match", {}, "did you mean 'exact_match'"),
         ("exact_match", {"ignorecase": True}, "did you mean 'ignore_case'"),
-        ("positions", {"strip": "yes"}, "Expected `bool`"),
+        ("positions", {"strip": "maybe"}, "option strip: Input should be a valid boolean"),
         ("nowhere.at_all", {}, "cannot be imported"),
     ],
 )

@@ -276,24 +276,19 @@ async def test_groups_are_scored_at_once_by_as_many_workers_as_allowed(config: R
 
 
 @pytest.mark.parametrize(
-    ("verifiers", "change", "why"),
+    ("verifiers", "why"),
     [
-        ([VerifierConfig("exact_mach")], {}, "did you mean 'exact_match'"),
-        ([VerifierConfig(), VerifierConfig()], {}, "each needs a name of its own"),
-        ([VerifierConfig(label="timed_out")], {}, "other than 'environment', 'timed_out', 'fell_back'"),
-        ([VerifierConfig("function", options={"path": "nowhere:score"})], {}, r"there is no nowhere\.py"),
-        ([VerifierConfig(options={"stripp": True})], {}, "did you mean 'strip'"),
-        ([VerifierConfig("no.such_module")], {}, "cannot be imported"),
-        ([VerifierConfig()], {"workers": 0}, r"setting reward\.workers: 0 is not between 1 and 10000"),
-        ([VerifierConfig()], {"timeout_s": float("nan")}, r"setting reward\.timeout_s: nan is not above 0"),
-        ([VerifierConfig(weight=1e9)], {}, r"setting reward\.verifiers\.0\.weight"),
+        ([VerifierConfig("exact_mach")], "did you mean 'exact_match'"),
+        ([VerifierConfig(), VerifierConfig()], "each needs a name of its own"),
+        ([VerifierConfig(label="timed_out")], "other than 'environment', 'timed_out', 'fell_back'"),
+        ([VerifierConfig("function", options={"path": "nowhere:score"})], r"there is no nowhere\.py"),
+        ([VerifierConfig(options={"stripp": True})], "did you mean 'strip'"),
+        ([VerifierConfig("no.such_module")], "cannot be imported"),
     ],
 )
-async def test_wrong_settings_are_found_at_the_start(
-    verifiers: list[VerifierConfig], change: dict[str, Any], why: str
-) -> None:
+async def test_wrong_settings_are_found_at_the_start(verifiers: list[VerifierConfig], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
-        async with ScorePool(RewardConfig(verifiers=tuple(verifiers), **change)):
+        async with ScorePool(RewardConfig(verifiers=tuple(verifiers))):
             pass
     assert workers() == []
 

@@ -119,8 +119,8 @@ def test_guessing_needs_a_number(renderer: Renderer, metadata: dict[str, object]
     [
         (lambda: make_environment(EnvironmentConfig("single-turn")), "did you mean 'single_turn'"),
         (lambda: guessing(max_turn=3), "did you mean 'max_turns'"),
-        (lambda: guessing(max_turns="3"), "Expected `int`"),
-        (lambda: guessing(max_turns=0), "must be at least 1"),
+        (lambda: guessing(max_turns="three"), "option max_turns: Input should be a valid integer"),
+        (lambda: guessing(max_turns=0), "option max_turns: 0 is not at least 1"),
     ],
 )
 def test_wrong_settings_say_what_to_do(make: Callable[[], Environment], why: str) -> None:

@@ -157,7 +157,6 @@ def test_sources_of_different_kinds_mix(tmp_path: Path) -> None:
     [
         ({"name": ""}, r"prompts\.mixture\.1\.name: ''"),
         ({"name": "a"}, r"prompts\.mixture\.1\.name: 'a' is taken"),
-        ({"weight": 0.0}, r"prompts\.mixture\.1\.weight: 0\.0 is not"),
         ({"weight": 1e-4}, r"source b of prompts\.mixture: weight 0\.0001 is less than"),
         ({"path": "/nowhere"}, r"source b of prompts\.mixture: setting prompts\.path: '/nowhere'"),
         ({"held_out": 10}, r"source b of prompts\.mixture: .*leave 0 to train on"),

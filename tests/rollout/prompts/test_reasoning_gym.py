@@ -81,7 +81,6 @@ def test_an_endless_stream_holds_out_other_seeds() -> None:
         ({"params": {"chain_sum": {"seed": 1}}}, "set prompts.count and prompts.seed"),
         ({"params": {"chain_sum": {"min_terms": -1}}}, r"prompts\.params\.chain_sum"),
         ({"params": {"chain_sum": {"terms": 1}}}, r"prompts\.params\.chain_sum"),
-        ({"count": -1}, "prompts.count"),
         ({"held_out_path": "x"}, "set prompts.held_out"),
     ],
 )

@@ -152,7 +152,6 @@ def test_a_bad_line_is_named_with_the_reason(tmp_path: Path, line: str, why: str
         ({"held_out_path": "/nowhere"}, "prompts.held_out_path"),
         ({"held_out": 3}, "leave 0 to train on"),
         ({"count": 4}, "leave 3 to train on"),
-        ({"seed": -1}, "prompts.seed"),
         ({"source": "jsonnl"}, "did you mean 'jsonl'"),
     ],
 )

@@ -15,6 +15,7 @@ from protocol.errors import SettingsError
 from protocol.host.curve_keys import load_authorized, load_pair, load_public
 from protocol.messages import Hello
 from protocol.topics import ROLLOUTS, SCORED, TOPICS
+from protocol.validation import validated
 from services.bus.config import BusConfig, bind_address, is_loopback, public_endpoint
 from services.bus.curve import KEY_FILES, create_keys, main
 from tests.services.bus.harness import (
@@ -82,7 +83,7 @@ def test_advertised_host_is_registered() -> None:
 )
 def test_settings_that_cannot_work_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(SettingsError):
-        BusConfig(**values)  # type: ignore[arg-type]
+        validated(BusConfig, values)
 
 
 async def test_authorized_key_may_connect_even_off_loopback(tmp_path: Path) -> None:

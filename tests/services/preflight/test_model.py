@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-from services.preflight.model import tensor_shapes
+from services.preflight.model import model_problems, read_facts, tensor_shapes
 from tests.services.preflight.test_check import demo, found, with_model
+from tests.trainer.megatron.models import save_model
 from trainer.config import ScratchConfig
 from trainer.lora import save_adapter
 from trainer.random_model import build_scratch
@@ -47,3 +48,11 @@ def test_arguments_that_no_engine_has_are_found_for_each_engine(tmp_path: Path) 
         (problem,) = problems(override)
         assert "argument of vllm 'block_sze' is not known; did you mean 'block_size'?" in problem
     assert len(problems("eval.every=1", f"eval.{wrong}")) == 1
+
+
+def test_masters_of_a_model_whose_routers_have_biases_are_not_shared(tmp_path: Path) -> None:
+    model = save_model("deepseek-v3", tmp_path)
+    shared = ("weights.transport=shared", "engine.name=megatron")
+    settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *shared)
+    problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
+    assert any("biases of the routers of deepseek_v3 have none; use shm" in problem for problem in problems)

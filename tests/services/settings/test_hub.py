@@ -103,10 +103,12 @@ def test_models_that_are_not_trained_are_pinned_and_fetched_too(hub: HubServer, 
     assert [each.revision for each in pinned.eval.sets] == [
         each.revision for each in started(asked).eval.sets
     ]
-    assert fetch_frozen(pinned, "teacher") == pinned.frozen_dir("teacher") == pinned.model_dir
+    assert pinned.role_dir("teacher") == pinned.model_dir
     with pytest.raises(SettingsError, match=r"reference\.path: no config\.json in /models/here"):
-        fetch_frozen(pinned, "reference")
-    assert fetch_frozen(asked, "teacher") is None
+        fetch_frozen(pinned)
+    alone = replace(pinned, reference=ReferenceConfig())
+    assert fetch_frozen(alone) == {"teacher": pinned.model_dir}
+    assert fetch_frozen(asked) == {}
 
 
 def test_a_critic_of_the_hub_is_pinned_and_fetched_too(hub: HubServer, asked: Settings) -> None:

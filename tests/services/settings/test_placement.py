@@ -6,25 +6,23 @@ from protocol.errors import SettingsError
 from services.settings.placement import (
     ServicesConfig,
     check_gpus,
-    reward_variables,
+    gpu_variables,
     rollout_variables,
-    trainer_variables,
 )
 
 
 def test_without_lists_everybody_sees_what_the_supervisor_sees() -> None:
-    assert trainer_variables(ServicesConfig()) == {}
+    assert gpu_variables("") == {}
     assert rollout_variables(ServicesConfig(), 2, 5) == {}
-    assert reward_variables(ServicesConfig()) == {}
 
 
-def test_reward_workers_see_the_gpus_of_reward_models() -> None:
-    assert reward_variables(ServicesConfig(reward_gpus="3, 4")) == {"CUDA_VISIBLE_DEVICES": "3,4"}
+def test_gpu_variables_name_the_gpus_of_a_list() -> None:
+    assert gpu_variables("3, 4") == {"CUDA_VISIBLE_DEVICES": "3,4"}
 
 
 def test_rollout_workers_take_their_gpus_in_turn() -> None:
     config = ServicesConfig(trainer_gpus="0, 1", rollout_gpus="2,3,GPU-a,5,6")
-    assert trainer_variables(config) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert gpu_variables(config.trainer_gpus) == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert [rollout_variables(config, 2, i)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == [
         "2,3",
         "GPU-a,5",

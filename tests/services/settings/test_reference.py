@@ -7,7 +7,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from protocol.paths import FIRST
-from protocol.ranges import check_range, ranges_of
+from protocol.validation import check_range, range_of
 from services.settings.reference import PATH, field_docs, render_reference, sections
 
 SECTIONS = {dotted: kind for dotted, kind, _ in sections()}
@@ -68,6 +68,11 @@ def test_no_number_can_be_nan_infinite_or_outside_of_its_range(dotted: str) -> N
         for value in [*outside, *([limits.gt] if limits.gt is not None else [])]:
             with pytest.raises(SettingsError, match=f"^{name}: "):
                 check_range(kind, name, value, name)
+
+
+def ranges_of(kind: type) -> dict[str, Any]:
+    ranges = {field.name: range_of(field.type) for field in dataclasses.fields(kind)}
+    return {name: limits for name, limits in ranges.items() if limits is not None}
 
 
 def is_number(hint: Any) -> bool:

@@ -129,10 +129,10 @@ def test_a_run_that_is_started_again_as_it_was_has_changed_nothing(tmp_path: Pat
 
 
 def test_setting_allowed_at_the_last_start_can_still_be_compared(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"engine": {"name": "gone"}, "rollout": {"groups_in_flight": 0}}')
+    (tmp_path / FILE).write_text('{"model": {"path": "m", "scratch": {}}}')
     recorded = recorded_settings(tmp_path)
     assert recorded is not None
-    assert recorded.engine.name == "gone"
+    assert recorded.model.path == "m"
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from services.settings.tracking import KINDS
+from services.settings.tracking import Kind
 from services.tracking.registry import TRACKERS
 from tests.contracts import tracker_suite
 from tests.integration.loop import ROOT
@@ -23,7 +23,7 @@ def tracking_python() -> str:
 
 
 def test_every_kind_has_a_tracker_and_a_reader() -> None:
-    assert set(KINDS) == set(TRACKERS) == set(tracker_suite.READERS)
+    assert set(get_args(Kind)) == set(TRACKERS) == set(tracker_suite.READERS)
 
 
 @pytest.mark.parametrize("holds", tracker_suite.PROPERTIES, ids=lambda check: check.__name__)

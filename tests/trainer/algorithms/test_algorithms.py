@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from protocol.errors import SettingsError
+from protocol.validation import validated
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import Algorithm, AlgorithmConfig, make_algorithm
 from trainer.algorithms.registry import ALGORITHMS
@@ -116,5 +117,5 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("clip_low", 1.0), ("clip_high", -0.1), ("kl_coef", -1.0)])
 def test_a_coefficient_out_of_range_is_refused(field: str, value: float) -> None:
-    with pytest.raises(SettingsError, match=f"algorithm.{field}"):
-        make_algorithm(dataclasses.replace(AlgorithmConfig(), **{field: value}))
+    with pytest.raises(SettingsError, match=f"setting {field}: {value} is not"):
+        validated(AlgorithmConfig, {field: value})

@@ -90,18 +90,6 @@ def test_a_world_of_another_size_is_refused(model_dir: Path) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "float8"), ("device", "tpu")])
-def test_unknown_settings_are_refused(model_dir: Path, field: str, value: str) -> None:
-    with pytest.raises(SettingsError, match=value):
-        MegatronBackend(
-            model_dir,
-            parallel=ParallelConfig(),
-            optimizer=OPTIMIZER,
-            trainer=replace(TrainerConfig(device="cpu"), **{field: value}),
-            algorithm=ALGORITHM,
-        )
-
-
 def test_a_step_with_an_infinite_gradient_is_skipped_and_changes_nothing(backend: MegatronBackend) -> None:
     batch = make_batch(NAME, 0)
     before = dict(backend.export())
@@ -209,15 +197,3 @@ def test_the_bias_of_a_choice_keeps_its_bits_in_bfloat16(tmp_path: Path) -> None
     exact = [name for name in exported if exported[name].dtype is torch.float32]
     assert exact == ["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert all(torch.equal(exported[name], source[name].to(exported[name].dtype)) for name in source)
-
-
-def test_masters_of_a_model_with_such_biases_are_not_shared(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"'shared' publishes masters, .* of deepseek_v3 have none"):
-        MegatronBackend(
-            save_model("deepseek-v3", tmp_path),
-            parallel=ParallelConfig(),
-            optimizer=OPTIMIZER,
-            trainer=TrainerConfig(device="cpu"),
-            algorithm=ALGORITHM,
-            shared=True,
-        )

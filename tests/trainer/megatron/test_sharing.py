@@ -294,15 +294,3 @@ def test_setting_incompatible_with_sharing_is_refused(place: Place) -> None:
         place.trainer(shared=False).masters()
     with pytest.raises(SettingsError, match="stays where the engine reads it"):
         place.trainer().offload()
-    with pytest.raises(
-        SettingsError,
-        match=r"\[parallel\] asks for 2 ranks: with weights\.transport 'shared' the trainer is one",
-    ):
-        MegatronBackend(
-            place.directory,
-            parallel=ParallelConfig(tensor_model_parallel_size=2),
-            optimizer=OPTIMIZER,
-            trainer=TrainerConfig(device="cpu"),
-            algorithm=ALGORITHM,
-            shared=True,
-        )

@@ -4,13 +4,12 @@ Shapes: N samples of the whole batch, k trained tokens of a micro-batch.
 """
 
 import dataclasses
-import inspect
 from typing import Any
 
 import torch
 
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute, located
+from protocol.user_code import call, import_attribute, located
 from trainer.algorithms.base import TokenLoss
 from trainer.batch import TrainedTokens
 from trainer.config import AlgorithmConfig
@@ -89,16 +88,7 @@ def load_algorithm(config: AlgorithmConfig) -> CheckedAlgorithm:
     """
     found, file = import_attribute(config.name, "setting algorithm.name")
     what = f"setting algorithm.name: {config.name} in {file}"
-    try:
-        inspect.signature(found).bind(config, **config.options)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(
-            f"{what}: {error}; it is called with the section [algorithm] and algorithm.options"
-        ) from None
-    try:
-        made = found(config, **config.options)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise SettingsError(f"{what}: {located(error)}") from None
+    made = call(what, found, "the section [algorithm] and algorithm.options", (config,), config.options)
     for method in METHODS:
         if not callable(getattr(made, method, None)):
             raise SettingsError(

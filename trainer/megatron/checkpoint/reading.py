@@ -44,16 +44,16 @@ def read_description(directory: Path) -> dict[str, Any]:
     """
     path = directory / LAYOUT
     try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
+        description = json.loads(path.read_text())
+        if not isinstance(description, dict):
             raise ValueError("it is no object")
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"cannot read {path}: {error}: not a checkpoint of the megatron backend"
         ) from error
-    if found.get("format") != FORMAT:
-        raise SettingsError(f"{path} is of format {found.get('format')}; this tether reads {FORMAT}")
-    return found
+    if description.get("format") != FORMAT:
+        raise SettingsError(f"{path} is of format {description.get('format')}; this tether reads {FORMAT}")
+    return description
 
 
 def check_model(directory: Path, saved: Mapping[str, Any], model: TrainedModel) -> None:

@@ -124,18 +124,18 @@ class _LinearLogprobs(torch.autograd.Function):
         sums = _no_sums(rows, hidden.device)
         chunk = _chunk_rows(hidden, count)
         keep = any(ctx.needs_input_grad) and rows * count * hidden.element_size() <= LOGITS_KEPT_BYTES
-        kept = []
+        logits_kept = []
         for first in range(0, rows if valid else 0, chunk):
             span = slice(first, first + chunk)
             logits = hidden[span] @ weight.t()
             sums[:, span] = _kernels(logits).statistics(logits, local[span], valid, temperature, softcap)
             if keep:
-                kept.append(logits)
+                logits_kept.append(logits)
         sums, highest = _over_ranks(sums, mine, part)
         _, total, weighted, chosen = sums
         log_total = total.log()
         entropies = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, local, mine, highest + log_total, entropies, *kept)
+        ctx.save_for_backward(hidden, weight, local, mine, highest + log_total, entropies, *logits_kept)
         ctx.temperature, ctx.softcap, ctx.valid, ctx.chunk = temperature, softcap, valid, chunk
         ctx.set_materialize_grads(False)
         return chosen - log_total, entropies
@@ -143,14 +143,14 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, local, mine, normalizer, entropies, *kept = ctx.saved_tensors
+        hidden, weight, local, mine, normalizer, entropies, *logits_kept = ctx.saved_tensors
         zeros = torch.zeros_like(entropies)
         logprobs_grad, entropies_grad = (zeros if given is None else given.float() for given in gradients)
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
         for number, first in enumerate(range(0, len(hidden) if ctx.valid else 0, ctx.chunk)):
             span = slice(first, first + ctx.chunk)
-            logits = kept[number] if kept else hidden[span] @ weight.t()
+            logits = logits_kept[number] if logits_kept else hidden[span] @ weight.t()
             _kernels(logits).to_slopes(
                 logits,
                 local[span],

@@ -111,10 +111,10 @@ def attach(
     grid = Grid(position.config.tensor_model_parallel_size)
     heads = {rule.parameter: rule for rule in rules if isinstance(rule, FusedQKV)}
     model.requires_grad_(False)
-    found = lora_rules(rules, config)
+    adapter_rules = lora_rules(rules, config)
     shapes = {name: shape for rule in rules for name, shape in rule.shapes.items()}
     first = initial_adapters(adapter_targets(shapes, config), config, seed)
-    for a, b in zip(found[::2], found[1::2], strict=True):
+    for a, b in zip(adapter_rules[::2], adapter_rules[1::2], strict=True):
         name, _, key = a.parameter.removesuffix(".a").rpartition(".lora.")
         layer: Any = model.get_submodule(name)
         if not hasattr(layer, "lora"):
@@ -132,7 +132,7 @@ def attach(
     parameters: dict[str, torch.Tensor] = {
         name: parameter for name, parameter in model.named_parameters() if ".lora." in name
     }
-    mark_split(parameters, found)
+    mark_split(parameters, adapter_rules)
     return parameters
 
 

@@ -48,14 +48,14 @@ def refusal(work: Workload, room: float) -> str:
 
 
 def _remedy(work: Workload, room: float) -> str:
-    found = list(alternatives(work, room))
-    if not found:
+    fitting = list(alternatives(work, room))
+    if not fitting:
         return (
             "no setting of one rank would fit: spread it over more GPUs ([parallel]), or train adapters "
             "(lora.rank)"
         )
-    best = max(found, key=lambda entry: entry[1])
-    named = [found[0]] if best == found[0] else [found[0], best]
+    best = max(fitting, key=lambda entry: entry[1])
+    named = [fitting[0]] if best == fitting[0] else [fitting[0], best]
     parts = (
         f"with {settings}, up to {tokens} tokens ({memory.peak / GIB:.1f} GiB)"
         for settings, tokens, memory in named

@@ -133,15 +133,15 @@ def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:
 
 def _memory_of_models(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     """Return the memory of a rank of a pipeline stage with all models that it trains."""
-    found = [memory_of_stage(model, tokens, stage) for model in work.models]
-    larger = max(found, key=lambda one: one.activations + max(one.head, one.workspace))
+    memories = [memory_of_stage(model, tokens, stage) for model in work.models]
+    larger = max(memories, key=lambda one: one.activations + max(one.head, one.workspace))
     return dataclasses.replace(
         larger,
-        parameters=sum(one.parameters for one in found),
-        gradients=sum(one.gradients for one in found),
-        optimizer=sum(one.optimizer for one in found),
-        update=max(one.update for one in found),
-        visiting=max(one.visiting for one in found),
+        parameters=sum(one.parameters for one in memories),
+        gradients=sum(one.gradients for one in memories),
+        optimizer=sum(one.optimizer for one in memories),
+        update=max(one.update for one in memories),
+        visiting=max(one.visiting for one in memories),
     )
 
 

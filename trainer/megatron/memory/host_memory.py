@@ -114,13 +114,13 @@ def host_alternatives(given: HostWorkload, room: int) -> Iterator[tuple[str, Hos
 
 
 def _remedy(given: HostWorkload, room: int) -> str:
-    found = [_described(given, name, changed) for name, changed in host_alternatives(given, room)]
-    if not found:
+    remedies = [_described(given, name, changed) for name, changed in host_alternatives(given, room)]
+    if not remedies:
         return (
             "no setting of its ranks would fit: spread them over more hosts ([parallel], cluster.nodes), or "
             "train adapters (lora.rank)"
         )
-    return f"it would fit with {', or with '.join(found)}"
+    return f"it would fit with {', or with '.join(remedies)}"
 
 
 def _described(given: HostWorkload, name: str, changed: HostWorkload) -> str:

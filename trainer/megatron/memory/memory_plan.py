@@ -51,11 +51,20 @@ class MemoryPlan:
         Args:
             tokens: the budget that was in force.
         """
-        if not self._measured:
-            return None, None
-        peak = torch.tensor(torch.cuda.max_memory_allocated(self._device) / GIB, device=self._device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return float(peak), expected_memory(self._work, tokens).peak / GIB
+        peak = peak_gb(self._device)
+        return peak, None if peak is None else expected_memory(self._work, tokens).peak / GIB
+
+
+def peak_gb(device: torch.device) -> float | None:
+    """Return the largest memory that a rank had allocated since its step began, GiB; None on a CPU.
+
+    A collective.
+    """
+    if device.type != "cuda":
+        return None
+    peak = torch.tensor(torch.cuda.max_memory_allocated(device) / GIB, device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    return float(peak)
 
 
 def planned_tokens(work: Workload, room: float) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from protocol.weights.lora import NO_ADAPTERS
@@ -30,7 +29,7 @@ from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.memory.expected import GIB
+from trainer.megatron.memory.memory_plan import peak_gb
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.micro_batches import MicroBatch
 from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
@@ -99,16 +98,16 @@ class MegatronCritic(Critic):
 
     def train_step(self, batch: Batch) -> CriticStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
-        made = self._stepper.step(
+        step = self._stepper.step(
             batch,
             lambda: self._runner.train_values(batch, measures),
             lr_scale=(lambda _: 1.0) if measures.tokens else None,
         )
-        if not made.skipped:
+        if not step.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
-        stats = measures.stats(made.vector, grad_norm=made.norm, skipped=made.skipped)
+        stats = measures.stats(step.vector, grad_norm=step.norm, skipped=step.skipped)
         return dataclasses.replace(
-            stats, memory_peak_gb=self._peak_gb(), warnings=stats.warnings + made.warnings
+            stats, memory_peak_gb=peak_gb(self._position.device), warnings=stats.warnings + step.warnings
         )
 
     @torch.no_grad()
@@ -164,15 +163,6 @@ class MegatronCritic(Critic):
             NO_ADAPTERS,
             distributed=is_distributed(self._position),
         )
-
-    def _peak_gb(self) -> float | None:
-        """Return the largest memory that a rank had allocated since its policy's step began. A collective."""
-        device = self._position.device
-        if device.type != "cuda":
-            return None
-        peak = torch.tensor(torch.cuda.max_memory_allocated(device) / GIB, device=device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
-        return float(peak)
 
 
 def _loss(

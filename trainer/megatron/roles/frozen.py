@@ -82,10 +82,10 @@ def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
     Raises:
         SettingsError: one is not supported; names the setting.
     """
-    found = []
+    shapes = []
     for spec in specs:
         try:
-            found.append(FrozenShape(read_architecture(spec.directory), spec.offload))
+            shapes.append(FrozenShape(read_architecture(spec.directory), spec.offload))
         except SettingsError as error:
             raise SettingsError(f"setting {spec.role}.path: {error}") from error
-    return tuple(found)
+    return tuple(shapes)

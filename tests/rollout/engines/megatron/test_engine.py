@@ -87,7 +87,6 @@ async def test_buffer_size_bounds_the_requests_that_run_at_once(tmp_path: Path) 
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"enforce_eager": False}, "enforce_eager is false"),
-        ({"dtype": "float64"}, "dtype is 'float64'"),
         ({"max_batch_tokens": LENGTH - 1}, f"max_batch_tokens is {LENGTH - 1}.* at least {LENGTH}"),
         ({"max_batch_tokens": -1}, "max_batch_tokens is -1"),
         ({"max_running": 100, "max_batch_tokens": 99}, "max_batch_tokens is 99.* at least 100"),

@@ -81,7 +81,7 @@ def varlen_attention(
     options: dict[str, Any] = {} if terms.scale is None else {"scale": terms.scale}
     if q.size(1) != k.size(1) and _varlen_asks_for_groups():
         options["enable_gqa"] = True
-    found = varlen_attn(
+    output = varlen_attn(
         q,
         k,
         v,
@@ -92,7 +92,7 @@ def varlen_attention(
         window_size=(terms.window - 1, 0),
         **options,
     )
-    return cast(torch.Tensor, found)  # a tuple only if more is asked for
+    return cast(torch.Tensor, output)  # a tuple only if more is asked for
 
 
 @functools.cache

@@ -36,12 +36,12 @@ class AttentionSegment:
 
 def segments_of(lengths: Sequence[int], device: torch.device) -> tuple[AttentionSegment, ...]:
     """Divide sequences into segments, in their order."""
-    found = []
+    segments = []
     first = 0
     for run in _runs(lengths):
-        found.append(_segment(first, torch.tensor(run), device))
+        segments.append(_segment(first, torch.tensor(run), device))
         first += sum(run)
-    return tuple(found)
+    return tuple(segments)
 
 
 def segmented_attention(

@@ -40,11 +40,11 @@ def softcapped_attention(
     factor = 1 / math.sqrt(size) if scale is None else scale
     grouped = q.unflatten(1, (k.size(1), -1))
     rows = max(1, SCORES_CHUNK_BYTES // (4 * sequences * heads * k.size(2)))
-    found = []
+    outputs = []
     for first in range(0, tokens, rows):
         last = min(first + rows, tokens)
         begin, end = (0, k.size(2)) if mask is not None else _seen(first, last, window)
-        found.append(
+        outputs.append(
             checkpoint(
                 _attend,
                 grouped[:, :, :, first:last],
@@ -57,7 +57,7 @@ def softcapped_attention(
                 preserve_rng_state=False,
             )
         )
-    return torch.cat(found, dim=3).flatten(1, 2)
+    return torch.cat(outputs, dim=3).flatten(1, 2)
 
 
 def _attend(

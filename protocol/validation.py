@@ -1,0 +1,152 @@
+"""Builds the dataclasses of settings from tables with pydantic, and states every problem in a line.
+
+A number has its range on its field, `Annotated[int, Interval(ge=0, le=1000)]`; a choice is a `Literal`, an
+enum, or a name in a registry (`protocol.choices.NameIn`). Unknown fields are refused, and nan and infinities
+everywhere.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from types import GenericAlias
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from annotated_types import Interval, Predicate
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from protocol.choices import NameIn, did_you_mean
+from protocol.errors import SettingsError
+
+T = TypeVar("T")
+CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
+OUTSIDE = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"})
+"""pydantic's types of errors for a number outside its range."""
+
+
+class WrongSettings(SettingsError):
+    """Settings with a wrong name, type or value, all of them at once."""
+
+    def __init__(self, problems: Sequence[str]):
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+def validated(kind: type[T], values: Mapping[str, Any], prefix: str = "setting ", secret: str = "") -> T:
+    """Build a dataclass from tables.
+
+    Args:
+        kind: the dataclass.
+        values: its fields; those of inner dataclasses are tables.
+        prefix: put before the names of fields in messages.
+        secret: field whose values no message repeats.
+
+    Raises:
+        WrongSettings: with a line for every problem, which names the field, its value and the choices.
+    """
+    plain: type = kind
+    try:
+        built: tuple[T] = _adapter(plain).validate_python((values,))
+    except ValidationError as error:
+        raise WrongSettings([_problem(item, kind, prefix, secret) for item in error.errors()]) from None
+    return built[0]
+
+
+def check_range(kind: type, name: str, value: float, what: str) -> None:
+    """Check a value against the range of the field `name` of the dataclass `kind`.
+
+    Raises:
+        SettingsError: the value is outside; the message begins with `what` and states value and range.
+    """
+    hint = field_types(kind)[name]
+    try:
+        TypeAdapter(hint, config=CONFIG).validate_python(value)
+    except ValidationError:
+        raise SettingsError(_outside(what, value, hint)) from None
+
+
+def range_of(hint: Any) -> Interval | None:
+    """Return the range in the type of a field; None if there is none."""
+    return next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Interval)), None)
+
+
+def names_of(hint: Any) -> Iterable[str]:
+    """Return the names in the registry that the type of a field names, if it does."""
+    marks = [item.func for item in getattr(hint, "__metadata__", ()) if isinstance(item, Predicate)]
+    return next((mark.registry for mark in marks if isinstance(mark, NameIn)), ())
+
+
+def describe_range(limits: Interval) -> str:
+    """Return a range as text, such as "between 0 and 1000" or "above 0 and at most 1"."""
+    if limits.ge is not None and limits.le is not None:
+        return f"between {_plain(limits.ge)} and {_plain(limits.le)}"
+    ends = {"above": limits.gt, "at least": limits.ge, "below": limits.lt, "at most": limits.le}
+    return " and ".join(f"{word} {_plain(end)}" for word, end in ends.items() if end is not None)
+
+
+@cache
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Return field -> type with its annotations, for the fields of a dataclass."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def inner_dataclass(hint: Any) -> type | None:
+    """Return the dataclass in a field's type: `X`, `X | None` or `tuple[X, ...]`; None if there is none."""
+    for item in (hint, *get_args(hint)):
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            return item
+    return None
+
+
+def type_at(path: Iterable[str | int], kind: type) -> Any:
+    """Return the type of a setting of the dataclass `kind`; None if there is no such setting.
+
+    Numbers in the path are places of arrays.
+    """
+    hint: Any = kind
+    for part in path:
+        if isinstance(part, int):
+            hint = next(iter(get_args(hint)), None)
+        else:
+            inner = inner_dataclass(hint)
+            hint = field_types(inner).get(part) if inner else None
+    return hint
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    alone: Any = GenericAlias(tuple, (kind,))  # a dataclass by itself takes no configuration
+    return TypeAdapter(alone, config=CONFIG)
+
+
+def _problem(error: Mapping[str, Any], kind: type, prefix: str, secret: str) -> str:
+    """Return one line for an entry of pydantic's `ValidationError.errors()`."""
+    path, value = error["loc"][1:], error["input"]  # less the place in the tuple
+    setting = prefix + ".".join(map(str, path))
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, SettingsError):  # a section's own check; its message names the setting
+        return str(cause)
+    if error["type"] == "unexpected_keyword_argument":
+        inner = inner_dataclass(type_at(path[:-1], kind))
+        return f"{setting} is not known; {did_you_mean(str(path[-1]), field_types(inner) if inner else ())}"
+    if error["type"] in ("literal_error", "enum"):
+        names = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        return f"{setting}: {value!r} is not known; {did_you_mean(str(value), names)}"
+    hint = type_at(path, kind)
+    if error["type"] == "predicate_failed":
+        return f"{setting}: {value!r} is not known; {did_you_mean(value, names_of(hint))}"
+    if error["type"] in OUTSIDE and range_of(hint):
+        return _outside(setting, value, hint)
+    got = "" if secret and path[:1] == (secret,) else f" (got {value!r})"
+    return f"{setting}: {error['msg']}{got}"
+
+
+def _outside(what: str, value: Any, hint: Any) -> str:
+    limits = range_of(hint)
+    assert limits is not None
+    return f"{what}: {value} is not {describe_range(limits)}"
+
+
+def _plain(limit: Any) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:.15g}"
