@@ -56,6 +56,12 @@ class PackedModel(GPTModel):
         )
         return weight
 
+    @property
+    def output_bias(self) -> torch.Tensor | None:
+        """This rank's biases of the output layer, [V' / P]; None if it has none."""
+        bias: torch.Tensor | None = self.output_layer.bias
+        return bias
+
     def _preprocess(self, input_ids: torch.Tensor, *, inference_context: Any = None, **others: Any) -> Any:
         hidden = None
         if self.pre_process:
@@ -205,6 +211,11 @@ def build_model(
     model.rotaries = tuple(
         Rotary.of(rope, architecture.positioned_dim, position.device) for rope in architecture.ropes
     )
+    if architecture.output_bias and model.post_process:
+        # megatron builds this layer without a bias, and adds the one that it then has
+        rows = model.output_layer.output_size_per_partition
+        bias = torch.empty(rows, dtype=config.params_dtype, device=position.device)
+        model.output_layer.bias = torch.nn.Parameter(bias)
     if architecture.value_head and model.post_process:
         del model.output_layer
         model.value_head = ValueHead(architecture.hidden, config.params_dtype, position.device)
