@@ -18,8 +18,8 @@ from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 from trainer.megatron.layout import Layout, Place
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others in a collective."""
+TIMEOUT_S = 600.0
+"""Seconds that a rank waits for the others in a collective, unless the caller says otherwise."""
 
 _initializing = threading.Lock()
 """Held while groups are made or left: a process may start a trainer and an engine in two threads."""
@@ -101,7 +101,7 @@ class Position:
         ]
 
 
-def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
+def initialize(config: ParallelConfig, device: str, seed: int, timeout_s: float = TIMEOUT_S) -> Position:
     """Join the process groups that the layout needs; a second backend in the same process shares them.
 
     Under torchrun the processes meet by its environment variables; a plain `python` is a world of one.
@@ -110,6 +110,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
         config: the layout.
         device: auto, cpu or cuda.
         seed: the seed of megatron's CUDA random states.
+        timeout_s: seconds that a rank waits for the others in a collective of these groups.
 
     Raises:
         SettingsError: the layout does not fit the number of processes, or CUDA is asked for and missing.
@@ -132,7 +133,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     experts = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     with _initializing:
         if not dist.is_initialized():
-            _owns_torch = _initialize_torch(place, world)
+            _owns_torch = _initialize_torch(place, world, timedelta(seconds=timeout_s))
         if mpu.model_parallel_is_initialized():
             _check_layout((*sizes[:3], *experts))
         else:
@@ -142,6 +143,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
                 expert_model_parallel_size=experts[0],
                 expert_tensor_parallel_size=experts[1],
                 create_gloo_process_groups=False,
+                distributed_timeout_minutes=timeout_s / 60,
             )
             if place.type == "cuda":
                 tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -227,19 +229,19 @@ def _device(name: str) -> torch.device:
     return place
 
 
-def _initialize_torch(device: torch.device, world: int) -> bool:
+def _initialize_torch(device: torch.device, world: int, timeout: timedelta) -> bool:
     """Initialize torch.distributed; return whether `finalize` is to undo it."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         # torchrun's store keeps the addresses of the first rendezvous, so a second one through it would wait
         # forever: these groups stay until the process exits.
         atexit.register(_leave)
         return False
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id
+        backend, store=store, rank=0, world_size=world, timeout=timeout, device_id=device_id
     )
     return True
 

@@ -150,6 +150,11 @@ def test_json_is_read_like_toml(tmp_path: Path, toml: Path) -> None:
     [
         ("bound.max_stalenes=2", "bound.max_stalenes is not known; did you mean 'max_staleness'?"),
         ("parallel.tp=2", "parallel.tp is not known; did you mean 'tensor_model_parallel_size'?"),
+        (
+            "parallel.tp_comm_overlap=true",
+            "parallel.tp_comm_overlap does not exist: it is a feature of Trans",
+        ),
+        ("trainer.distributed_timeout_minutes=2", "set trainer.process_group_timeout_s, in seconds"),
         ("model.scratch.hiden_size=2", "model.scratch.hiden_size is not known; did you mean 'hidden_size'?"),
         ('reward.verifiers=[{name="math", wieght=2}]', "reward.verifiers.0.wieght"),
         ("bound.max_staleness.deep=2", "bound.max_staleness"),
