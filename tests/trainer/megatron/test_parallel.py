@@ -1,4 +1,4 @@
-"""Tests that a rank does not wait for another one longer than it is told to."""
+"""Tests that a rank does not wait for another one longer than its time limit."""
 
 from pathlib import Path
 
