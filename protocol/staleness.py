@@ -74,6 +74,22 @@ def admits(deadlines: Iterable[int], new: int, next_step: int, bound: Bound) -> 
     return new >= next_step and holds([*deadlines, new], next_step, bound)
 
 
+def is_published(version: int, newest: int, every: int, max_staleness: int) -> bool:
+    """Return whether engines get a committed version.
+
+    They get every `every`-th one, and any at which their own would be over the bound: no lease would be
+    granted, and no step could follow.
+
+    Args:
+        version: the committed one.
+        newest: the one that was published last.
+        every: versions from one to the next; 0: only the bound asks for one.
+        max_staleness: E of the bound in force.
+    """
+    behind = version - newest
+    return behind > max_staleness or 0 < every <= behind
+
+
 def lag(trained_at: int, generated_under: int) -> int:
     """Return the lag of a token in versions: the version at the step's start less the one that sampled it."""
     return trained_at - generated_under

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from types import GenericAlias
+from types import GenericAlias, MappingProxyType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from annotated_types import Interval, Predicate
@@ -32,7 +32,13 @@ class WrongSettings(SettingsError):
         self.problems = problems
 
 
-def validated(kind: type[T], values: Mapping[str, Any], prefix: str = "setting ", secret: str = "") -> T:
+def validated(
+    kind: type[T],
+    values: Mapping[str, Any],
+    prefix: str = "setting ",
+    secret: str = "",
+    absent: Mapping[str, str] = MappingProxyType({}),
+) -> T:
     """Build a dataclass from tables.
 
     Args:
@@ -40,6 +46,7 @@ def validated(kind: type[T], values: Mapping[str, Any], prefix: str = "setting "
         values: its fields; those of inner dataclasses are tables.
         prefix: put before the names of fields in messages.
         secret: field whose values no message repeats.
+        absent: field that does not exist, of any inner dataclass -> why, or what to set instead.
 
     Raises:
         WrongSettings: with a line for every problem, which names the field, its value and the choices.
@@ -48,7 +55,8 @@ def validated(kind: type[T], values: Mapping[str, Any], prefix: str = "setting "
     try:
         built: tuple[T] = _adapter(plain).validate_python((values,))
     except ValidationError as error:
-        raise WrongSettings([_problem(item, kind, prefix, secret) for item in error.errors()]) from None
+        lines = [_problem(item, kind, prefix, secret, absent) for item in error.errors()]
+        raise WrongSettings(lines) from None
     return built[0]
 
 
@@ -120,7 +128,9 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(alone, config=CONFIG)
 
 
-def _problem(error: Mapping[str, Any], kind: type, prefix: str, secret: str) -> str:
+def _problem(
+    error: Mapping[str, Any], kind: type, prefix: str, secret: str, absent: Mapping[str, str]
+) -> str:
     """Return one line for an entry of pydantic's `ValidationError.errors()`."""
     path, value = error["loc"][1:], error["input"]  # less the place in the tuple
     setting = prefix + ".".join(map(str, path))
@@ -128,6 +138,8 @@ def _problem(error: Mapping[str, Any], kind: type, prefix: str, secret: str) -> 
     if isinstance(cause, SettingsError):  # a section's own check; its message names the setting
         return str(cause)
     if error["type"] == "unexpected_keyword_argument":
+        if (reason := absent.get(str(path[-1]))) is not None:
+            return f"{setting} does not exist: {reason}"
         inner = inner_dataclass(type_at(path[:-1], kind))
         return f"{setting} is not known; {did_you_mean(str(path[-1]), field_types(inner) if inner else ())}"
     if error["type"] in ("literal_error", "enum"):

@@ -212,16 +212,16 @@ def replay(
     run_dir: RunDir,
     step: Annotated[int, typer.Option(help="the step that started from version K", metavar="K")],
     train: Annotated[
-        bool,
-        typer.Option("--train", help="repeat the steps from the nearest checkpoint and compare the loss"),
+        bool, typer.Option("--train", help="repeat the steps from the nearest checkpoint, compare the loss")
     ] = False,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild the batch of a past step from log and archive; exit code 1 if it is not what was trained."""
     from services.settings.load import run_settings
     from services.tools.replay import render_replay, replay_step
 
-    facts = replay_step(run_settings(run_dir), step, train=train)
+    facts = replay_step(run_settings(run_dir), step, train=train, overrides=set_ or [])
     _show(facts, as_json, render_replay)
     if not facts["equal"] or not facts.get("train", facts)["equal"]:
         raise typer.Exit(1)

@@ -40,6 +40,9 @@ class ParallelConfig:
     """Divide norms and dropout along the sequence between tensor-parallel ranks."""
     use_distributed_optimizer: bool = True
     """Divide the optimizer's state between data-parallel ranks, and between context-parallel ones."""
+    overlap_grad_reduce: bool = False
+    """Add up gradients over data-parallel ranks, bucket by bucket, during the backward pass. A rank that runs
+    out of memory then ends the trainer, because the others are in the middle of a sum."""
 
     @property
     def world_size(self) -> int:
@@ -191,8 +194,14 @@ class TrainerConfig:
     profile_steps: tuple[Annotated[int, Interval(ge=0, le=10**9)], ...] = ()
     """First and last step that torch.profiler watches on every rank, such as [10, 12]; the traces are
     RUN_DIR/profiles/step_K.rank_R.json.gz. Empty: none. A watched step is slower."""
+    process_group_timeout_s: Annotated[float, Interval(ge=1, le=10**6)] = 600.0
+    """megatron, fsdp: seconds that a rank waits for the others in a collective before the trainer ends."""
     seed: Annotated[int, Interval(ge=0, le=2**63 - 1)] = 0
     """Seed of the trainer's random numbers."""
+    publish_every: Annotated[int, Interval(ge=0, le=10**6)] = 1
+    """Versions from one that engines get to the next: they generate with it until then, and
+    `bound.max_staleness` has to be at least one less. 0: never, so that all samples are of the initial
+    weights, for studies off policy."""
     step_s: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """scripted: seconds that a step sleeps."""
 

@@ -34,6 +34,27 @@ def check_recipe(
             raise SettingsError(f"setting {problem}")
 
 
+def check_publishing(trainer: TrainerConfig, steps: int, max_staleness: int) -> None:
+    """Check that the bound leaves something to train until the next version is published.
+
+    Args:
+        trainer: says how often.
+        steps: of the run.
+        max_staleness: E.
+
+    Raises:
+        SettingsError: names both settings.
+    """
+    every = trainer.publish_every
+    if (oldest := (every or steps) - 1) > max_staleness:
+        remedy = f"{max_staleness + 1} or fewer" if every else "every few steps (trainer.publish_every)"
+        raise SettingsError(
+            f"setting trainer.publish_every: with {every} a step trains samples that are {oldest} versions "
+            f"old, and bound.max_staleness {max_staleness} forbids that; publish {remedy}, or set "
+            f"bound.max_staleness to {oldest}"
+        )
+
+
 def check_schedule(optimizer: OptimizerConfig) -> None:
     """Check what the learning rate's decay requires of the other numbers.
 

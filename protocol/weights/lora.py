@@ -31,6 +31,9 @@ LINEAR = (
     "down_proj",
     "c_fc",
     "c_proj",
+    "dense",
+    "fc1",
+    "fc2",
 )
 """Linear layers that trainer and engines have adapters for, by the last component of their names."""
 

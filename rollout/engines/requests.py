@@ -15,6 +15,7 @@ NOT_UPDATED = {
     ("vllm", "deepseek_v2"): LATENT,
     ("vllm", "deepseek_v3"): LATENT,
     ("vllm", "gpt_oss"): "its loader transposes the experts that it copies, which no update can follow",
+    ("vllm", "phi"): "its loader fills tensors that are no parameters, which no update of them would reach",
 }
 """Engine and `model_type` whose weights cannot be updated -> why."""
 

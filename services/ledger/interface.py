@@ -85,14 +85,13 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A committed step that no durable checkpoint covers yet."""
+    """A committed step that no durable checkpoint covers yet, with its batch."""
 
     step: int
     epoch: str
     digest: int
     """Digest of the manifest of version step + 1."""
     groups: tuple[TakenGroup, ...]
-    """Its batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class LedgerStatus:
     wasted_tokens: int
     """Sampled tokens of dropped groups, as far as they were reported."""
     halted: str = ""
-    """Drop reason or trainer's cause that stopped leasing until `drain(False)`; empty if none did."""
+    """Drop reason or trainer's cause that stopped leasing until `drain(False)`, or empty."""
     draining: bool = False
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Engine incarnation -> (epoch, version) that it acknowledged last."""
@@ -155,6 +154,8 @@ class Head:
     version: int
     sequence: int
     """Number of the last event."""
+    published: int
+    """The version of `Ledger.manifest`; -1: there is none."""
 
 
 class JournalAccept(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="accept"):
@@ -260,8 +261,8 @@ class Ledger(Protocol):
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         """Record that an engine serves (epoch, version).
 
-        A version smaller than the one recorded for the same incarnation and epoch is ignored. Refuses
-        STALE_EPOCH if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
+        A smaller version than is recorded for the same incarnation and epoch is ignored. Refuses STALE_EPOCH
+        if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
         """
 
     async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
@@ -344,15 +345,15 @@ class Ledger(Protocol):
         report: bytes,
         manifest: bytes,
     ) -> int:
-        """Record that all groups of the running step are trained.
+        """Record that all groups of the running step are trained; an empty `manifest` publishes nothing.
 
-        `trained` has the tokens that carried gradient, by group and version. Returns the new version; also
-        when the commit is repeated. Refuses STALE_EPOCH, STALE_STEP, WRONG_STATE for other groups or more
-        tokens than were accepted, BOUND for tokens over the bound.
+        `trained` has the tokens that carried gradient, by group and version. Returns the new version, also if
+        repeated. Refuses STALE_EPOCH, STALE_STEP, WRONG_STATE for other groups or more tokens than were
+        accepted, BOUND for tokens over the bound.
         """
 
     async def publish(self, epoch: str, manifest: bytes, version: int) -> None:
-        """Set the manifest without a commit: for version 0, or after a resume. Refuses STALE_EPOCH."""
+        """Set the manifest without a commit, of any committed version. Refuses STALE_EPOCH, WRONG_STATE."""
 
     async def manifest(self) -> bytes | None:
         """Return the newest published manifest, an encoded `WeightManifest`."""
@@ -388,10 +389,7 @@ class Ledger(Protocol):
         """Stop granting leases, or grant them again; that ends a halt and counts drops and attempts anew."""
 
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Return at most `limit` events numbered above `after`, oldest first, as the JSON values of the log.
-
-        `event_log/events.py` defines them; fields that it does not know are kept.
-        """
+        """Return at most `limit` events numbered above `after`, oldest first, as JSON values of the log."""
 
     async def archived(self, sequence: int) -> None:
         """Forget events up to `sequence`, which the archive holds."""

@@ -196,13 +196,13 @@ class WeightUpdater:
         return message if isinstance(message, WeightManifest) else None
 
     async def _is_current(self) -> bool:
-        """Return whether the engine serves the run's epoch and version.
+        """Return whether the engine serves the run's epoch and its newest published version.
 
         Saves reading the manifest, which is large, where there is no new one, as most of the time.
         """
         with contextlib.suppress(Refused):
             head = await self._process.ledger.head()
-            return (head.epoch, head.version) == (self._engine.served.epoch, self._engine.served.version)
+            return (head.epoch, head.published) == (self._engine.served.epoch, self._engine.served.version)
         return False
 
     async def _is_superseded(self, manifest: WeightManifest) -> bool:

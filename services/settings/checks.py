@@ -18,7 +18,7 @@ from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import WeightConfig
 from trainer.hosts.place import check_cluster
-from trainer.recipe import check_recipe, check_schedule
+from trainer.recipe import check_publishing, check_recipe, check_schedule
 from trainer.registry import BACKENDS
 from trainer.weights.registry import TRANSPORTS
 
@@ -83,10 +83,7 @@ def _check_recipe(settings: Settings) -> None:
 
 
 def _check_filter(settings: Settings) -> None:
-    """Check that a group whose rewards are all equal has no signal, where such groups are filtered.
-
-    A filter of the user may have other reasons.
-    """
+    """Check that equal rewards are no signal, where groups are filtered for them and not by the user."""
     name, samples = settings.algorithm.name, settings.sampling.samples_per_prompt
     own_filter = settings.algorithm.group_filter
     if not settings.algorithm.filter_groups:
@@ -335,6 +332,7 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
         ),
         (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
         (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
+        (trainer.publish_every != 1, f"trainer.publish_every is {trainer.publish_every}; it has to be 1"),
         (trainer.updates > 1, f"a step makes {trainer.updates} updates; it has to be one"),
         (
             settings.optimizer.cpu_offload,
@@ -375,6 +373,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_overlong,
     _check_memory,
     lambda settings: check_schedule(settings.optimizer),
+    lambda s: check_publishing(s.trainer, s.run.steps, s.bound.max_staleness),
     _check_critic,
     _check_alternatives,
     _check_model,

@@ -18,7 +18,7 @@ from services.settings.checks import check_settings
 from services.settings.paths import resolve_paths
 from services.settings.resume_rules import ResumeRule, rule_of
 from services.settings.sections import Settings
-from services.settings.sources import assign, from_environ, parse, read_file
+from services.settings.sources import ABSENT, assign, from_environ, parse, read_file
 from trainer.storage.checksums import sealed
 
 FILE = "settings.json"
@@ -93,7 +93,7 @@ def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Setti
 
 def _typed(values: Mapping[str, Any]) -> Settings:
     """Return tables as settings; checks names, types and ranges. `[ledger]` may hold a password."""
-    return validated(Settings, values, secret="ledger")
+    return validated(Settings, values, secret="ledger", absent=ABSENT)
 
 
 def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:

@@ -28,6 +28,18 @@ SHORT_NAMES = {
 OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
 """Variables that are read elsewhere: the settings file, the log level, the name of the process in its run."""
 
+ABSENT = {
+    "overlap_param_gather": "the weights of a step are read as a whole right after it, to be digested and "
+    "published, so there is no forward pass that could hide their gathering",
+    "tp_comm_overlap": "it is a feature of TransformerEngine's linear layers, and the layers here are "
+    "Megatron's own",
+    "moe_token_dispatcher_type": "tokens go to their experts by one all-to-all of this trainer, without "
+    "padding or capacity; there is no allgather and no flex (DeepEP) dispatcher",
+    "distributed_backend": "it is nccl on a GPU and gloo on a CPU; set trainer.device",
+    "distributed_timeout_minutes": "set trainer.process_group_timeout_s, in seconds",
+}
+"""Setting of Megatron or RLinf that does not exist here, in any section -> why, or what to set instead."""
+
 
 def read_file(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML or JSON file. Raises SettingsError, which names the file."""

@@ -1,18 +1,21 @@
 """Rebuilds the batch of a past step from event log and archive (`tether replay`), without a running service.
 
-Under torchrun (`python -m services.tools.replay D K`) every rank of the trainer repeats the steps from the
-nearest checkpoint up to K.
+Under torchrun (`python -m services.tools.replay D K [SETTING ...]`) every rank of the trainer repeats the
+steps from the nearest checkpoint up to K, and makes K again under the settings that are given.
 """
 
 import json
+import math
 import os
 import signal
 import sys
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, TetherError
 from protocol.host.parent_death import die_with_parent
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
@@ -21,10 +24,19 @@ from services.run_record.steps import read_steps
 from services.runtime.errors import configure_logging
 from services.runtime.training import build_models, train_command
 from services.runtime.user_modules import add_user_modules
+from services.settings.checks import check_settings
 from services.settings.load import run_settings
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
-from trainer.execution.commands import DigestWeightsCommand, ExitCommand, KeepReferenceCommand, RestoreCommand
+from trainer.execution.commands import (
+    CopyWeightsCommand,
+    DigestWeightsCommand,
+    ExitCommand,
+    FinishSaveCommand,
+    KeepReferenceCommand,
+    RestoreCommand,
+    SaveCommand,
+)
 from trainer.execution.executor import Executor
 from trainer.ranks.launch import result_of_ranks
 from trainer.step.train_command import TrainCommand, plan_command
@@ -33,6 +45,10 @@ from trainer.storage.checkpoints import Checkpoint, Checkpoints
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
 
+OTHER = ("algorithm.", "trainer.recompute_logprobs", "trainer.epochs_per_batch", "trainer.num_mini_batches")
+"""Beginnings of the settings under which a step may be made again: its batch is what was sampled."""
+COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "ratio_mean")
+"""Measurements that are shown of a step that is made again under other settings."""
 LOSS_TOLERANCE = 1e-4
 """Allowed difference of a repeated loss, relative to the larger of the recorded one and 1.
 
@@ -70,8 +86,12 @@ class RecordedRun:
             )
         return self._steps[step]
 
-    def command(self, step: int) -> TrainCommand:
+    def command(self, step: int, settings: Settings | None = None) -> TrainCommand:
         """Return the command that the trainer ran for a step, with its records.
+
+        Args:
+            step: the step.
+            settings: under which the step is made; None: the run's.
 
         Raises:
             SettingsError: a record is neither in the spool nor in the archive; names the likely cause.
@@ -87,7 +107,7 @@ class RecordedRun:
                 f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; "
                 "trainer.archive_mb limits its size"
             ) from None
-        return train_command(self.settings, Taken(step, groups), records)
+        return train_command(settings or self.settings, Taken(step, groups), records)
 
     def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
         """Read records from the spool, else from the archive.
@@ -156,13 +176,16 @@ def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
     }
 
 
-def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[str, Any]:
+def retrain(
+    recorded: RecordedRun, step: int, start: Checkpoint | None, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
     """Repeat the recorded steps from a checkpoint up to `step`, on every rank; called on rank 0.
 
     Args:
         recorded: the run.
         step: the last step to repeat.
         start: where from; None is the initial model.
+        overrides: settings under which the last step is made once more, from the same weights.
 
     Returns:
         Facts as `tether replay --train --json` prints them; `equal` says whether the loss is the recorded one
@@ -172,22 +195,24 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
         SettingsError: a step's records are not there any more, or the checkpoint is damaged or of another
             layout.
     """
-    settings = recorded.settings
-    first = start.version if start else 0
-    executor = Executor(build_models(settings))
-    try:
-        if settings.algorithm.kl_coef > 0:
-            executor.lead(KeepReferenceCommand())
-        if start is not None:
-            start.verify()
-            executor.lead(RestoreCommand(str(start.directory)))
-        loss = [executor.train(recorded.command(number))[1].loss for number in range(first, step + 1)][-1]
-        weights = executor.lead(DigestWeightsCommand(settings.engine.dtype))
-        executor.lead(ExitCommand())
-    finally:
-        executor.close()
+    settings, compared = recorded.settings, dict[str, Any]()
+    with TemporaryDirectory(prefix="replay.") as state:
+        with _models(settings) as executor:
+            first = _repeat(executor, recorded, step, start)
+            if overrides:
+                _save(executor, state)
+                compared["repeated"] = _measured(executor, recorded.command(step))
+                loss = compared["repeated"]["loss"]
+            else:
+                loss = executor.train(recorded.command(step))[1].loss
+            weights = executor.lead(DigestWeightsCommand(settings.engine.dtype))
+        if overrides:
+            compared |= {"other": _made_again(recorded, step, state, overrides), "set": list(overrides)}
     report, recorded_weights = recorded.report(step), recorded.step(step).record.digest
+    if overrides:
+        compared["recorded"] = {name: report.get(name) for name in COMPARED}
     return {
+        **compared,
         "from_version": first,
         "steps": step + 1 - first,
         "loss": loss,
@@ -197,6 +222,72 @@ def retrain(recorded: RecordedRun, step: int, start: Checkpoint | None) -> dict[
         "weights_equal": weights == recorded_weights,
         "equal": "loss" in report and _is_same_loss(loss, report["loss"]),
     }
+
+
+def _repeat(executor: Executor, recorded: RecordedRun, step: int, start: Checkpoint | None) -> int:
+    """Repeat the steps before `step`, from a checkpoint or the initial model; returns its version."""
+    first = start.version if start else 0
+    if start is not None:
+        start.verify()
+        executor.lead(RestoreCommand(str(start.directory)))
+    for number in range(first, step):
+        executor.train(recorded.command(number))
+    return first
+
+
+def _made_again(recorded: RecordedRun, step: int, state: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Make a step from the state in a directory, under other settings; returns its measurements."""
+    other = other_settings(recorded.settings, overrides)
+    with _models(other) as executor:
+        executor.lead(RestoreCommand(state))
+        return _measured(executor, recorded.command(step, other))
+
+
+def other_settings(settings: Settings, overrides: Sequence[str]) -> Settings:
+    """Return the settings of a run with some under which a step can be made again.
+
+    Raises:
+        SettingsError: a setting is another one, or does not fit the others.
+    """
+    for override in overrides:
+        if not override.startswith(OTHER):
+            raise SettingsError(
+                f"--set {override}: a step is made again from the samples that it had, under another "
+                f"[algorithm], or {', '.join(OTHER[1:])}"
+            )
+    found = run_settings(settings.run_dir, overrides)
+    check_settings(found)
+    return found
+
+
+@contextmanager
+def _models(settings: Settings) -> Iterator[Executor]:
+    """Lead a run's models on every rank, the reference included; the ranks leave them with the block."""
+    executor = Executor(build_models(settings))
+    try:
+        if settings.algorithm.kl_coef > 0:
+            executor.lead(KeepReferenceCommand())
+        yield executor
+        executor.lead(ExitCommand())
+    finally:
+        executor.close()
+
+
+def _save(executor: Executor, directory: str) -> None:
+    """Write the state of all ranks to a directory. Raises TetherError."""
+    executor.lead(SaveCommand(directory))
+    executor.await_part()
+    if failure := executor.lead(FinishSaveCommand()):
+        raise TetherError(failure)
+
+
+def _measured(executor: Executor, command: TrainCommand) -> dict[str, float | None]:
+    """Make a step; returns measurements, and the L2 norm of the change of the published weights."""
+    before = {name: tensor.clone() for name, tensor in executor.lead(CopyWeightsCommand("float32")).items()}
+    stats = executor.train(command)[1]
+    after = executor.lead(CopyWeightsCommand("float32"))
+    square = sum(float((after[name].double() - old.double()).square().sum()) for name, old in before.items())
+    return {**{name: getattr(stats, name) for name in COMPARED}, "update_norm": math.sqrt(square)}
 
 
 def _is_same_loss(loss: float | None, recorded: float | None) -> bool:
@@ -216,27 +307,34 @@ def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def replay_step(settings: Settings, step: int, *, train: bool) -> dict[str, Any]:
+def replay_step(
+    settings: Settings, step: int, *, train: bool, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return everything that `tether replay` reports of a step.
 
     Args:
         settings: those of the run.
         step: the step.
         train: whether to add `retrain`'s results, on as many ranks as the trainer has.
+        overrides: settings under which it makes the step once more.
 
     Raises:
         SettingsError: the step cannot be built again, or not be repeated.
         TetherError: a record is damaged, or a rank failed.
     """
+    if overrides:
+        if not train:
+            raise SettingsError("--set says under which settings a step is made again: add --train")
+        other_settings(settings, overrides)  # refused before anything is loaded
     start = nearest_checkpoint(settings, step)
     first = (start.version if start else 0) if train else step
     recorded = RecordedRun(settings, range(first, step + 1))
     facts = replay(recorded, step)
     if train and settings.parallel.world_size > 1:
         ranks, run_dir = settings.parallel.world_size, str(settings.run_dir)
-        facts["train"] = result_of_ranks(ranks, "services.tools.replay", run_dir, str(step))
+        facts["train"] = result_of_ranks(ranks, "services.tools.replay", run_dir, str(step), *overrides)
     elif train:
-        facts["train"] = retrain(recorded, step, start)
+        facts["train"] = retrain(recorded, step, start, overrides)
     return facts
 
 
@@ -258,8 +356,21 @@ def render_replay(facts: dict[str, Any]) -> str:
             f"recorded {train['recorded_loss']!r}, equal {_yes(train['equal'])}",
             f"weights {train['weights_digest']}, recorded {train['recorded_weights_digest']}, "
             f"equal {_yes(train['weights_equal'])}",
+            *_compared(train),
         ]
     return "\n".join(lines)
+
+
+def _compared(train: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the measurements of a step beside those under other settings, a line each."""
+    if "other" not in train:
+        return
+    yield f"made again with {', '.join(train['set'])}:"
+    yield f"{'':16}{'recorded':>14}{'repeated':>14}{'with these':>14}"
+    for name in (*COMPARED, "update_norm"):
+        values = (train[kind].get(name) for kind in ("recorded", "repeated", "other"))
+        cells = ("-" if value is None else f"{value:.6g}" for value in values)
+        yield f"{name:16}" + "".join(f"{cell:>14}" for cell in cells)
 
 
 def _yes(value: bool) -> str:
@@ -269,16 +380,18 @@ def _yes(value: bool) -> str:
 def main() -> None:
     """Be one rank of `retrain` under torchrun: rank 0 prints its result as JSON, the others follow it."""
     die_with_parent(signal.SIGKILL)
-    settings, step = run_settings(Path(sys.argv[1])), int(sys.argv[2])
+    settings, step, overrides = run_settings(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
     configure_logging(f"replay.{os.environ['RANK']}")
     if os.environ["RANK"] != "0":
-        executor = Executor(build_models(settings))
-        executor.follow()
-        executor.close()
+        others = [other_settings(settings, overrides)] if overrides else []
+        for followed in (settings, *others):
+            executor = Executor(build_models(followed))
+            executor.follow()
+            executor.close()
         return
     start = nearest_checkpoint(settings, step)
     recorded = RecordedRun(settings, range(start.version if start else 0, step + 1))
-    print(json.dumps(retrain(recorded, step, start)), flush=True)
+    print(json.dumps(retrain(recorded, step, start, overrides)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Verifies a run from its directory, for `tether verify`: its event log, the calls of sessions, its files."""
+"""Verifies a run from its directory, for `tether verify`: event log, records, calls of sessions, files."""
 
 import dataclasses
 from pathlib import Path
@@ -7,13 +7,14 @@ from typing import Any
 from protocol.errors import SettingsError
 from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
+from services.tools.stored_tokens import count_stored_tokens
 
 MAX_SHOWN = 50
 """Violations, and damaged places, in the text."""
 
 
 def verify_run(run_dir: Path, *, files: bool = False) -> dict[str, Any]:
-    """Check the event log against lifecycle and bound, and the journalled calls against the records.
+    """Check the event log against lifecycle and bound, and stored records against it and journalled calls.
 
     Args:
         run_dir: of the run.
@@ -34,8 +35,9 @@ def verify_run(run_dir: Path, *, files: bool = False) -> dict[str, Any]:
         return facts
     from services.run_record.call_audit import audit_calls  # numpy; a log alone needs none
 
-    calls = audit_calls(run_dir)
-    facts["violations"] += calls.violations
+    calls, stored = audit_calls(run_dir), count_stored_tokens(run_dir, path)
+    facts["violations"] += calls.violations + stored.violations
+    facts |= {"records": stored.records, "record_tokens": stored.tokens}
     found = {"calls": calls.calls, "call_tokens": calls.tokens} if calls.calls else {}
     return {**facts, **found, **({"tool_results": calls.results} if calls.results else {})}
 

@@ -17,6 +17,7 @@ from services.trainer.shared_engine import SharedEngine
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.early_export import Tensors
 from trainer.execution.commands import (
+    DigestWeightsCommand,
     DraftCommand,
     FinishSaveCommand,
     IdleCommand,
@@ -181,6 +182,10 @@ class ModelRunner:
         if ahead is not None:
             return await asyncio.wrap_future(ahead)
         return await self.carry_out(PublishCommand(epoch, version, self._engine_dtype))
+
+    async def digest(self) -> int:
+        """Return the digest that the weights would be published under."""
+        return await self.carry_out(DigestWeightsCommand(self._engine_dtype))
 
     async def restore(self, directory: Path) -> None:
         """Load a checkpoint."""

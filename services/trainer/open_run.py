@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from protocol.codec import decode_payload
 from protocol.errors import ProtocolError, SettingsError, TetherError
-from protocol.messages import ScoredRollout
+from protocol.messages import ScoredRollout, WeightManifest
 from protocol.rollout_view import sample_lengths
 from protocol.topics import Role
 from services.bus.broadcast import Broadcaster
@@ -27,6 +27,17 @@ log = logging.getLogger("tether.trainer")
 
 SPOOL_S = 1.0
 """Seconds between two checks of the spool."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """The version that the trainer's model is at, which is committed, and the one that engines get."""
+
+    version: int
+    digest: int
+    """The digest of the manifest under which it was published, or would be."""
+    published: WeightManifest
+    """Manifest of the newest published version."""
 
 
 @dataclass

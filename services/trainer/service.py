@@ -109,11 +109,12 @@ async def _take_over_and_step(run: OpenRun, runner: ModelRunner) -> None:
     process = run.process
     async with Checkpointer(run, runner) as checkpointer:
         with process.waiting("take-over"):
-            manifest = await take_over(run, runner, checkpointer)
+            model = await take_over(run, runner, checkpointer)
         await process.register()
         async with Snapshots(run, runner) as snapshots:
-            await snapshots.take_over(manifest, is_last=(await process.ledger.status()).done)
-            await _step(run, runner, TrainLoop(run, runner, checkpointer, snapshots, manifest))
+            is_last = (await process.ledger.status()).done
+            await snapshots.take_over(model.version, model.digest, is_last=is_last)
+            await _step(run, runner, TrainLoop(run, runner, checkpointer, snapshots, model))
 
 
 async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:

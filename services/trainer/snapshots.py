@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from protocol.errors import WeightError
-from protocol.messages import WeightManifest
 from services.run_record.evaluations import SNAPSHOTS, read_evaluations
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
@@ -31,7 +30,7 @@ class Snapshots:
 
     def __init__(self, run: OpenRun, runner: ModelRunner) -> None:
         """Store the arguments; with `eval.every` = 0 no snapshot is written."""
-        self._process = run.process
+        self._run, self._process = run, run.process
         self._runner = runner
         self._every = run.process.settings.eval.every
         self._run_dir = run.process.settings.run_dir
@@ -47,26 +46,26 @@ class Snapshots:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._thread.shutdown)
 
-    async def take_over(self, manifest: WeightManifest, *, is_last: bool) -> None:
+    async def take_over(self, version: int, digest: int, *, is_last: bool) -> None:
         """Remove snapshots of abandoned versions, and take the present version unless it was scored.
 
         Args:
-            manifest: the manifest of the version which the run continues from.
+            version: the one which the run continues from.
+            digest: its manifest's.
             is_last: whether the run is done.
         """
         if not self._every:
             return
-        digest = f"{manifest.digest:016x}"
         scored = await asyncio.to_thread(lambda: {e.key[:2] for e in read_evaluations(self._run_dir)})
-        is_scored = (manifest.version, digest) in scored
+        is_scored = (version, f"{digest:016x}") in scored
         for path in self._directory.glob("v*"):
             found = VERSION_NAME.fullmatch(path.name)
-            if found and int(found[1]) >= manifest.version + is_scored:
+            if found and int(found[1]) >= version + is_scored:
                 await asyncio.to_thread(remove, path)
         if not is_scored:
-            await self.take(manifest, is_last=is_last)
+            await self.take(version, digest, is_last=is_last)
 
-    async def take(self, manifest: WeightManifest, *, is_last: bool) -> None:
+    async def take(self, version: int, digest: int, *, is_last: bool) -> None:
         """Copy the weights if they are due; a thread writes them.
 
         A snapshot that cannot be written is skipped.
@@ -74,10 +73,10 @@ class Snapshots:
         If the snapshot before is still being written, this one is skipped, unless it is the last.
 
         Args:
-            manifest: the manifest of the model's version, as it was committed.
+            version: the model's.
+            digest: its manifest's, as it was committed.
             is_last: whether the run makes no other version.
         """
-        version = manifest.version
         due = self._every and (version % self._every == 0 or is_last)
         if not due or version == self._taken:
             return
@@ -91,28 +90,23 @@ class Snapshots:
         dtype = self._process.settings.engine.dtype
         tensors = await self._runner.carry_out(CopyWeightsCommand(dtype))
         self._writing = asyncio.get_running_loop().run_in_executor(
-            self._thread, self._write, manifest, tensors
+            self._thread, self._write, self._run.epoch, version, digest, tensors
         )
 
-    def _write(self, manifest: WeightManifest, tensors: dict[str, torch.Tensor]) -> None:
+    def _write(self, epoch: str, version: int, digest: int, tensors: dict[str, torch.Tensor]) -> None:
         """Write a snapshot and remove older ones; `tensors` is emptied on the way."""
         config = WeightConfig(transport="disk", directory=str(self._directory), keep=KEEP)
         try:
             sender = disk_sender(config, self._run_dir)
-            copy = sender.publish(
-                manifest.epoch,
-                manifest.version,
-                _consumed(tensors),
-                base_model=manifest.base_model,
-                tied=manifest.tied,
-            )
-            if copy.digest != manifest.digest:  # the weights were changed between publishing and copying
-                remove(self._directory / f"v{manifest.version:08d}-{manifest.epoch}")
-                raise WeightError(f"version {manifest.version}: the copy differs from what was published")
+            base_model = self._runner.executor.models.policy.architecture
+            copy = sender.publish(epoch, version, _consumed(tensors), base_model=base_model)
+            if copy.digest != digest:  # the weights were changed between commit and copy
+                remove(self._directory / f"v{version:08d}-{epoch}")
+                raise WeightError(f"version {version}: the copy differs from what was committed")
             sender.retire(frozenset({0}))
         except (WeightError, OSError) as error:
             self._process.metrics.count("snapshot.failed")
-            log.error("snapshot.failed version=%d error=%s", manifest.version, error)
+            log.error("snapshot.failed version=%d error=%s", version, error)
 
 
 def _consumed(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,11 +2,13 @@
 
 Steps r..V-1 are replayed from the spool with their recorded groups. If the weights then have the digest that
 the ledger recorded for V, the branch continues and no step is lost. Else the ledger is rewound to r, and
-groups and steps of abandoned versions are made again.
+groups and steps of abandoned versions are made again. The version that the run continues from is published,
+whatever `trainer.publish_every` says; with 0 it is version 0, as before.
 """
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, SettingsError, TetherError
@@ -15,7 +17,7 @@ from protocol.messages import WeightManifest
 from services.ledger.interface import LedgerStatus, Taken
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
-from services.trainer.open_run import OpenRun
+from services.trainer.open_run import ModelVersion, OpenRun
 from trainer.execution.commands import KeepReferenceCommand
 from trainer.storage.checkpoints import Checkpoint
 from trainer.storage.stored import MissingRecords
@@ -23,11 +25,11 @@ from trainer.storage.stored import MissingRecords
 log = logging.getLogger("tether.recovery")
 
 
-async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointer) -> WeightManifest:
+async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointer) -> ModelVersion:
     """Claim the run for this trainer's epoch and bring the model to the version that the run continues from.
 
     Returns:
-        The manifest of that version, which is published and announced.
+        That version, and the one that is published and announced.
 
     Raises:
         SettingsError: all checkpoints are ahead of the ledger (another Redis, or one that lost writes).
@@ -48,36 +50,40 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
         )
     if run.process.settings.algorithm.kl_coef > 0:
         await runner.carry_out(KeepReferenceCommand())
+    never = run.process.settings.trainer.publish_every == 0
+    initial = await runner.publish(run.epoch, 0) if never else None
     if checkpoint:
         await runner.restore(checkpoint.directory)
-    manifest = await _replay(run, runner, status, start)
-    if manifest is None or not await ledger.resume(run.epoch, status.version, manifest.digest):
-        manifest = await _rewind(run, runner, status, checkpoint)
-    if checkpoint is None and manifest.version == 0:  # so that there is always one to go back to
-        await checkpointer.save(0, manifest.digest, status.sequence)
-    await _announce(run, manifest)
-    return manifest
+    model = await _replay(run, runner, status, start, initial)
+    if model is None or not await ledger.resume(run.epoch, status.version, model.digest):
+        model = await _rewind(run, runner, status, checkpoint, initial)
+    if checkpoint is None and model.version == 0:  # so that there is always one to go back to
+        await checkpointer.save(0, model.digest, status.sequence)
+    await announce(run, model.published)
+    return model
 
 
 async def reclaim(
-    run: OpenRun, runner: ModelRunner, manifest: WeightManifest, error: MissingRecords
-) -> WeightManifest:
+    run: OpenRun, runner: ModelRunner, model: ModelVersion, error: MissingRecords
+) -> ModelVersion:
     """Give back a batch with untrainable groups, and hold the run under a new epoch.
 
-    Those groups are `lost` and generated again. The model stays as it is: it has the committed version.
+    Those groups are `lost` and generated again. The model stays as it is: it has the committed version, which
+    is published.
 
     Args:
         run: gets the new epoch.
-        runner: publishes the version again.
-        manifest: the version's.
+        runner: publishes the version, perhaps again.
+        model: the version.
         error: the groups.
 
     Returns:
-        The manifest under the new epoch, which is announced.
+        The version, with its manifest under the new epoch, which is announced.
 
     Raises:
         Refused: STALE_EPOCH, another trainer holds the run.
-        TetherError: the export differs from the committed one.
+        TetherError: the export differs from the committed one, or engines are to keep the initial weights,
+            which the model does not have any more.
     """
     ledger = run.process.ledger
     for cause in error.causes.values():
@@ -88,29 +94,31 @@ async def reclaim(
     for group, token in error.causes:
         await ledger.lost(group, token)
     run.process.metrics.count("groups.lost", len(error.causes))
-    again = await runner.publish(run.epoch, manifest.version)
-    if again.digest != manifest.digest or not await ledger.resume(run.epoch, status.version, again.digest):
+    if run.process.settings.trainer.publish_every == 0:
+        raise TetherError("the trainer starts again, to publish the initial weights under its new epoch")
+    again = await runner.publish(run.epoch, model.version)
+    if again.digest != model.digest or not await ledger.resume(run.epoch, status.version, again.digest):
         raise TetherError(
-            f"version {manifest.version} was exported again and is not what was committed; the trainer "
+            f"version {model.version} was exported again and is not what was committed; the trainer "
             "starts again"
         )
-    await _announce(run, again)
-    return again
+    await announce(run, again)
+    return replace(model, published=again)
 
 
-async def _announce(run: OpenRun, manifest: WeightManifest) -> None:
-    """Let the engines of this epoch know the version that the run continues from."""
+async def announce(run: OpenRun, manifest: WeightManifest) -> None:
+    """Let the engines of this epoch know a version that was not published with its commit."""
     await run.process.ledger.publish(run.epoch, encode_payload(manifest), manifest.version)
     run.broadcaster.publish(manifest, epoch=run.epoch)
 
 
 async def _replay(
-    run: OpenRun, runner: ModelRunner, status: LedgerStatus, start: int
-) -> WeightManifest | None:
+    run: OpenRun, runner: ModelRunner, status: LedgerStatus, start: int, initial: WeightManifest | None
+) -> ModelVersion | None:
     """Repeat the committed steps since `start` and publish; None if the ledger's weights cannot be reached.
 
     That is so if the spool does not hold the groups as they were received, or the weights come out
-    different.
+    different. With the manifest of `initial` weights engines keep these.
     """
     reached, recorded = start, None
     for record in await run.process.ledger.step_records(start):
@@ -125,24 +133,38 @@ async def _replay(
     if reached != status.version:
         log.warning("replay.incomplete reached=%d ledger=%d", reached, status.version)
         return None
-    manifest = await runner.publish(run.epoch, reached)
-    if recorded and manifest.digest != recorded.digest:
+    model = await _published(run, runner, reached, initial)
+    if recorded and model.digest != recorded.digest:
         log.warning("replay.differs version=%d", reached)
         return None
-    return manifest
+    return model
+
+
+async def _published(
+    run: OpenRun, runner: ModelRunner, version: int, initial: WeightManifest | None
+) -> ModelVersion:
+    """Publish the version that the model is at, unless engines are to keep the initial weights."""
+    if initial is not None:
+        return ModelVersion(version, await runner.digest(), initial)
+    manifest = await runner.publish(run.epoch, version)
+    return ModelVersion(version, manifest.digest, manifest)
 
 
 async def _rewind(
-    run: OpenRun, runner: ModelRunner, status: LedgerStatus, checkpoint: Checkpoint | None
-) -> WeightManifest:
-    """Rewind model and ledger to a checkpoint, and publish its version."""
+    run: OpenRun,
+    runner: ModelRunner,
+    status: LedgerStatus,
+    checkpoint: Checkpoint | None,
+    initial: WeightManifest | None,
+) -> ModelVersion:
+    """Rewind model and ledger to a checkpoint, and publish its version or keep the initial weights."""
     if checkpoint is None:
         raise SettingsError(
             f"the ledger is at version {status.version}, but this run directory has no checkpoint and the "
             "steps cannot be repeated: give the directory that the run was made in"
         )
     await runner.restore(checkpoint.directory)
-    manifest = await runner.publish(run.epoch, checkpoint.version)
-    await run.process.ledger.resume(run.epoch, checkpoint.version, manifest.digest)
+    model = await _published(run, runner, checkpoint.version, initial)
+    await run.process.ledger.resume(run.epoch, checkpoint.version, model.digest)
     log.warning("run.rewound from=%d to=%d", status.version, checkpoint.version)
-    return manifest
+    return model

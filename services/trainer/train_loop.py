@@ -2,6 +2,8 @@
 
 Order matters. The weights of the new version are complete at their transport before the commit names them;
 the commit makes the version and stores its manifest in one script; only then is it announced to the engines.
+With `trainer.publish_every` above 1 a version may be committed without being published.
+
 A crash before the commit leaves a version that no other process knows; a crash after it leaves a manifest
 that engines find in the ledger.
 """
@@ -9,6 +11,7 @@ that engines find in the ledger.
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -22,17 +25,17 @@ from protocol.messages import (
     WeightDraft,
     WeightManifest,
 )
-from protocol.staleness import Policy
+from protocol.staleness import Bound, Policy, is_published
 from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger_recovery.journal_entries import commit_entry
 from services.runtime.writing import until_written
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
-from services.trainer.open_run import OpenRun
+from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.snapshots import Snapshots
 from services.trainer.step_report import SkipLimit, StepClock, StepReporter, TrainedStep, excess_mismatch
-from services.trainer.takeover import reclaim
+from services.trainer.takeover import announce, reclaim
 from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
@@ -52,15 +55,15 @@ class TrainLoop:
         runner: ModelRunner,
         checkpointer: Checkpointer,
         snapshots: Snapshots,
-        manifest: WeightManifest,
+        model: ModelVersion,
     ) -> None:
-        """Start from a version that is published and committed; `manifest` is its own."""
+        """Start from the model's version, which is committed."""
         self._run = run
         self._process = run.process
         self._runner = runner
         self._checkpointer = checkpointer
         self._snapshots = snapshots
-        self._manifest = manifest
+        self._model = model
         self._clock = StepClock()
         self._reporter = StepReporter(run.process, runner.device_name)
         self._skips = SkipLimit(run.process.settings.trainer.max_skipped_steps)
@@ -77,7 +80,7 @@ class TrainLoop:
         status = await self._process.ledger.status()
         self._reporter.start(status)
         if not status.done:
-            await self._runner.engine_ready(self._manifest)
+            await self._runner.engine_ready(self._model.published)
         while not status.done and not self._process.stop.is_set():
             with self._clock.part("wait"):
                 batch = await self._take()
@@ -85,21 +88,21 @@ class TrainLoop:
                 break
             await self._runner.take_device()
             if batch is None:  # the prompts have run out: this is the last model
-                await self._snapshots.take(self._manifest, is_last=True)
+                await self._snapshots.take(self._model.version, self._model.digest, is_last=True)
                 # a checkpoint that is complete is not written again: that would only put it at risk
-                if not await self._checkpointer.is_saved(status.version, self._manifest.digest):
-                    await self._checkpointer.checkpoint(status, self._manifest.digest)
+                if not await self._checkpointer.is_saved(status.version, self._model.digest):
+                    await self._checkpointer.checkpoint(status, self._model.digest)
                 break
-            if not await self._runner.engine_ready(self._manifest):
+            if not await self._runner.engine_ready(self._model.published):
                 break
             try:
                 status = await self._step(batch)
             except MissingRecords as missing:
                 with self._process.working(f"gives the batch of step {batch.step} back"):
-                    self._manifest = await reclaim(self._run, self._runner, self._manifest, missing)
+                    self._model = await reclaim(self._run, self._runner, self._model, missing)
         await self._checkpointer.finish()
         if self._checkpointer.is_owed and not self._process.stop.is_set():
-            await self._checkpointer.checkpoint(status, self._manifest.digest)
+            await self._checkpointer.checkpoint(status, self._model.digest)
         if status.done:
             log.info("run.done version=%d", status.version)
 
@@ -121,6 +124,7 @@ class TrainLoop:
                     if refusal.reason not in (Reason.NOT_ENOUGH, Reason.STRAGGLER):
                         raise
                     set_detail(str(refusal))
+                await self._publish_if_due()
                 await self._runner.leave_device()  # engines that share it have to generate first
                 await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
@@ -132,10 +136,13 @@ class TrainLoop:
         Raises:
             MissingRecords: a group cannot be trained; the weights are unchanged.
         """
+        version, bound = batch.step + 1, (await self._process.ledger.status()).bound
+        publishes = self._is_published(version, bound)
         with self._process.working(f"step {batch.step}"):
-            step = await self._train(batch)
-        with self._process.working(f"publishes version {batch.step + 1}"), self._clock.part("publish"):
-            manifest = await self._publish(batch.step + 1)
+            step = await self._train(batch, bound, publishes=publishes)
+        with self._process.working(f"publishes version {version}"), self._clock.part("publish"):
+            manifest = await self._publish(version) if publishes else None
+            digest = manifest.digest if manifest else await self._runner.digest()
         engines = await self._process.ledger.peers(Role.ROLLOUT)
         before = await self._process.ledger.status()
         report = self._reporter.report(
@@ -146,14 +153,15 @@ class TrainLoop:
             engines=engines,
             warnings=self._checkpointer.warnings(),
         )
-        status = await self._commit(step, manifest, report)
+        status = await self._commit(step, digest, manifest, report)
+        self._model = ModelVersion(version, digest, manifest or self._model.published)
         await self._announce(manifest, report, status, engines)
         with self._clock.part("checkpoint"):
-            await self._snapshots.take(manifest, is_last=status.done)
+            await self._snapshots.take(version, digest, is_last=status.done)
             is_due = report.version % self._process.settings.trainer.checkpoint_every == 0
             if is_due or status.done or self._checkpointer.is_owed:
                 with self._process.working(f"saves version {report.version}"):
-                    await self._checkpointer.checkpoint(status, manifest.digest)
+                    await self._checkpointer.checkpoint(status, digest)
         self._reporter.record(report)
         trainer = self._process.settings.trainer
         mismatch = excess_mismatch(report.step, step.stats, trainer)
@@ -172,7 +180,7 @@ class TrainLoop:
             while not stop.is_set() and (await ledger.status()).halted:
                 await self._process.stopped_within(HALT_POLL_S)
 
-    async def _train(self, batch: Taken) -> TrainedStep:
+    async def _train(self, batch: Taken, bound: Bound, *, publishes: bool) -> TrainedStep:
         """Make one optimizer step on a batch; have engines abort groups that the take has dropped."""
         dropped_lengths: list[list[int]] = []
         if batch.dropped:
@@ -181,7 +189,6 @@ class TrainLoop:
                 Control(action=Action.ABORT, groups=batch.dropped), epoch=self._run.epoch
             )
             await self._run.forget(batch.dropped)
-        bound = (await self._process.ledger.status()).bound
         command = await asyncio.to_thread(
             self._run.read_command, batch, mask_late=bound.policy is Policy.MASK
         )
@@ -192,12 +199,37 @@ class TrainLoop:
         with self._clock.part("train"):
             try:
                 plan, stats = await self._runner.train(
-                    command, epoch=self._run.epoch, announce=self._announce_draft
+                    command, epoch=self._run.epoch, announce=self._announce_draft if publishes else None
                 )
             except ProtocolError as error:  # the batch was refused before any rank began
                 raise await asyncio.to_thread(self._run.unreadable, batch, error) from error
         flops = self._runner.flops(plan, command.epochs)
         return TrainedStep(batch, plan, stats, flops, dropped_lengths)
+
+    def _is_published(self, version: int, bound: Bound) -> bool:
+        settings = self._process.settings
+        every, is_last = settings.trainer.publish_every, version >= settings.run.steps
+        if is_last and not every:  # no step follows that would need it
+            return False
+        return is_published(version, self._model.published.version, every, bound.max_staleness)
+
+    async def _publish_if_due(self) -> None:
+        """Publish the model's version if the bound was lowered so far that engines get no lease without it.
+
+        Raises:
+            TetherError: the export differs from the committed one.
+        """
+        model = self._model
+        if model.version == model.published.version:
+            return
+        if not self._is_published(model.version, (await self._process.ledger.status()).bound):
+            return
+        await self._runner.take_device()
+        manifest = await self._publish(model.version)
+        if manifest.digest != model.digest:
+            raise TetherError(f"version {model.version} is not what was committed; the trainer starts again")
+        self._model = replace(model, published=manifest)
+        await announce(self._run, manifest)
 
     async def _publish(self, version: int) -> WeightManifest:
         """Publish the weights of a version; returns its manifest."""
@@ -210,8 +242,12 @@ class TrainLoop:
         """Let engines receive a version that is being published; they commit it under its manifest alone."""
         self._run.broadcaster.publish(draft, epoch=self._run.epoch)
 
-    async def _commit(self, step: TrainedStep, manifest: WeightManifest, report: StepReport) -> LedgerStatus:
+    async def _commit(
+        self, step: TrainedStep, digest: int, manifest: WeightManifest | None, report: StepReport
+    ) -> LedgerStatus:
         """Commit a step to the ledger, then note it in the journal; returns the ledger's status.
+
+        Without a manifest the version is not published.
 
         Raises:
             TetherError: the ledger was replaced by one without this commit.
@@ -221,9 +257,9 @@ class TrainLoop:
             run.epoch,
             step.taken.step,
             step.plan.trained_counts,
-            digest=manifest.digest,
+            digest=digest,
             report=payload,
-            manifest=encode_payload(manifest),
+            manifest=encode_payload(manifest) if manifest else b"",
         )
         status = await ledger.status()
         if status.version < version:  # the weights would be a step ahead of it, and the step be made twice
@@ -236,7 +272,7 @@ class TrainLoop:
             step.taken,
             step.plan.trained_counts,
             status.sequence,
-            digest=manifest.digest,
+            digest=digest,
             report=payload,
         )
         # before any engine serves the version: a ledger that loses the commit is rebuilt from the journal
@@ -244,12 +280,16 @@ class TrainLoop:
         return status
 
     async def _announce(
-        self, manifest: WeightManifest, report: StepReport, status: LedgerStatus, engines: Sequence[Peer]
+        self,
+        manifest: WeightManifest | None,
+        report: StepReport,
+        status: LedgerStatus,
+        engines: Sequence[Peer],
     ) -> None:
-        """Tell engines of a committed version, log its step, and retire versions that no engine serves."""
-        self._manifest = manifest
-        self._run.broadcaster.publish(manifest, epoch=self._run.epoch)
+        """Tell engines of a published version, log its step, and retire versions that no engine serves."""
+        if manifest:
+            self._run.broadcaster.publish(manifest, epoch=self._run.epoch)
         await until_written(self._process, partial(self._run.steps.append, report))
         alive = {peer.incarnation for peer in engines}
         served = {version for engine, (_, version) in status.engines.items() if engine in alive}
-        self._runner.sender.retire(frozenset({manifest.version} | served))
+        self._runner.sender.retire(frozenset({self._model.published.version} | served))

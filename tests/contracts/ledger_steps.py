@@ -196,6 +196,25 @@ class StepContract:
         await driver.ledger.claim("e2")
         await driver.refused(Reason.WRONG_STATE, driver.ledger.resume("e2", 0, 7))
 
+    async def test_unpublished_version_leaves_the_manifest_of_the_one_before(self, driver: Driver) -> None:
+        await driver.begin(E=1, B=1)
+        await driver.ledger.publish("e1", b"m0", 0)
+        await driver.step(1)
+        assert ((await driver.ledger.head()).published, await driver.ledger.manifest()) == (1, b"m0")
+        for step, manifest, published in ((1, b"", 1), (2, b"m3", 3)):
+            lease = await driver.lease()
+            await driver.ledger.accept(lease.group, lease.token, {lease.version: 1})
+            taken = await driver.ledger.take("e1")
+            trained = {group.group: group.counts for group in taken.groups}
+            await driver.ledger.commit("e1", step, trained, digest=step, report=b"", manifest=manifest)
+            assert (await driver.ledger.head()).published == published
+        assert await driver.ledger.manifest() == b"m3"
+        await driver.ledger.publish("e1", b"m2", 2)  # of an older version, as after a restart
+        assert ((await driver.ledger.head()).published, (await driver.ledger.head()).version) == (2, 3)
+        await driver.ledger.claim("e2")
+        assert not await driver.ledger.resume("e2", 1, 77)
+        assert ((await driver.ledger.head()).published, await driver.ledger.manifest()) == (-1, None)
+
     async def test_publish_sets_the_manifest_of_the_present_version(self, driver: Driver) -> None:
         await driver.begin()
         assert await driver.ledger.manifest() is None

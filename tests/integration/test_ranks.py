@@ -55,9 +55,11 @@ def test_two_ranks_make_all_steps(tmp_path: Path, backend: str, layout: str, tra
     errors = [step["mismatch"]["0"]["error_max"] for step in read_steps(tmp_path / "metrics.jsonl")]
     assert max(errors) < 1e-4
     assert (tmp_path / "exports/step_00000004/model.safetensors").is_file()
-    replay = tether_here("replay", tmp_path, "--step", 3, "--train", "--json")
+    other = ("--set", "algorithm.clip_high=0.3", "--set", "algorithm.entropy_coef=0.1")
+    replay = tether_here("replay", tmp_path, "--step", 3, "--train", *other, "--json")
     assert replay.returncode == 0, replay.stdout + replay.stderr
     facts = json.loads(replay.stdout)
+    assert facts["train"]["other"]["grad_norm"] > facts["train"]["repeated"]["grad_norm"] > 0
     assert (facts["equal"], facts["train"]["from_version"], facts["train"]["weights_equal"]) == (
         True,
         2,

@@ -16,7 +16,7 @@ from services.ledger.event_log.trace import render_trace, trace
 from services.run_record.steps import read_steps
 from services.settings.load import dump_settings, run_settings
 from services.settings.sections import Settings
-from services.tools.replay import render_replay, replay_step
+from services.tools.replay import COMPARED, render_replay, replay_step
 from tests.integration.loop import run_to_end, settings_for
 
 pytestmark = pytest.mark.xdist_group("replay")  # what the module sets up once, not one for each process
@@ -117,7 +117,7 @@ async def test_a_real_model_is_repeated_bit_for_bit(tmp_path: Path) -> None:
     settings = settings_for(
         tmp_path, "demo.toml", "engine.name=hf", "trainer.backend=reference", "bound.groups_per_step=4",
         "sampling.samples_per_prompt=2", "rollout.groups_in_flight=8", "trainer.checkpoint_every=2",
-        "trainer.keep_checkpoints=1", "run.steps=5",
+        "trainer.keep_checkpoints=1", "run.steps=5", "algorithm.entropy_coef=0.01",  # so that all steps learn
     )  # fmt: skip
     run = await run_to_end(settings)
     for step in (1, 4):
@@ -125,6 +125,51 @@ async def test_a_real_model_is_repeated_bit_for_bit(tmp_path: Path) -> None:
         assert facts["equal"]
         assert facts["train"]["loss"] == run.steps[step]["loss"]
         assert facts["train"]["weights_equal"]
+    dump_settings(settings, settings.run_dir / "settings.json")
+    check_other_loss(settings, run.steps[3])
+
+
+def check_other_loss(settings: Settings, line: dict[str, Any]) -> None:
+    """A step that is made again under its own loss comes out the same, and otherwise under another."""
+    same = replay_step(settings, 3, train=True, overrides=["algorithm.entropy_coef=0.01"])["train"]
+    assert (same["equal"], same["weights_equal"]) == (True, True)
+    assert same["other"] == same["repeated"]
+    assert same["recorded"] == {name: line[name] for name in COMPARED}
+    assert same["repeated"] == same["recorded"] | {"update_norm": same["repeated"]["update_norm"]}
+    assert same["repeated"]["update_norm"] > 0
+    facts = replay_step(
+        settings, 3, train=True, overrides=["algorithm.name=dr_grpo", "algorithm.entropy_coef=0.5"]
+    )
+    other = facts["train"]["other"]
+    assert facts["train"]["weights_equal"]  # the recorded step is repeated as it was
+    assert facts["train"]["repeated"] == same["repeated"]
+    assert other["entropy"] == pytest.approx(same["other"]["entropy"])  # the same samples and weights
+    assert other["grad_norm"] != pytest.approx(same["other"]["grad_norm"], rel=1e-3)
+    text = render_replay(facts).splitlines()
+    assert "made again with algorithm.name=dr_grpo, algorithm.entropy_coef=0.5:" in text
+    assert text[-1].split() == [
+        "update_norm", "-", f"{same['repeated']['update_norm']:.6g}", f"{other['update_norm']:.6g}"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "train", "said"),
+    [
+        (
+            "bound.groups_per_step=2",
+            True,
+            r"--set bound\.groups_per_step=2: a step is made again from the samp",
+        ),
+        ("optimizer.lr=1", True, "under another .algorithm., or trainer.recompute_logprobs"),
+        ("algorithm.clip_low=7", True, "algorithm.clip_low"),
+        ("algorithm.clip_low=0.1", False, "add --train"),
+    ],
+)
+def test_settings_that_a_step_cannot_be_made_again_with_are_refused(
+    over: Settings, override: str, train: bool, said: str
+) -> None:
+    with pytest.raises(SettingsError, match=said):
+        replay_step(over, 3, train=train, overrides=[override])
 
 
 def test_a_trained_group_is_traced_from_lease_to_commit(over: Settings) -> None:

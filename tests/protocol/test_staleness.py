@@ -11,6 +11,7 @@ from protocol.staleness import (
     effective_deadline,
     feasible,
     holds,
+    is_published,
     lag,
     max_lag,
     straggler,
@@ -68,3 +69,13 @@ def test_no_lease_is_granted_late_under_any_policy() -> None:
         assert not admits([], 4, 5, Bound(0, 1, policy))
         assert admits([], 5, 5, Bound(0, 1, policy))
         assert not admits([5], 5, 5, Bound(0, 1, policy))
+
+
+@given(st.integers(0, 6), st.integers(0, 5), st.integers(0, 40))
+def test_published_version_is_never_too_old_to_train_its_samples(every: int, e: int, steps: int) -> None:
+    newest = 0
+    for version in range(1, steps + 1):
+        if is_published(version, newest, every, e):
+            assert version - newest == min(every or e + 1, e + 1)
+            newest = version
+        assert deadline(newest, e) >= version

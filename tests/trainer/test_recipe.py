@@ -5,7 +5,7 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from trainer.recipe import check_recipe
+from trainer.recipe import check_publishing, check_recipe
 
 REFERENCE = {"backend": "reference"}
 
@@ -67,3 +67,22 @@ def test_settings_that_fit_are_not_refused() -> None:
 def test_settings_that_do_not_fit_are_named(given: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         check(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("every", "steps", "bound"), [(1, 100, 0), (4, 100, 3), (0, 10, 9), (0, 1, 0)])
+def test_bound_that_reaches_the_next_published_version_is_not_refused(
+    every: int, steps: int, bound: int
+) -> None:
+    check_publishing(TrainerConfig(publish_every=every), steps, bound)
+
+
+@pytest.mark.parametrize(
+    ("every", "bound", "said"),
+    [
+        (4, 2, "with 4 a step trains samples that are 3 versions old, .*publish 3 or fewer, or set .* to 3"),
+        (0, 8, "with 0 a step trains samples that are 9 versions old, .*every few steps .*, or set .* to 9"),
+    ],
+)
+def test_bound_that_leaves_nothing_to_train_is_refused(every: int, bound: int, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        check_publishing(TrainerConfig(publish_every=every), 10, bound)

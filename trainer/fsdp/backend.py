@@ -140,9 +140,8 @@ class FsdpBackend(Backend):
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
         if self._reference is None:
-            self._reference = (
-                self._model if self.lora.rank else self._frozen(load_model(self._directory, "model.path"))
-            )
+            given = None if self.lora.rank else load_model(self._directory, "model.path")
+            self._reference = self._model if given is None else self._frozen(given)
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         model = self._frozen(load_model(spec.directory, f"{spec.role}.path"))
@@ -267,5 +266,5 @@ def _join(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh,
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    owns = not dist.is_initialized() and join_ranks(device, world)
+    owns = not dist.is_initialized() and join_ranks(device, world, trainer.process_group_timeout_s)
     return init_device_mesh(device.type, (world,)), owns

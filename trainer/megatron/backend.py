@@ -379,4 +379,4 @@ def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Posi
         torch.set_num_threads(trainer.threads)
     cpu.install()
     choose_backend(trainer.attention_backend)
-    return parallel.initialize(config, trainer.device, trainer.seed)
+    return parallel.initialize(config, trainer.device, trainer.seed, trainer.process_group_timeout_s)

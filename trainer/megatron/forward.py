@@ -241,6 +241,7 @@ class Runner:
             "rank": self.position.tp,
             "size": self.position.config.tensor_model_parallel_size,
             "group": mpu.get_tensor_model_parallel_group(),
+            "bias": self._inner[-1].output_bias,
         }
         weight = self._inner[-1].output_weight
         if finish is None:

@@ -56,6 +56,12 @@ class PackedModel(GPTModel):
         )
         return weight
 
+    @property
+    def output_bias(self) -> torch.Tensor | None:
+        """This rank's biases of the output layer, [V' / P]; None if it has none."""
+        bias: torch.Tensor | None = self.output_layer.bias
+        return bias
+
     def _preprocess(self, input_ids: torch.Tensor, *, inference_context: Any = None, **others: Any) -> Any:
         hidden = None
         if self.pre_process:
@@ -205,6 +211,8 @@ def build_model(
     model.rotaries = tuple(
         Rotary.of(rope, architecture.positioned_dim, position.device) for rope in architecture.ropes
     )
+    if architecture.output_bias and model.post_process:
+        _add_output_bias(model, config.params_dtype, position.device)
     if architecture.value_head and model.post_process:
         del model.output_layer
         model.value_head = ValueHead(architecture.hidden, config.params_dtype, position.device)
@@ -212,6 +220,12 @@ def build_model(
     model.embedding_scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
     model.logit_softcap = architecture.logit_softcap
     return model.to(position.device)
+
+
+def _add_output_bias(model: PackedModel, dtype: torch.dtype, device: torch.device) -> None:
+    """Give the output layer a bias, which megatron builds without one, and adds if it has one."""
+    bias = torch.empty(model.output_layer.output_size_per_partition, dtype=dtype, device=device)
+    model.output_layer.bias = torch.nn.Parameter(bias)
 
 
 def whole_part(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:

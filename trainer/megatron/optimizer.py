@@ -37,20 +37,28 @@ def wrap_model(
 ) -> list[Any]:
     """Put the chunks of a rank into megatron's data-parallel wrapper, which adds up gradients.
 
-    It does so in float32, or in the parameters' type.
+    It does so in float32, or in the parameters' type; with `overlap_grad_reduce` in the backward pass of the
+    last micro-batch, and else after it.
     """
+    overlaps = position.config.overlap_grad_reduce and position.copies > 1
     config.finalize_model_grads_func = _finalize_gradients
-    return [
+    wrapped = [
         DistributedDataParallel(
             config,
             DistributedDataParallelConfig(
-                grad_reduce_in_fp32=grad_reduce_in_fp32, use_distributed_optimizer=is_distributed(position)
+                grad_reduce_in_fp32=grad_reduce_in_fp32,
+                use_distributed_optimizer=is_distributed(position),
+                overlap_grad_reduce=overlaps,
             ),
             chunk,
             disable_bucketing=number > 0,  # as megatron: the first chunk's passes hide what these send
         )
         for number, chunk in enumerate(chunks)
     ]
+    if overlaps:
+        waits = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return wrapped
 
 
 def is_distributed(position: Position) -> bool:

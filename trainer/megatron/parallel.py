@@ -15,7 +15,7 @@ from megatron.core import tensor_parallel
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 from trainer.megatron.layout import Layout, Place
-from trainer.ranks.process_group import join_ranks
+from trainer.ranks.process_group import TIMEOUT_S, join_ranks
 
 _initializing = threading.Lock()
 """Held while groups are made or left: a process may start a trainer and an engine in two threads."""
@@ -97,7 +97,7 @@ class Position:
         ]
 
 
-def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
+def initialize(config: ParallelConfig, device: str, seed: int, timeout_s: float = TIMEOUT_S) -> Position:
     """Join the process groups that the layout needs; a second backend in the same process shares them.
 
     Under torchrun the processes meet by its environment variables; a plain `python` is a world of one.
@@ -106,6 +106,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
         config: the layout.
         device: auto, cpu or cuda.
         seed: the seed of megatron's CUDA random states.
+        timeout_s: seconds that a rank waits for the others in a collective of these groups.
 
     Raises:
         SettingsError: the layout does not fit the number of processes, or CUDA is asked for and missing.
@@ -128,7 +129,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
     experts = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     with _initializing:
         if not dist.is_initialized():
-            _owns_torch = join_ranks(place, world)
+            _owns_torch = join_ranks(place, world, timeout_s)
         if mpu.model_parallel_is_initialized():
             _check_layout((*sizes[:3], *experts))
         else:
@@ -138,6 +139,7 @@ def initialize(config: ParallelConfig, device: str, seed: int) -> Position:
                 expert_model_parallel_size=experts[0],
                 expert_tensor_parallel_size=experts[1],
                 create_gloo_process_groups=False,
+                distributed_timeout_minutes=timeout_s / 60,
             )
             if place.type == "cuda":
                 tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -7,11 +7,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for the others in a collective."""
+TIMEOUT_S = 600.0
+"""Seconds that a rank waits for the others in a collective, unless the caller says otherwise."""
 
 
-def join_ranks(device: torch.device, world: int) -> bool:
+def join_ranks(device: torch.device, world: int, timeout_s: float = TIMEOUT_S) -> bool:
     """Initialize torch.distributed: NCCL on a GPU, else gloo.
 
     Under torchrun the processes meet by its environment variables; a plain `python` is a world of one.
@@ -19,6 +19,7 @@ def join_ranks(device: torch.device, world: int) -> bool:
     Args:
         device: where this rank computes.
         world: number of ranks.
+        timeout_s: seconds that a rank waits for the others in a collective.
 
     Returns:
         Whether the group may be destroyed before the process exits. torchrun's store keeps the addresses of
@@ -26,13 +27,14 @@ def join_ranks(device: torch.device, world: int) -> bool:
     """
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None
+    timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device_id)
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         atexit.register(_leave)
         return False
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend, store=store, rank=0, world_size=world, timeout=TIMEOUT, device_id=device_id
+        backend, store=store, rank=0, world_size=world, timeout=timeout, device_id=device_id
     )
     return True
 

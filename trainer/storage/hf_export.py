@@ -1,12 +1,15 @@
 """Writes weights as a Hugging Face directory, for transformers, vLLM, SGLang and the hub."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import safe_open
 
 from protocol.host.atomic_file import directory_written_aside
 from trainer.storage.checksums import write_checksums
@@ -24,6 +27,8 @@ COPIED = (
     "chat_template*",
 )
 """Files of the source that an export copies."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_FURTHER = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 
 def write_hf(
@@ -34,6 +39,8 @@ def write_hf(
 ) -> None:
     """Write weights, configuration, tokenizer and checksums, so that `directory` is complete or as it was.
 
+    The `further_layers` of the source are written, too, as they are there.
+
     Args:
         tensors: of the whole model by their Hugging Face names, in host memory.
         directory: replaced if it exists.
@@ -41,9 +48,24 @@ def write_hf(
         shard_bytes: bound of the tensors in one file; a larger tensor has a file to itself.
     """
     with directory_written_aside(directory) as aside:
-        written = _write_shards(tensors, aside, shard_bytes)
+        written = _write_shards(chain(further_layers(source), tensors), aside, shard_bytes)
         _copy_rest(source, aside, written)
         write_checksums(aside)
+
+
+def further_layers(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint's layers that predict further tokens (MTP), which no trainer loads.
+
+    These are layers after the last one that config.json counts, and those under `mtp`.
+    """
+    config = source / "config.json"
+    layers = json.loads(config.read_text()).get("num_hidden_layers") if config.is_file() else None
+    for path in sorted(source.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                layer = _LAYER.match(name)
+                if _FURTHER.match(name) or (layer and layers is not None and int(layer[1]) >= layers):
+                    yield name, file.get_tensor(name)
 
 
 def _write_shards(tensors: Iterator[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int) -> str:

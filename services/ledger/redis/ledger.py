@@ -132,11 +132,12 @@ class RedisLedger:
         return decode_status((await self._run("status"))[0])
 
     async def head(self) -> Head:
-        fields = await self._connection.command("HMGET", self.keys.of("run"), "epoch", "version", "sequence")
+        names = ("epoch", "version", "sequence", "published")
+        fields = await self._connection.command("HMGET", self.keys.of("run"), *names)
         if fields[1] is None:
-            status = await self.status()  # refuses, or waits for a lost run
-            return Head(status.epoch, status.version, status.sequence)
-        return Head(fields[0].decode(), int(fields[1]), int(fields[2]))
+            await self.status()  # refuses, or waits for a lost run
+            return await self.head()
+        return Head(fields[0].decode(), *map(int, fields[1:]))
 
     # -- engines and processes
 

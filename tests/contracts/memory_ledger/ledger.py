@@ -107,7 +107,8 @@ class MemoryLedger:
         return self.run_state.status()
 
     async def head(self) -> Head:
-        return Head(self.run_state.epoch, self.run_state.version, self.run_state.sequence)
+        run = self.run_state
+        return Head(run.epoch, run.version, run.sequence, run.published)
 
     # -- engines and processes
 

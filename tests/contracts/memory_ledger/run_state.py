@@ -93,6 +93,8 @@ class RunState:
     steps: dict[int, StepRecord] = field(default_factory=dict)
     step_reports: dict[int, bytes] = field(default_factory=dict)
     manifest: bytes | None = None
+    published: int = -1
+    """Version of `manifest`."""
     engines: dict[str, tuple[str, int]] = field(default_factory=dict)
     requests: dict[str, Lease] = field(default_factory=dict)
     """Lease request -> the lease that it was granted, while the group is LEASED by it."""

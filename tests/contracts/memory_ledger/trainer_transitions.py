@@ -42,12 +42,12 @@ def claim(run: RunState, epoch: str) -> None:
 
 
 def publish(run: RunState, epoch: str, manifest: bytes, version: int) -> None:
-    """Set the manifest of the committed version; see `Ledger.publish`."""
+    """Set the manifest of a committed version; see `Ledger.publish`."""
     run.fence(epoch)
-    if version != run.version:
-        raise Refused(Reason.WRONG_STATE, f"version {version} is not the committed one, {run.version}")
+    if version > run.version:
+        raise Refused(Reason.WRONG_STATE, f"version {version} is not committed; the run is at {run.version}")
     if run.manifest != manifest:
-        run.manifest = manifest
+        run.manifest, run.published = manifest, version
         run.append(PublishEvent(epoch=epoch, version=version))
 
 
@@ -96,7 +96,7 @@ def _rewind(run: RunState, version: int, newest: int) -> list[int]:
         waiting.append(group.group)
     run.steps = {step: record for step, record in run.steps.items() if step < version}
     run.step_reports = {step: report for step, report in run.step_reports.items() if step < version}
-    run.version, run.manifest = version, None
+    run.version, run.manifest, run.published = version, None, -1
     return waiting
 
 
@@ -189,7 +189,9 @@ def commit(
         found.step = step
         run.finish("")
     run.trained, run.filtered = run.trained + len(running.groups), 0
-    run.version, run.running, run.digest, run.manifest = step + 1, None, digest, manifest
+    run.version, run.running, run.digest = step + 1, None, digest
+    if manifest:
+        run.manifest, run.published = manifest, step + 1
     run.steps[step] = StepRecord(step, epoch, digest, running.groups)
     run.step_reports[step] = report
     run.append(

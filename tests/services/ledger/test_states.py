@@ -8,14 +8,14 @@ interchangeable.
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
 
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, GroupState
-from protocol.staleness import Policy, holds, trainable_counts
+from protocol.staleness import Policy, holds, is_published, trainable_counts
 from services.ledger.interface import Taken
 from tests.contracts.ledger_rig import spec
 from tests.contracts.memory_ledger.ledger import MemoryLedger
@@ -27,6 +27,16 @@ MOST_STATES = 500_000
 LEASE_MS = 2 * LEAP_MS
 DAY_MS = 86_400_000
 Edge = tuple[str, MemoryLedger, int]
+Publishes = Callable[[int, int, int], bool]
+"""Whether the trainer publishes a version: of it, the one published before, and E of the bound in force."""
+
+
+def every(number: int) -> Publishes:
+    """The trainer's rule with `trainer.publish_every`."""
+    return lambda version, newest, bound: is_published(version, newest, number, bound)
+
+
+EACH = every(1)
 
 
 def now(call: Coroutine[Any, Any, Any]) -> Any:
@@ -53,6 +63,7 @@ def start(E: int, B: int, policy: Policy, **values: Any) -> MemoryLedger:
     )
     now(ledger.claim("e0"))
     now(ledger.resume("e0", 0, 0))
+    now(ledger.publish("e0", b"0", 0))
     for engine in "ab":
         now(ledger.applied(engine, "e0", 0))
     return ledger
@@ -117,10 +128,13 @@ def key(ledger: MemoryLedger, budget: int) -> Any:
         budget,
         left,
         run_state.resumed[0] == run_state.epoch,
+        max(run_state.published - run_state.version, oldest),
     )
 
 
-def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...]) -> Iterator[Edge]:
+def moves(
+    ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...], publishes: Publishes
+) -> Iterator[Edge]:
     """Every state that one call leads to, as (label, ledger, budget left). Groups without signal cost no
     budget: any number of them may come."""
     run_state = ledger.run_state
@@ -141,24 +155,26 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
         asked = {"request": f"{run_state.sequence}", "engine": engine, "holder": "w", "lease_ms": LEASE_MS}
         yield from attempt(f"lease {engine}", lambda t, a=asked: t.lease(**a))
         if (
-            run_state.engines[engine] != (run_state.epoch, run_state.version)
+            run_state.engines[engine] != (run_state.epoch, run_state.published)
             and run_state.resumed[0] == run_state.epoch
         ):
             yield from attempt(
-                f"apply {engine}", lambda t, e=engine: t.applied(e, run_state.epoch, run_state.version)
+                f"apply {engine}", lambda t, e=engine: t.applied(e, run_state.epoch, run_state.published)
             )
         assert version <= run_state.version
     yield from attempt("jump", lambda t: jump(t, DAY_MS), lambda t: jump(t, -2 * DAY_MS))
     yield from attempt("take", lambda t: t.take(run_state.epoch))
     if run_state.running is not None:
-        yield from attempt("commit", lambda t: commit(t, run_state.running))
+        yield from attempt("commit", lambda t: commit(t, run_state.running, publishes))
+    elif run_state.published < run_state.version and _is_due(run_state, run_state.version, publishes):
+        yield from attempt("publish", lambda t: publish(t))
     for number, group in list(run_state.groups.items()):
         if group.state is GroupState.LEASED:
             yield from attempt(
                 f"accept {number}", lambda t, n=number, v=group.version: t.accept(n, "t", {v: 1})
             )
-            if run_state.bound.policy is Policy.MASK and group.version < run_state.version:
-                fresh = {group.version: 1, run_state.version: 1}
+            if run_state.bound.policy is Policy.MASK and group.version < run_state.published:
+                fresh = {group.version: 1, run_state.published: 1}
                 yield from attempt(f"accept fresh {number}", lambda t, n=number, c=fresh: t.accept(n, "t", c))
         if group.state is GroupState.LEASED:
             yield from attempt(f"no signal {number}", lambda t, n=number: t.filter(n, "t", 1, 0.0, 0))
@@ -174,6 +190,7 @@ def moves(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...
             "crash",
             lambda t: t.claim(epoch),
             lambda t: t.resume(epoch, run_state.version, run_state.digest or 0),
+            lambda t: publish(t),
             left=budget - 1,
         )
         for E, B in changes:
@@ -202,7 +219,19 @@ async def jump(ledger: MemoryLedger, ms: int) -> None:
         await ledger.extend(number, "t", LEASE_MS)
 
 
-async def commit(ledger: MemoryLedger, taken: Taken) -> None:
+def _is_due(run_state: Any, version: int, publishes: Publishes) -> bool:
+    return publishes(version, run_state.published, run_state.bound.max_staleness)
+
+
+async def publish(ledger: MemoryLedger) -> None:
+    """The trainer publishes the committed version."""
+    run_state = ledger.run_state
+    await ledger.publish(
+        run_state.epoch, b"%s %d" % (run_state.epoch.encode(), run_state.version), run_state.version
+    )
+
+
+async def commit(ledger: MemoryLedger, taken: Taken, publishes: Publishes) -> None:
     """Under wait and drop every token must be within the bound; under mask every group must have one that
     is."""
     trained = {}
@@ -214,10 +243,17 @@ async def commit(ledger: MemoryLedger, taken: Taken) -> None:
             assert trained[group.group] == dict(group.counts), (
                 f"group {group.group} has tokens over the bound"
             )
-    await ledger.commit(ledger.run_state.epoch, taken.step, trained, digest=0, report=b"", manifest=b"")
+    epoch, version = ledger.run_state.epoch, taken.step + 1
+    manifest = b"%d" % version if _is_due(ledger.run_state, version, publishes) else b""
+    await ledger.commit(epoch, taken.step, trained, digest=0, report=b"", manifest=manifest)
 
 
-def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ...] = ()) -> int:
+def search(
+    ledger: MemoryLedger,
+    budget: int,
+    changes: tuple[tuple[int, int], ...] = (),
+    publishes: Publishes = EACH,
+) -> int:
     """Visit every state; return how many. Fails on a violation, and on a state from which no commit can be
     reached."""
     first = key(ledger, budget)
@@ -227,7 +263,7 @@ def search(ledger: MemoryLedger, budget: int, changes: tuple[tuple[int, int], ..
     queue = deque([(first, ledger, budget)])
     while queue:
         state, here, left = queue.popleft()
-        for label, there, after in moves(here, left, changes):
+        for label, there, after in moves(here, left, changes, publishes):
             run_state = there.run_state
             if run_state.bound.policy is not Policy.MASK:
                 assert holds(run_state.slot_deadlines(), run_state.next_step(), run_state.bound), trace(
@@ -313,3 +349,25 @@ def test_a_change_of_the_bound_under_mask_does_not_stick() -> None:
 @pytest.mark.parametrize("policy", STRICT)
 def test_runs_with_an_end_finish(policy: Policy) -> None:
     assert search(start(1, 2, policy, prompts=3), 1, ((1, 1),)) > 20
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize(("number", "E", "B"), [(2, 1, 1), (3, 2, 1), (0, 1, 1)])
+def test_versions_that_are_not_published_neither_break_the_bound_nor_stick(
+    number: int, E: int, B: int, policy: Policy
+) -> None:
+    budget = 0 if policy is Policy.MASK and E > 1 else 2
+    assert search(start(E, B, policy), budget, publishes=every(number)) > 10
+
+
+@pytest.mark.parametrize(("number", "policy"), [(2, Policy.WAIT), (2, Policy.DROP), (0, Policy.WAIT)])
+def test_a_lower_bound_does_not_stick_while_versions_are_not_published(number: int, policy: Policy) -> None:
+    assert search(start(1, 1, policy), 2, CHANGES, every(number)) > 20
+
+
+@pytest.mark.parametrize(("number", "E"), [(2, 0), (3, 1)])
+def test_search_finds_that_a_rule_without_the_bound_would_stick(number: int, E: int) -> None:
+    """With E < number - 1 no lease of the published version could be trained in the last step before the
+    next."""
+    with pytest.raises(AssertionError, match="commit"):
+        search(start(E, 1, Policy.WAIT), 0, publishes=lambda version, newest, _: version - newest >= number)

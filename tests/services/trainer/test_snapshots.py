@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import WeightManifest
 from protocol.topics import Role
 from services.evaluation.snapshots import read_snapshots
 from services.run_record.evaluations import SNAPSHOTS, Evaluation, append_evaluation
@@ -39,16 +38,17 @@ class Rig:
         sender = disk_sender(WeightConfig(directory=str(run_dir / "weights")), run_dir)
         self.runner = ModelRunner(RankModels(self.backend), sender, thread, engine_dtype="float32")
 
-    async def publish(self, version: int, epoch: str = "e1") -> WeightManifest:
-        """Make and publish a version, whose weights are its number."""
+    async def publish(self, version: int, epoch: str = "e1") -> tuple[int, int]:
+        """Make and publish a version, whose weights are its number; returns it and its digest."""
         self.backend._weight.fill_(version)
-        return await self.runner.publish(epoch, version)
+        self.run.epoch = epoch
+        return version, (await self.runner.publish(epoch, version)).digest
 
     async def make(self, *versions: int, last: int = -1) -> None:
         """Make versions, with a trainer that starts for them."""
         async with Snapshots(self.run, self.runner) as snapshots:
             for version in versions:
-                await snapshots.take(await self.publish(version), is_last=version == last)
+                await snapshots.take(*await self.publish(version), is_last=version == last)
                 if snapshots._writing is not None:
                     await snapshots._writing
 
@@ -71,14 +71,14 @@ async def test_snapshots_are_those_of_due_versions_and_few_are_kept(rig: Rig) ->
     await rig.make(*range(10), last=9)
     assert rig.names() == ["v00000000-e1", "v00000008-e1", "v00000009-e1"]
     for snapshot in read_snapshots(rig.run_dir):
-        assert snapshot.digest == (await rig.publish(snapshot.version)).digest
+        assert snapshot.digest == (await rig.publish(snapshot.version))[1]
 
 
 async def test_evaluation_that_is_off_writes_nothing(tmp_path: Path, thread: ThreadPoolExecutor) -> None:
     rig = Rig(tmp_path, 0, thread)
     async with Snapshots(rig.run, rig.runner) as snapshots:
-        await snapshots.take_over(await rig.publish(0), is_last=False)
-        await snapshots.take(await rig.publish(2), is_last=True)
+        await snapshots.take_over(*await rig.publish(0), is_last=False)
+        await snapshots.take(*await rig.publish(2), is_last=True)
     assert rig.names() == []
 
 
@@ -86,9 +86,9 @@ async def test_copy_that_differs_from_the_published_version_is_not_kept(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Snapshots(rig.run, rig.runner) as snapshots:
-        manifest = await rig.publish(2)
+        published = await rig.publish(2)
         rig.backend._weight.fill_(3)
-        await snapshots.take(manifest, is_last=False)
+        await snapshots.take(*published, is_last=False)
     assert rig.names() == []
     assert "snapshot.failed version=2" in caplog.text
 
@@ -101,16 +101,16 @@ async def test_full_disk_costs_the_snapshot_alone(rig: Rig, caplog: pytest.LogCa
 
 async def test_take_over_removes_abandoned_versions_and_takes_its_own(rig: Rig) -> None:
     await rig.make(2, 4, 6)
-    manifest = await rig.publish(4, "e2")  # rewound to 4
+    published = await rig.publish(4, "e2")  # rewound to 4
     async with Snapshots(rig.run, rig.runner) as snapshots:
-        await snapshots.take_over(manifest, is_last=False)
+        await snapshots.take_over(*published, is_last=False)
     assert rig.names() == ["v00000004-e2"]  # 2 was older than the newest two
 
 
 async def test_take_over_takes_no_version_that_was_scored(rig: Rig) -> None:
     await rig.make(4)
-    manifest = await rig.publish(4, "e2")
-    append_evaluation(rig.run_dir, Evaluation(version=4, digest=f"{manifest.digest:016x}", set="math"))
+    version, digest = await rig.publish(4, "e2")
+    append_evaluation(rig.run_dir, Evaluation(version=version, digest=f"{digest:016x}", set="math"))
     async with Snapshots(rig.run, rig.runner) as snapshots:
-        await snapshots.take_over(manifest, is_last=True)
+        await snapshots.take_over(version, digest, is_last=True)
     assert rig.names() == ["v00000004-e1"]  # another set may still need it

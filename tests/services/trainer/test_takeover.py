@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,11 @@ import pytest
 
 from protocol.errors import Reason, Refused, TetherError
 from protocol.lifecycle import GroupState
-from protocol.messages import WeightManifest
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.runtime.process import Process
 from services.trainer.model_runner import ModelRunner
-from services.trainer.open_run import OpenRun
+from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.takeover import reclaim
 from tests.contracts.ledger_rig import Driver, MemoryRig
 from tests.integration.loop import settings_for
@@ -26,7 +26,7 @@ from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
 from trainer.weights.files import disk_sender
 
-Held = tuple[OpenRun, ModelRunner, Driver, WeightManifest]
+Held = tuple[OpenRun, ModelRunner, Driver, ModelVersion]
 
 
 @pytest.fixture
@@ -42,17 +42,19 @@ async def held(tmp_path: Path) -> AsyncIterator[Held]:
         async with Broadcaster(WEIGHTS, run="r", incarnation="trainer", config=settings.bus) as broadcaster:
             run = OpenRun(process, "e1", spool, None, None, None, broadcaster)  # type: ignore[arg-type]
             await driver.scored(3)
-            yield run, runner, driver, await runner.publish("e1", 0)
+            manifest = await runner.publish("e1", 0)
+            yield run, runner, driver, ModelVersion(0, manifest.digest, manifest)
         await runner.close()
 
 
 async def test_only_the_groups_that_cannot_be_trained_are_generated_again(held: Held) -> None:
-    run, runner, driver, manifest = held
+    run, runner, driver, model = held
     batch = (await driver.ledger.take("e1")).groups
     lost = {(group.group, group.token): f"group {group.group}: damaged" for group in batch[:2]}
-    again = await reclaim(run, runner, manifest, MissingRecords(lost))
-    assert run.epoch == again.epoch != "e1"
-    assert (again.version, again.digest) == (0, manifest.digest)
+    again = await reclaim(run, runner, model, MissingRecords(lost))
+    assert run.epoch == again.published.epoch != "e1"
+    assert (again.version, again.digest, again.published.digest) == (0, model.digest, model.digest)
+    assert (await driver.ledger.head()).published == 0
     states = (await driver.ledger.status()).states
     assert (states[GroupState.WAITING], states[GroupState.SCORED], states[GroupState.TAKEN]) == (2, 1, 0)
     await driver.scored(2)  # engines that serve the version under the epoch before get leases
@@ -62,21 +64,33 @@ async def test_only_the_groups_that_cannot_be_trained_are_generated_again(held: 
 
 
 async def test_a_fenced_trainer_gives_nothing_back(held: Held) -> None:
-    run, runner, driver, manifest = held
+    run, runner, driver, model = held
     batch = (await driver.ledger.take("e1")).groups
     before = await driver.ledger.claim("e2")
     missing = MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})
     with pytest.raises(Refused) as refused:
-        await reclaim(run, runner, manifest, missing)
+        await reclaim(run, runner, model, missing)
     assert refused.value.reason is Reason.STALE_EPOCH
     assert (run.epoch, await driver.ledger.status()) == ("e1", before)
 
 
 async def test_weights_that_are_not_the_committed_ones_end_the_trainer(held: Held) -> None:
-    run, runner, driver, manifest = held
+    run, runner, driver, model = held
     batch = (await driver.ledger.take("e1")).groups
     runner.executor.models.policy._weight.fill_(3)  # type: ignore[attr-defined]
     with pytest.raises(TetherError, match="not what was committed"):
         await reclaim(
-            run, runner, manifest, MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})
+            run, runner, model, MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})
         )
+
+
+async def test_trainer_that_never_publishes_starts_again_to_have_the_initial_weights(held: Held) -> None:
+    run, runner, driver, model = held
+    batch = (await driver.ledger.take("e1")).groups
+    trainer = replace(run.process.settings.trainer, publish_every=0)
+    run.process.settings = replace(run.process.settings, trainer=trainer)
+    with pytest.raises(TetherError, match="to publish the initial weights"):
+        await reclaim(
+            run, runner, model, MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})
+        )
+    assert (await driver.ledger.head()).published == -1

@@ -38,7 +38,10 @@ SLOW = [
     pytest.param(name, layout, marks=pytest.mark.slow)
     for name, layout in (
         *(("qwen2", layout) for layout in ("tp2", "pp2", "dp2", "cp2", "tp2-pp2")),
-        *((name, "tp2-sequence") for name in ("gemma2", "glm4", "starcoder2", "qwen3-windows", LATENT)),
+        *(
+            (name, "tp2-sequence")
+            for name in ("gemma2", "glm4", "phi", "starcoder2", "qwen3-windows", LATENT)
+        ),
         ("qwen3-deep", "pp2-vpp2"),
     )
 ]

@@ -81,7 +81,10 @@ def gather_by_hand(directory: Path, layout: str, model: str) -> Tensors:
                 layer = f"model.layers.{chunks[int(chunk)][int(local)]}."
                 result |= {layer + key: value for key, value in found.items()}
             elif name.startswith("decoder.final_layernorm."):
-                result["model.norm." + name.rpartition(".")[2]] = parts[0]
+                norm = "final_layernorm" if config.model_type == "phi" else "norm"
+                result[f"model.{norm}." + name.rpartition(".")[2]] = parts[0]
+            elif name == "output_layer.bias":
+                result["lm_head.bias"] = torch.cat(parts)[: config.vocab_size]
             else:
                 tied = config.tie_word_embeddings or name.startswith("embedding")
                 table = "model.embed_tokens.weight" if tied else "lm_head.weight"
@@ -149,8 +152,9 @@ def layer_by_hand(
         return qkv_by_hand(suffix, torch.cat(parts), config)
     if layer.endswith("linear_fc1"):
         return into_mlp_by_hand(suffix, parts, config.model_type)
-    down = "mlp.c_proj" if config.model_type == "starcoder2" else "mlp.down_proj"
-    columns = {"self_attention.linear_proj": "self_attn.o_proj", "mlp.linear_fc2": down}
+    down = {"starcoder2": "mlp.c_proj", "phi": "mlp.fc2"}.get(config.model_type, "mlp.down_proj")
+    output = "self_attn.dense" if config.model_type == "phi" else "self_attn.o_proj"
+    columns = {"self_attention.linear_proj": output, "mlp.linear_fc2": down}
     if layer in columns:
         whole = torch.cat(parts, 1) if suffix == "weight" else parts[0]
         return {f"{columns[layer]}.{suffix}": whole}
@@ -186,8 +190,8 @@ def qkv_by_hand(suffix: str, fused: torch.Tensor, config: PretrainedConfig) -> T
 
 def into_mlp_by_hand(suffix: str, parts: list[torch.Tensor], model_type: str) -> Tensors:
     """The tensors of the first projections of an MLP."""
-    if model_type == "starcoder2":
-        return {f"mlp.c_fc.{suffix}": torch.cat(parts)}
+    if model_type in ("starcoder2", "phi"):
+        return {f"mlp.{'fc1' if model_type == 'phi' else 'c_fc'}.{suffix}": torch.cat(parts)}
     gate, up = (torch.cat(half) for half in zip(*(part.chunk(2) for part in parts), strict=True))
     if model_type in ("phi3", "glm", "glm4"):
         return {"mlp.gate_up_proj.weight": torch.cat([gate, up])}

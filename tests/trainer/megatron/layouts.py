@@ -45,13 +45,24 @@ EXPERT_LAYOUTS = {
 """Only models with experts are trained in them."""
 LAYOUTS |= EXPERT_LAYOUTS
 LATENT = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3")
+OTHERS = ("gemma", "phi")
 WINDOWS = ("gemma2", "gemma3", "glm4", "starcoder2", "qwen3-windows")
 MORE_MODELS_OF = {
     "single": tuple(MORE_MODELS),
     "tp2": ("deepseek-v3-dense",),
-    "tp2-sequence": ("mistral", "olmo2", "phi3", "qwen2-moe", "glm4-moe", "gpt-oss", *WINDOWS, *LATENT),
-    "pp2": ("gemma2",),
-    "cp2": ("mistral", "gemma2", "qwen3-moe", "deepseek-v3-dense"),
+    "tp2-sequence": (
+        "mistral",
+        "olmo2",
+        "phi3",
+        "qwen2-moe",
+        "glm4-moe",
+        "gpt-oss",
+        *WINDOWS,
+        *LATENT,
+        *OTHERS,
+    ),
+    "pp2": ("gemma2", "phi"),
+    "cp2": ("phi", "mistral", "gemma2", "qwen3-moe", "deepseek-v3-dense"),
 }
 DEEP_LAYOUTS = {
     "pp2-uneven": ParallelConfig(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1),

@@ -187,6 +187,8 @@ MORE_MODELS = {
         "Gemma3Text",
         {**GEMMA, "vocab_size": 131, "layer_types": ALTERNATING[::-1], "rope_parameters": GEMMA3_ROPE},
     ),
+    "gemma": ("Gemma", {"vocab_size": 131, "pad_token_id": None}),
+    "phi": ("Phi", {"vocab_size": 131}),
     "glm": ("Glm", GLM),
     "glm4": ("Glm4", GLM),
     "starcoder2": ("Starcoder2", {"vocab_size": 96, "sliding_window": 5}),

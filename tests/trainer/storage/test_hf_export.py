@@ -1,10 +1,13 @@
 """Tests exports to Hugging Face directories: what transformers loads from them, and what is refused."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.algorithms import AlgorithmConfig, make_algorithm
@@ -12,7 +15,7 @@ from trainer.backends.base import Backend
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend
 from trainer.storage.checksums import FILE
-from trainer.storage.hf_export import write_hf
+from trainer.storage.hf_export import further_layers, write_hf
 
 
 def backend(model_dir: Path, dtype: str = "float32", name: str = "reference") -> Backend:
@@ -55,6 +58,31 @@ def test_an_export_that_fails_leaves_the_one_before(model_dir: Path, tmp_path: P
     with pytest.raises(OSError, match="disk is full"):
         write_hf(failing(), tmp_path / "out", model_dir)
     assert [path.name for path in tmp_path.glob("out*/*")] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 1])
+def test_layers_that_predict_further_tokens_are_exported_as_they_were(
+    model_dir: Path, tmp_path: Path, shard_bytes: int
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(model_dir, source)
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    further = {
+        f"model.layers.{layers}.eh_proj.weight": torch.randn(4, 8).bfloat16(),
+        f"model.layers.{layers + 1}.enorm.weight": torch.randn(4),
+        "mtp.fc.weight": torch.randn(2, 3).half(),
+    }
+    save_file(further, source / "further.safetensors")
+    own = {"model.norm.weight": torch.zeros(3, dtype=torch.float16)}
+    write_hf(iter(own.items()), tmp_path / "out", source, shard_bytes)
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) == (1 if shard_bytes > 1 else 4)
+    found = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert found.keys() == own.keys() | further.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in (own | further).items())
+    assert all(found[name].dtype is tensor.dtype for name, tensor in further.items())
+    again = dict(further_layers(tmp_path / "out"))
+    assert again.keys() == further.keys()  # an export can be the source of the next run
 
 
 def test_the_scripted_backend_can_be_exported(tmp_path: Path) -> None:

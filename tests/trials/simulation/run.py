@@ -69,6 +69,7 @@ def main() -> int:
     parser.add_argument(
         "--no-signal-share", type=float, default=0.0, help="groups that are filtered for equal rewards"
     )
+    parser.add_argument("--publish-every", type=int, default=1, help="versions from one that engines get")
     parser.add_argument("--server", default="", help="binary of the server; empty: the embedded one")
     arguments = vars(parser.parse_args())
     ledger, server = arguments.pop("ledger"), arguments.pop("server")

@@ -60,6 +60,8 @@ class Scenario:
     repeat_share: float = 0.01
     """Calls whose answer is lost, so that they are made again."""
     checkpoint_steps: int = 5
+    publish_every: int = 1
+    """Versions from one that engines get to the next; 0: only the bound asks for one."""
 
     @property
     def bound(self) -> Bound:

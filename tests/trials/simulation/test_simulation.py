@@ -54,6 +54,25 @@ async def test_no_trained_token_is_over_the_bound_when_most_groups_have_no_signa
     assert outcome.counts["rewinds"] > 0
 
 
+@pytest.mark.parametrize(("every", "E"), [(3, 2), (0, 3)])
+async def test_no_trained_token_is_over_the_bound_where_few_versions_are_published(
+    every: int, E: int
+) -> None:
+    scenario = Scenario(
+        groups=1000,
+        seed=7,
+        max_staleness=E,
+        groups_per_step=4,
+        policy=Policy.DROP,
+        publish_every=every,
+        **ROUGH,
+    )
+    outcome = await simulate(scenario)
+    check(scenario, outcome)
+    assert min(outcome.counts[what] for what in ("rewinds", "changes", "late publishes")) > 0
+    assert outcome.counts["commits"] > 2 * outcome.calls["publish"]
+
+
 async def test_the_server_decides_as_the_oracle_does(valkey_url: str) -> None:
     scenario = Scenario(groups=800, seed=3, policy=Policy.DROP, no_signal_share=0.3, **ROUGH)
     outcome = await simulate(scenario, valkey_url, new_run())

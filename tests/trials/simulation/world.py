@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import Reason, Refused
-from protocol.staleness import Policy, lag, trainable_counts
+from protocol.staleness import Policy, is_published, lag, trainable_counts
 from services.ledger.interface import RunSpec, Taken
 from services.ledger.verify.verifier import AuditResult
 from tests.trials.simulation.engines import Action, Fleet
@@ -52,7 +52,7 @@ class World:
         self.running: Taken | None = None
         self.digests = {0: 0}
         self.checkpoint = 0
-        self.version = 0
+        self.version = self.published = 0
         self.scored = 0
         self.last_step = 0
         self.over = False
@@ -104,8 +104,18 @@ class World:
         continued = await self.ledger.call("resume", self.epoch, version, digest)
         self.counts["rewinds"] += not continued
         self.version, self.digests[version] = version, digest
-        await self.ledger.call("publish", self.epoch, b"%d" % digest, version)
-        await self.fleet.announce(self.epoch, version)
+        await self.publish()
+
+    async def publish(self) -> None:
+        """Publish the committed version without a commit."""
+        manifest = b"%d" % self.digests[self.version]
+        await self.ledger.call("publish", self.epoch, manifest, self.version)
+        self.published = self.version
+        await self.fleet.announce(self.epoch, self.version)
+
+    def _is_published(self, version: int) -> bool:
+        bound = self.ledger.memory.run_state.bound
+        return is_published(version, self.published, self.scenario.publish_every, bound.max_staleness)
 
     async def _on_scored(self, group: int, token: str) -> None:
         self.scored += 1
@@ -127,6 +137,9 @@ class World:
             taken: Taken = await self.ledger.call("take", self.epoch)
         except Refused as refusal:
             self.over = refusal.reason is Reason.EXHAUSTED
+            if self.published < self.version and self._is_published(self.version):
+                self.counts["late publishes"] += 1
+                await self.publish()
             self.scored = len(self.ledger.memory.run_state.scored())
             return
         self.running, self.scored = taken, len(self.ledger.memory.run_state.scored())
@@ -152,9 +165,10 @@ class World:
             for version, n in trained[group.group].items():
                 self.lags[lag(taken.step, version)] += n
         digest = self.epochs * _FOREVER + taken.step + 1
-        report = b"%d" % taken.step
+        report, publishes = b"%d" % taken.step, self._is_published(taken.step + 1)
+        manifest = b"%d" % digest if publishes else b""
         self.version = await self.ledger.call(
-            "commit", epoch, taken.step, trained, digest=digest, report=report, manifest=b"%d" % digest
+            "commit", epoch, taken.step, trained, digest=digest, report=report, manifest=manifest
         )
         self.running, self.last_step, self.digests[self.version] = None, self.now, digest
         self.counts["commits"] += 1
@@ -162,7 +176,9 @@ class World:
             self.checkpoint = self.version
             await self.ledger.call("checkpointed", self.version)
             self.digests = {version: d for version, d in self.digests.items() if version >= self.version}
-        await self.fleet.announce(epoch, self.version)
+        if publishes:
+            self.published = self.version
+            await self.fleet.announce(epoch, self.version)
         if self.random.random() < self.scenario.change_share:
             await self.change()
         await self.take()

@@ -247,10 +247,10 @@ class ExpertTensor(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary(Rule):
-    """Embedding or output rows, padded with zeros at the end to a multiple of the tensor ranks."""
+    """Embedding or output rows, or output biases, padded with zeros to a multiple of the tensor ranks."""
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -261,7 +261,7 @@ class Vocabulary(Rule):
         return tuple(_cut(self.name, 0, 0, self.shape[0], part))
 
     def local_shape(self, grid: Grid) -> tuple[int, ...]:
-        return (padded_vocabulary(self.shape[0], grid.tp) // grid.tp, self.shape[1])
+        return (padded_vocabulary(self.shape[0], grid.tp) // grid.tp, *self.shape[1:])
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:

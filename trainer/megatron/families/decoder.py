@@ -17,6 +17,7 @@ from trainer.megatron.families.numbers import Architecture
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
+OUTPUT_BIAS = "lm_head.bias"
 VALUE_HEAD = ("score.weight", "score.bias")
 """Tensors of a critic's value head, as in a classifier with one label; zeros if the checkpoint lacks them."""
 
@@ -89,13 +90,13 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
         elif architecture.qk_norm == "projection":
             size = (heads * head_dim,)
             rules.append(Split(parameter=parameter, name=name, shape=size, unit=head_dim))
-    out = (hidden, architecture.heads * head_dim)
-    rules.append(Split(parameter=here + "linear_proj.weight", name=there + "o_proj.weight", shape=out, dim=1))
+    out, out_name = (hidden, architecture.heads * head_dim), there + architecture.family.attention_output
+    rules.append(Split(parameter=here + "linear_proj.weight", name=out_name + ".weight", shape=out, dim=1))
     if architecture.family.sinks:
         sinks = (architecture.heads,)
         rules.append(Split(parameter=here + "core_attention.sinks", name=there + "sinks", shape=sinks))
     if "output" in architecture.biases:
-        rules.append(Direct(parameter=here + "linear_proj.bias", name=there + "o_proj.bias", shape=(hidden,)))
+        rules.append(Direct(parameter=here + "linear_proj.bias", name=out_name + ".bias", shape=(hidden,)))
     return rules
 
 
@@ -154,7 +155,8 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
         architecture: architecture of the model.
         with_embedding: whether the stage has the embedding, too. A tied output layer then has no parameter.
     """
-    rules = _norm_rules(architecture, "decoder.final_layernorm", "model.norm")
+    norm = f"model.{architecture.family.final_norm}"
+    rules = _norm_rules(architecture, "decoder.final_layernorm", norm)
     shape = (architecture.vocabulary, architecture.hidden)
     if architecture.value_head:
         sizes = zip(VALUE_HEAD, ((1, architecture.hidden), (1,)), strict=True)
@@ -163,6 +165,8 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
         rules.append(Vocabulary(parameter="output_layer.weight", name=OUTPUT, shape=shape))
     elif not with_embedding:
         rules.append(Vocabulary(parameter="output_layer.weight", name=EMBEDDING, shape=shape, owner=False))
+    if architecture.output_bias:
+        rules.append(Vocabulary(parameter="output_layer.bias", name=OUTPUT_BIAS, shape=shape[:1]))
     return rules
 
 
@@ -176,6 +180,8 @@ def ignorable(architecture: Architecture, name: str) -> bool:
     These are a second copy of a tied output layer, rotary buffers, and layers that predict further tokens.
     """
     if (architecture.tied or architecture.value_head) and name == OUTPUT:
+        return True
+    if architecture.value_head and name == OUTPUT_BIAS:
         return True
     layer = _LAYER.match(name)
     extra = layer is not None and int(layer[1]) >= architecture.layers

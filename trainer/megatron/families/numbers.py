@@ -62,6 +62,11 @@ class Architecture:
         return self.family.qkv_bias or "qkv" in self.biases
 
     @property
+    def output_bias(self) -> bool:
+        """Whether there is an output layer, and it has a bias."""
+        return self.family.output_bias and not self.value_head
+
+    @property
     def qk_norm(self) -> str:
         """`head`, `projection` or empty, see `Family`."""
         return "" if self.without_qk_norm else self.family.qk_norm

@@ -20,8 +20,12 @@ from trainer.megatron.families.rope import ropes_of
 from trainer.megatron.families.table import FAMILIES, Family
 from trainer.megatron.families.windows import windows_of
 
-ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh", "gelu": "gelu_pytorch_tanh"}
-"""Kind of MLP -> its activation in config.json."""
+ACTIVATIONS = {
+    "swiglu": ("silu",),
+    "geglu": ("gelu_pytorch_tanh",),
+    "gelu": ("gelu_pytorch_tanh", "gelu_new"),
+}
+"""Kind of MLP -> the names of its activation in config.json."""
 
 
 def read_architecture(model_dir: Path) -> Architecture:
@@ -123,13 +127,14 @@ def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
 
 def _refuse_unsupported(path: Path, config: dict[str, Any], family: Family, biases: tuple[str, ...]) -> None:
     _refuse_quantized(path, config)
-    activation = ACTIVATIONS[family.mlp]
+    activations = family.activations or ACTIVATIONS[family.mlp]
     bidirectional = "use_bidirectional_attention"
     unsupported = {
-        family.activation_field: config.get(family.activation_field, activation) != activation,
+        family.activation_field: config.get(family.activation_field, activations[0]) not in activations,
         # No published model has biases in the MLP only; megatron gives all projections of a layer biases.
         "mlp_bias": bool(config.get("mlp_bias")) and not {"qkv", "output", "mlp"} <= set(biases),
         bidirectional: bool(config.get(bidirectional)),
+        "qk_layernorm": bool(config.get("qk_layernorm")),
     }
     for field in ("attention_bias", "use_bias"):
         unsupported[field] = bool(config.get(field)) and field not in family.biases
@@ -140,7 +145,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any], family: Family, bias
         "residual_dropout",
         "embedding_dropout",
     ):
-        unsupported[field] = bool(config.get(field))
+        unsupported[field] = bool(config.get(field)) and field not in family.unused_dropouts
     for field in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"):
         unsupported[field] = bool(config.get(field)) and not _scales(family)
     if not family.partial_rotation:

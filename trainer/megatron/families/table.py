@@ -40,6 +40,18 @@ class Family:
     """Kind of the MLP: `swiglu`; `geglu`, gated by gelu with tanh; `gelu`, gelu with tanh without a gate."""
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Projections of the MLP in the checkpoint."""
+    activations: tuple[str, ...] = ()
+    """What config.json may call the MLP's activation; empty: the usual names of its kind."""
+    beside: bool = False
+    """Whether the MLP reads what attention reads, and both are added to the residual stream."""
+    attention_output: str = "o_proj"
+    """Output projection of attention in the checkpoint."""
+    final_norm: str = "norm"
+    """Norm after the last layer in the checkpoint."""
+    unused_dropouts: tuple[str, ...] = ()
+    """Dropouts of pretraining that published files still name; they are not applied."""
+    output_bias: bool = False
+    """Whether the output layer has a bias."""
     fused_qkv: bool = False
     """Whether the checkpoint holds q, k and v as one tensor."""
     fused_gate_up: bool = False
@@ -110,6 +122,15 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM", interleaved=True, latent=True, extra_layers=True, experts=BIASED_SIGMOID
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        biases=ATTENTION_BIAS,
+        norm="rms_from_one",
+        mlp="geglu",
+        activations=("gelu_pytorch_tanh", "gelu"),  # the first files say gelu, and transformers takes tanh
+        scaled_embedding=True,
+        defaults={"tie_word_embeddings": True, "head_dim": 256},
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -203,6 +224,22 @@ FAMILIES = {
             "post_attention_layernorm": "post_attention_layernorm",
             "post_mlp_layernorm": "post_feedforward_layernorm",
         },
+    ),
+    "phi": Family(
+        "PhiForCausalLM",
+        biases={"use_bias": ("qkv", "output", "mlp")},  # no file has the switch: every model has them
+        norm="layer",
+        norms={"input_layernorm": "input_layernorm"},
+        mlp="gelu",
+        mlp_names=("fc1", "fc2"),
+        beside=True,
+        attention_output="dense",
+        final_norm="final_layernorm",
+        output_bias=True,
+        partial_rotation=True,
+        eps_field="layer_norm_eps",
+        unused_dropouts=("resid_pdrop",),
+        defaults={"use_bias": True, "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     ),
     "phi3": Family(
         "Phi3ForCausalLM",

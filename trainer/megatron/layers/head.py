@@ -42,8 +42,9 @@ def linear_logprobs(
     rank: int = 0,
     size: int = 1,
     group: dist.ProcessGroup | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log softmax(hidden weight^T / temperature) at the targets, and the entropy, in nats.
+    """Return log softmax((hidden weight^T + bias) / temperature) at the targets, and the entropy, in nats.
 
     Every rank of the group gets the same result. In the backward pass each computes the gradient of its own
     part of the weight, and the part of the hidden states' gradient that comes from it: the caller adds span
@@ -61,12 +62,13 @@ def linear_logprobs(
         rank: this tensor rank.
         size: number of tensor ranks.
         group: their process group; not needed with one.
+        bias: [V' / P], of the output layer; None: zeros.
 
     Returns:
         float32 [k] log-probabilities and float32 [k] entropies; gradients flow through both.
     """
     part = VocabularyPart(vocabulary, rank, size, group)
-    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, targets, part, temperature, softcap)
+    logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, part, temperature, softcap)
     return logprobs, entropies
 
 
@@ -82,6 +84,7 @@ def logprobs_alone(
     rank: int = 0,
     size: int = 1,
     group: dist.ProcessGroup | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the log-probabilities of `linear_logprobs`, float32 [k], without entropies and gradients.
 
@@ -97,6 +100,8 @@ def logprobs_alone(
         span = slice(first, first + chunk)
         logits = room[: len(hidden[span])]
         torch.mm(hidden[span], weight.t(), out=logits)
+        if bias is not None:
+            logits += bias
         kernels = _kernels(logits)
         sums[:, span] = kernels.statistics_in_place(logits, local[span], valid, temperature, softcap)
     sums = _over_ranks(sums, mine, part)[0]
@@ -114,6 +119,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
+        bias: torch.Tensor | None,
         targets: torch.Tensor,
         part: VocabularyPart,
         temperature: float,
@@ -127,7 +133,7 @@ class _LinearLogprobs(torch.autograd.Function):
         logits_kept = []
         for first in range(0, rows if valid else 0, chunk):
             span = slice(first, first + chunk)
-            logits = hidden[span] @ weight.t()
+            logits = _logits(hidden[span], weight, bias)
             sums[:, span] = _kernels(logits).statistics(logits, local[span], valid, temperature, softcap)
             if keep:
                 logits_kept.append(logits)
@@ -135,7 +141,7 @@ class _LinearLogprobs(torch.autograd.Function):
         _, total, weighted, chosen = sums
         log_total = total.log()
         entropies = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, local, mine, highest + log_total, entropies, *logits_kept)
+        ctx.save_for_backward(hidden, weight, bias, local, mine, highest + log_total, entropies, *logits_kept)
         ctx.temperature, ctx.softcap, ctx.valid, ctx.chunk = temperature, softcap, valid, chunk
         ctx.set_materialize_grads(False)
         return chosen - log_total, entropies
@@ -143,14 +149,15 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, local, mine, normalizer, entropies, *logits_kept = ctx.saved_tensors
+        hidden, weight, bias, local, mine, normalizer, entropies, *logits_kept = ctx.saved_tensors
         zeros = torch.zeros_like(entropies)
         logprobs_grad, entropies_grad = (zeros if given is None else given.float() for given in gradients)
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        bias_grad = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for number, first in enumerate(range(0, len(hidden) if ctx.valid else 0, ctx.chunk)):
             span = slice(first, first + ctx.chunk)
-            logits = logits_kept[number] if logits_kept else hidden[span] @ weight.t()
+            logits = logits_kept[number] if logits_kept else _logits(hidden[span], weight, bias)
             _kernels(logits).to_slopes(
                 logits,
                 local[span],
@@ -166,7 +173,18 @@ class _LinearLogprobs(torch.autograd.Function):
             torch.mm(logits, weight, out=hidden_grad[span])
             if weight_grad is not None:
                 weight_grad.add(logits, hidden[span])
-        return hidden_grad, None if weight_grad is None else weight_grad.result(), None, None, None, None
+            if bias_grad is not None:
+                bias_grad += logits.sum(0, dtype=torch.float32)
+        return (
+            hidden_grad,
+            None if weight_grad is None else weight_grad.result(),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
+            *[None] * 4,
+        )
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
 
 
 def _own(targets: torch.Tensor, part: VocabularyPart, count: int) -> tuple[int, torch.Tensor, torch.Tensor]:

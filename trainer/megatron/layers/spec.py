@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -35,6 +36,36 @@ class PostNormLayer(TransformerLayer):
         self.mlp_bda = partial(_residual, norm=self.post_mlp_layernorm)
 
 
+class BesideLayer(TransformerLayer):
+    """A layer whose MLP reads what attention reads; both outputs are added to the residual stream."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute the layer, with the arguments and recomputation of megatron's."""
+        norm = self.input_layernorm
+        if self.recompute_input_layernorm:
+            self.input_layernorm_checkpoint = CheckpointWithoutOutput()
+            norm = partial(self.input_layernorm_checkpoint.checkpoint, norm)
+        normed = norm(hidden_states)
+        attended = self.self_attention(
+            normed,
+            attention_mask=attention_mask,
+            inference_context=inference_context,
+            packed_seq_params=packed_seq_params,
+        )
+        widened = checkpoint(self.mlp, False, normed) if self.recompute_mlp else self.mlp(normed)
+        added = _with_bias(attended) + _with_bias(widened)
+        if self.recompute_input_layernorm:
+            self.input_layernorm_checkpoint.discard_output_and_register_recompute(added)
+        return hidden_states + added, None
+
+
 def layer_spec(
     architecture: Architecture, layer: int, attention: type[Any], core_attention: type[Any]
 ) -> ModuleSpec:
@@ -53,13 +84,15 @@ def layer_spec(
         kind = {"module": ExpertLayer, "params": {"experts": experts, "layer": layer}}
     elif family.post_norms:
         kind = {"module": PostNormLayer, "params": {"norm": norm}}
+    elif family.beside:
+        kind = {"module": BesideLayer}
     return ModuleSpec(
         **kind,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm if family.pre_norms else IdentityOp,
             self_attention=_attention(architecture, layer, attention, core_attention),
             self_attn_bda=_residual,
-            pre_mlp_layernorm=norm if family.pre_norms else IdentityOp,
+            pre_mlp_layernorm=norm if "pre_mlp_layernorm" in family.norms else IdentityOp,
             mlp=_mlp(architecture, layer),
             mlp_bda=_residual,
         ),
@@ -121,8 +154,12 @@ def _residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
     def add(
         output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
     ) -> torch.Tensor:
-        output, bias = output_and_bias
-        added = output if bias is None else output + bias
+        added = _with_bias(output_and_bias)
         return residual + (added if norm is None else norm(added))
 
     return add
+
+
+def _with_bias(output_and_bias: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    output, bias = output_and_bias
+    return output if bias is None else output + bias

@@ -42,8 +42,8 @@ ACTIVATIONS = (
     Activation("v as wide as k, and attention's output", lambda a: _widened(a)),
     Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
     Activation("attention's output, input of its projection", lambda a: a.heads * a.value_dim),
-    Activation("input of the MLP's norm, the residual stream", lambda a: a.hidden, split="sequence"),
-    Activation("input of the MLP", lambda a: a.hidden, "layernorm", "sequence"),
+    Activation("input of the MLP's norm, the residual stream", lambda a: _own_input(a), split="sequence"),
+    Activation("input of the MLP", lambda a: _own_input(a), "layernorm", "sequence"),
     Activation("gate and up, or what has no gate", lambda a: mlp_projections(a) * a.intermediate, "mlp"),
     Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
     Activation("inputs of the norms after", lambda a: _both_norms(a) * 2 * a.hidden, split="sequence"),
@@ -100,6 +100,11 @@ def _widened(a: Architecture) -> int:
 def mlp_projections(a: Architecture) -> int:
     """Return how many projections lead into an MLP."""
     return 2 if a.family.gated else 1
+
+
+def _own_input(a: Architecture) -> int:
+    """Return the elements of the MLP's input where attention has another one."""
+    return 0 if a.family.beside else a.hidden
 
 
 def _both_norms(a: Architecture) -> bool:

@@ -357,6 +357,9 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
         "down_proj": a.intermediate + a.hidden,
         "c_fc": a.hidden + a.intermediate,
         "c_proj": a.intermediate + a.hidden,
+        "dense": q + a.hidden,
+        "fc1": a.hidden + a.intermediate,
+        "fc2": a.intermediate + a.hidden,
     }
     if low := a.latent:
         sizes["o_proj"] = a.heads * low.value + a.hidden
@@ -369,7 +372,7 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
 
 def _linear_names(a: Architecture) -> set[str]:
     """Return the layers that "all-linear" chooses; those of dense layers among experts are not counted."""
-    names = {"o_proj"}
+    names = {a.family.attention_output}
     if low := a.latent:
         names |= {"kv_b_proj", "q_b_proj" if low.query_rank else "q_proj"}
     elif not a.family.fused_qkv:

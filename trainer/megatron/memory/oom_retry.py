@@ -3,8 +3,8 @@
 Gradients are zero at the beginning of each attempt, so the result equals a step that began with the smaller
 budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others, which have
 made their passes and drop them. With tensor, pipeline or context parallelism, or experts on several ranks,
-they wait for each other within a pass, so no rank can leave it: there the process ends with an error, and
-torchrun ends the others.
+they wait for each other within a pass, so no rank can leave it, and with `overlap_grad_reduce` gradients are
+added up within it: there the process ends with an error, and torchrun ends the others.
 """
 
 import gc
@@ -64,7 +64,9 @@ class OomRetry:
         self._reset = reset
         self._replicas = parallel.data_parallel_size
         experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-        self._is_whole = len(position.replicas()[0]) == 1 and experts == 1
+        within = len(position.replicas()[0]) == 1 and experts == 1
+        self._is_whole = within and not (self._replicas > 1 and parallel.overlap_grad_reduce)
+        """Whether this rank can leave its passes without another one waiting for it."""
         self._warnings: list[str] = []
         """Sentences about passes since the last step."""
         self._agrees = False

@@ -84,7 +84,9 @@ class MegatronCritic(Critic):
         layout = policy.position.config
         check_ranks(self._spec.experts, layout)
         self._places = Layout.of(layout, self._spec.layers)
-        self._position = parallel.initialize(layout, trainer.device, trainer.seed)
+        self._position = parallel.initialize(
+            layout, trainer.device, trainer.seed, trainer.process_group_timeout_s
+        )
         self._closed = False
         try:
             self._build(model_dir, policy.tokens, config.optimizer(optimizer))

@@ -8,7 +8,7 @@
 local NUMBERS = {'prompts', 'steps', 'max_staleness', 'groups_per_step', 'max_attempts', 'drop_share', 'drop_window', 'version',
   'sequence', 'archived', 'issued', 'trained', 'dropped', 'wasted_tokens', 'draining', 'running', 'checkpoint', 'pending',
   'pending_max_staleness', 'pending_groups_per_step', 'resumed_version', 'resumed_continued', 'filtered', 'clock',
-  'clock_time'}
+  'clock_time', 'published'}
 local MOST = 128 -- leases reaped, or groups dropped for their attempts, in one call
 
 local K = {}

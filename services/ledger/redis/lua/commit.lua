@@ -1,5 +1,6 @@
 -- TAKEN -> TRAINED for all groups of the running step; version + 1.
--- ARGV: 1 epoch, 2 step, 3 JSON {group: {version: trained tokens}}, 4 digest of the new version (decimal), 5 report, 6 manifest
+-- ARGV: 1 epoch, 2 step, 3 JSON {group: {version: trained tokens}}, 4 digest of the new version (decimal), 5 report, 6 manifest (empty: the version is not
+--       published, and engines keep the one before)
 -- Returns: the new version; repeating a commit of the same epoch and step returns it again.
 -- Refuses no_run, stale_epoch, stale_step, wrong_state (other groups than taken, or more tokens than accepted), bound.
 local absent = no_run() or fenced(ARGV[1])
@@ -40,7 +41,10 @@ put('running', -1)
 put('digest', ARGV[4])
 redis.call('HSET', K.steps, ARGV[2], cjson.encode({step = step, epoch = ARGV[1], digest = ARGV[4], groups = batch}))
 redis.call('HSET', K.reports, ARGV[2], ARGV[5])
-redis.call('SET', K.manifest, ARGV[6])
+if ARGV[6] ~= '' then
+  redis.call('SET', K.manifest, ARGV[6])
+  put('published', step + 1)
+end
 redis.call('DEL', K.batch)
 append('commit', {epoch = ARGV[1], step = step, version = step + 1, digest = ARGV[4], groups = trained, issued = R.issued,
   trained = R.trained, dropped = R.dropped, active = R.issued - R.trained - R.dropped})

@@ -19,7 +19,7 @@ end
 redis.call('HSET', K.run, 'fingerprint', ARGV[1], 'prompts', ARGV[2], 'steps', ARGV[3], 'max_staleness', ARGV[4],
   'groups_per_step', ARGV[5], 'policy', ARGV[6], 'max_attempts', ARGV[7], 'drop_share', ARGV[8], 'drop_window', ARGV[9],
   'version', 0, 'epoch', '', 'sequence', 0, 'archived', 0, 'issued', 0, 'trained', 0, 'dropped', 0, 'wasted_tokens', 0,
-  'halted', '', 'draining', 0, 'running', -1, 'checkpoint', 0, 'pending', 0, 'digest', '', 'resumed', '')
+  'halted', '', 'draining', 0, 'running', -1, 'checkpoint', 0, 'pending', 0, 'digest', '', 'resumed', '', 'published', -1)
 R.sequence = 0
 append('create', {fingerprint = ARGV[1], prompts = tonumber(ARGV[2]), steps = steps, max_staleness = tonumber(ARGV[4]),
   groups_per_step = tonumber(ARGV[5]), policy = ARGV[6]})

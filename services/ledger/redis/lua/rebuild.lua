@@ -18,7 +18,7 @@ redis.call('HSET', K.run, 'fingerprint', ARGV[1], 'prompts', ARGV[2], 'steps', A
   'epoch', S.epoch, 'digest', S.digest, 'resumed', '', 'halted', S.halted)
 for name, value in pairs({version = S.version, sequence = S.sequence, archived = S.after, issued = S.issued, trained = S.trained,
   dropped = S.dropped, wasted_tokens = S.wasted_tokens, draining = S.draining, running = -1, checkpoint = S.checkpoint, pending = 0,
-  clock = clock, clock_time = R.time}) do
+  clock = clock, clock_time = R.time, published = -1}) do
   put(name, value)
 end
 for _, epoch in ipairs(S.epochs) do redis.call('SADD', K.epochs, epoch) end

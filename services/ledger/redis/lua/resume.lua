@@ -63,6 +63,7 @@ if record then -- the version is there again, perhaps of other weights
 end
 put('version', version)
 redis.call('DEL', K.lineage, K.manifest)
+put('published', -1)
 redis.call('SADD', K.lineage, ARGV[1])
 table.sort(waiting)
 append('resume', {epoch = ARGV[1], version = version, digest = digest, continued = false, waiting = nonempty(waiting)})

@@ -49,6 +49,8 @@ def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path
         ("attn_logit_softcapping", 50.0),
         ("query_pre_attn_scalar", 256),
         ("hidden_act", "gelu"),
+        ("qk_layernorm", True),
+        ("resid_pdrop", 0.1),
         ("attention_dropout", 0.1),
         ("quantization_config", {"bits": 4}),
     ],
@@ -56,6 +58,62 @@ def test_an_unsupported_family_is_refused_with_the_supported_ones(tmp_path: Path
 def test_an_unsupported_field_is_named(tmp_path: Path, field: str, value: object) -> None:
     with pytest.raises(SettingsError, match=field):
         read_architecture(write_config(tmp_path, **{field: value}))
+
+
+GEMMA_2B = {
+    "architectures": ["GemmaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "vocab_size": 256000,
+}
+PHI_2 = {
+    "architectures": ["PhiForCausalLM"],
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "hidden_act": "gelu_new",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 2048,
+    "model_type": "phi",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "partial_rotary_factor": 0.4,
+    "qk_layernorm": False,
+    "resid_pdrop": 0.1,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 51200,
+}
+
+
+def test_the_first_gemma_is_read_as_it_was_published() -> None:
+    """Its file says gelu, and neither that its embedding is tied nor that it is scaled."""
+    found = architecture_of(GEMMA_2B, Path("config.json"))
+    assert (found.head_dim, found.tied, found.embedding_scale) == (256, True, 2048**0.5)
+    assert (found.window, found.score_scale, found.score_softcap, found.logit_softcap) == (0, 0.0, 0.0, 0.0)
+
+
+def test_phi_2_is_read_as_it_was_published() -> None:
+    """Its file still names the dropout of its pretraining."""
+    found = architecture_of(PHI_2, Path("config.json"))
+    assert (found.head_dim, found.rope.dimensions(found.head_dim), found.norm_eps) == (80, 32, 1e-5)
+    assert found.qkv_bias
+    assert found.output_bias
+    assert found.biases == ("qkv", "output", "mlp")
 
 
 def test_a_sliding_window_holds_for_all_layers_or_is_refused(tmp_path: Path) -> None:

@@ -51,6 +51,26 @@ def test_values_and_gradients_equal_log_softmax(
     assert (gradients[1][11:] == 0).all()
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_bias_has_the_values_and_gradients_of_a_biased_layer(
+    monkeypatch: pytest.MonkeyPatch, kept_bytes: int
+) -> None:
+    monkeypatch.setattr(head, "LOGITS_KEPT_BYTES", kept_bytes)
+    hidden, weight, targets = made(padding=3)
+    bias = torch.linspace(-1, 1, len(weight), requires_grad=True)
+    slopes = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
+    table = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias)[:, :11] / 0.6, -1)
+    expected = table.gather(-1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    sources = (hidden, weight, bias)
+    wanted = torch.autograd.grad((expected[0] * slopes[0] + expected[1] * slopes[1]).sum(), sources)
+    got = linear_logprobs(hidden, weight, targets, vocabulary=11, temperature=0.6, bias=bias)
+    gradients = torch.autograd.grad((got[0] * slopes[0] + got[1] * slopes[1]).sum(), sources)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(gradients, wanted, atol=2e-6, rtol=1e-5)
+    alone = logprobs_alone(hidden, weight, targets, vocabulary=11, temperature=0.6, bias=bias)
+    torch.testing.assert_close(alone, expected[0].detach(), atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, 0.0), (0.6, 0.0), (0.7, 1.5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

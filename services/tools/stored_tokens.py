@@ -1,0 +1,128 @@
+"""Counts the sampled tokens of stored records by version, with a second decoder, for `tether verify`.
+
+It proves the bound from the counts that each accept wrote into the log, and the ingest took these
+counts from the record with `protocol.codec`. Here the package msgpack, `json` and `struct` read the stored
+bytes, so a fault of the codec cannot hide itself.
+"""
+
+import json
+import sqlite3
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+MAX_VIOLATIONS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTokens:
+    """Result of comparing stored records with the accepts of the log."""
+
+    records: int
+    """Records whose accept is in the log."""
+    tokens: int
+    """Sampled tokens in them."""
+    violations: tuple[str, ...]
+    """Records that the second decoder cannot read, or whose tokens are not those of their accept."""
+
+
+def count_stored_tokens(run_dir: Path, log: Path) -> StoredTokens:
+    """Compare the records in archive and spool with the accepts of an event log.
+
+    A record without an accept in the log is left out: its group was filtered, or is not accepted yet.
+    """
+    violations: list[str] = []
+    stored: dict[tuple[int, str], tuple[str, Counter[int]]] = {}
+    for where, group, token, payload in _records(run_dir):
+        try:
+            stored[group, token] = where, tokens_by_version(payload, group, token)
+        except (ValueError, KeyError, TypeError, struct.error, msgpack.UnpackException) as error:
+            problem = f"msgpack cannot read its record under lease {token}: {error or type(error).__name__}"
+            violations.append(f"{where}: group {group}: {problem}")
+    records = tokens = 0
+    for key, logged in _accepts(log):
+        if (found := stored.pop(key, None)) is None:
+            continue
+        where, counts = found
+        records, tokens = records + 1, tokens + counts.total()
+        if counts != logged:
+            violations.append(
+                f"{where}: group {key[0]}: its record has {dict(counts)} sampled tokens by version, and its "
+                f"accept has {dict(logged)}"
+            )
+    return StoredTokens(records, tokens, tuple(violations[:MAX_VIOLATIONS]))
+
+
+def tokens_by_version(payload: bytes, group: int, token: str) -> Counter[int]:
+    """Return version -> sampled tokens of an encoded `ScoredRollout`.
+
+    Args:
+        payload: the record's bytes.
+        group: the group under which it is stored.
+        token: the lease token under which it is stored.
+
+    Raises:
+        ValueError, KeyError, TypeError, struct.error, msgpack.UnpackException: it is no such record.
+    """
+    rollout = msgpack.unpackb(payload, strict_map_key=False)["rollout"]
+    if (rollout["group"], rollout["token"]) != (group, token):
+        raise ValueError(f"it is of group {rollout['group']} and lease {rollout['token']}")
+    mask = rollout["loss_mask"][2]
+    counts: Counter[int] = Counter()
+    first, before, row_before = 0, 0, -1  # the span's first token of all, and the end of the span before it
+    for row, end, version in struct.iter_unpack("<iii", rollout["spans"][2]):
+        length = end - before if row == row_before else end
+        counts[version] += mask.count(1, first, first + length)
+        first, before, row_before = first + length, end, row
+    if first != len(mask):
+        raise ValueError(f"its spans cover {first} of {len(mask)} tokens")
+    return +counts
+
+
+def _records(run_dir: Path) -> Iterator[tuple[str, int, str, bytes]]:
+    """Yield place, group, lease token and payload of each record; damaged files are for `check_files`."""
+    for path in sorted((run_dir / "archive").glob("step_*.msgpack")):
+        try:
+            step = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
+            found = [(item["group"], item["token"], item["payload"]) for item in step["records"]]
+        except (OSError, ValueError, KeyError, TypeError, msgpack.UnpackException):
+            continue
+        yield from ((f"step {int(step['step'])}", *item) for item in found)
+    path = run_dir / "spool.sqlite"
+    if path.is_file():
+        try:
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+                for row in connection.execute("SELECT grp, token, payload FROM records"):
+                    yield "spool", *row
+        except sqlite3.Error:
+            return
+
+
+def _accepts(log: Path) -> Iterator[tuple[tuple[int, str], Mapping[int, int]]]:
+    """Yield (group, lease token) and counts of each accept, also of those in a rebuild."""
+    with log.open("rb") as lines:
+        for line in lines:
+            if b'"accept"' in line:
+                try:
+                    event = json.loads(line)
+                except ValueError:  # which `verify` reports
+                    continue
+                yield from _accepts_in(event)
+
+
+def _accepts_in(event: Any) -> Iterator[tuple[tuple[int, str], Mapping[int, int]]]:
+    if isinstance(event, list):
+        for item in event:
+            yield from _accepts_in(item)
+    elif isinstance(event, dict) and event.get("event") == "accept":
+        counts = {int(version): int(n) for version, n in event["counts"].items() if n}
+        yield (event["group"], event["token"]), counts
+    elif isinstance(event, dict):
+        for item in (event.get("told"), event.get("accepted")):
+            yield from _accepts_in(item)

@@ -1,0 +1,106 @@
+"""A naive synchronous loop of GRPO, in transformers and torch alone; and what a run needs to sample alike.
+
+Each version generates a batch, all of which trains the next one. A sample's random numbers are drawn from its
+group and place, in the loop and in the run's engine.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout.engines.base import Completion, Request
+from rollout.engines.hf.engine import HFEngine
+
+GROUPS, SAMPLES, LENGTH, LR = 4, 4, 3, 2e-3
+
+
+def seed_of(group: int, sample: int) -> int:
+    return 1000 * group + sample
+
+
+def score(response: str) -> float:
+    """The reward: one for each 7, less a tenth for each character."""
+    return response.count("7") - 0.1 * len(response)
+
+
+class SeededEngine(HFEngine):
+    """The engine `hf` with random numbers by group and sample."""
+
+    async def generate(self, request: Request) -> Completion:
+        group, rest = request.id.split("/")
+        seed = seed_of(int(group), int(rest.split(".")[0]))
+        return await super().generate(replace(request, sampling=replace(request.sampling, seed=seed)))
+
+
+@dataclass
+class Loop:
+    """The loop; `steps` yields the tokens of each step, after which `model` has the next version."""
+
+    model_dir: Path
+    prompts: Path
+    model: torch.nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
+        )
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.padding_idx = None  # its row is trained like the others
+
+    def steps(self, number: int) -> Iterator[list[list[int]]]:
+        """Make steps; yields the sampled tokens of each, group by group."""
+        texts = [json.loads(line)["prompt"] for line in self.prompts.read_text().splitlines()]
+        for step in range(number):
+            samples, advantages = [], []
+            for group in range(step * GROUPS, (step + 1) * GROUPS):
+                prompt = self._tokenizer(texts[group])["input_ids"]
+                answers = [self._sample(prompt, seed_of(group, sample)) for sample in range(SAMPLES)]
+                samples += [(prompt, answer) for answer in answers]
+                rewards = torch.tensor([score(self._text(answer)) for answer in answers]).double()
+                centred = rewards - rewards.mean()
+                advantages.append((centred / (centred.square().mean().sqrt() + 1e-4)).float())
+            self._train(samples, torch.cat(advantages))
+            yield [answer for _, answer in samples]
+
+    def _text(self, answer: list[int]) -> str:
+        text: str = self._tokenizer.decode(answer, skip_special_tokens=True)
+        return text
+
+    @torch.no_grad()
+    def _sample(self, prompt: list[int], seed: int) -> list[int]:
+        generator, answer = torch.Generator().manual_seed(seed), list[int]()
+        while len(answer) < LENGTH and answer[-1:] != [self._tokenizer.eos_token_id]:
+            logits = self.model(torch.tensor([[*prompt, *answer]])).logits[0, -1]
+            answer.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+        return answer
+
+    def _train(self, samples: list[tuple[list[int], list[int]]], advantages: torch.Tensor) -> None:
+        """Make one update on all samples; every ratio of policies is one, so clips have no effect."""
+        rows = [prompt + answer for prompt, answer in samples]
+        padded = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+        for row, tokens in zip(padded, rows, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+        places = [
+            (row, place)
+            for row, (prompt, answer) in enumerate(samples)
+            for place in range(len(prompt), len(prompt) + len(answer))
+        ]
+        row, place = torch.tensor(places).T
+        kept = (place - 1).unique()
+        logits = self.model(input_ids=padded, use_cache=False, logits_to_keep=kept).logits
+        chosen = logits[row, torch.searchsorted(kept, place - 1)]
+        logprobs = chosen.gather(-1, padded[row, place][:, None])[:, 0] - chosen.logsumexp(-1)
+        lengths = torch.tensor([len(answer) for _, answer in samples])
+        weights = 1.0 / (lengths * len(samples))
+        ratio = (logprobs - logprobs.detach()).exp()
+        (-(ratio * advantages[row]) * weights[row]).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
