@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import EngineConfig
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -36,6 +37,9 @@ class Environment(ABC):
             Exception: any other error fails this attempt alone, and so does a time limit of
                 `[environment]`.
         """
+
+    def configured(self, config: EnvironmentConfig) -> None:  # noqa: B027  most need only their options
+        """Learn the section that named it, before anything else."""
 
     def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most need not know
         """Learn which engine answers, before the first sample."""

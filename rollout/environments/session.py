@@ -105,7 +105,7 @@ class Task:
     url: str
     """Base URL for clients of the OpenAI API, with the session's key in it."""
     key: str
-    """The key, for clients that want one."""
+    """What clients send as their API key. On loopback it is not read."""
     prompt: Prompt
     results: Results = field(default_factory=Results, repr=False, compare=False)
     """What tools answered, for `once`."""
@@ -143,7 +143,7 @@ class SessionEnvironment(Environment):
 
     def __init__(self, options: SessionOptions) -> None:
         checked_name(options.sampling, SAMPLING, "setting environment.options.sampling:")
-        self._limits = options
+        self._limits, self._config = options, EnvironmentConfig()
         self._reader = AnswerReader(options.tool_syntax, options.reasoning_syntax)
         self._endpoint: SessionEndpoint | None = None
         self._starting = asyncio.Lock()
@@ -170,7 +170,7 @@ class SessionEnvironment(Environment):
         sampling = calls.sampling if calls else None
         session = Session(generate, renderer, self._limits, self._reader, record, on_replayed, most, sampling)
         key = endpoint.open(session)
-        task = Task(endpoint.url(key), key, prompt, session.results)
+        task = Task(endpoint.url(key), endpoint.token(key), prompt, session.results)
         try:
             reward = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
         except Exception as error:
@@ -223,6 +223,10 @@ class SessionEnvironment(Environment):
             await self._endpoint.close()
         await self._reader.close()
 
+    def configured(self, config: EnvironmentConfig) -> None:
+        """Learn where the endpoint listens."""
+        self._config = config
+
     def answered_by(self, engine: EngineConfig) -> None:
         """Learn where SGLang is, for its parsers."""
         self._reader = AnswerReader(
@@ -237,7 +241,7 @@ class SessionEnvironment(Environment):
         async with self._starting:
             if self._endpoint is None:
                 endpoint = SessionEndpoint(
-                    body_mb=self._limits.body_mb, override=self._limits.sampling == "run"
+                    self._config, body_mb=self._limits.body_mb, override=self._limits.sampling == "run"
                 )
                 await endpoint.start()
                 self._endpoint = endpoint

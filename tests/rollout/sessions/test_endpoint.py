@@ -288,7 +288,7 @@ async def test_a_taken_port_is_named() -> None:
     async with served() as (_, _, endpoint, key):
         port = int(endpoint.url(key).split(":")[2].split("/")[0])
         with pytest.raises(SettingsError, match=f"127.0.0.1:{port}"):
-            await SessionEndpoint().start(port=port)
+            await SessionEndpoint(EnvironmentConfig(port=port, ports=1)).start()
 
 
 def anthropic_client(endpoint: SessionEndpoint, key: str) -> AsyncAnthropic:

@@ -14,8 +14,9 @@ from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
 from protocol.host.curve_keys import load_authorized, load_pair, load_public
 from protocol.messages import Hello
+from protocol.network.addresses import is_loopback
 from protocol.topics import ROLLOUTS, SCORED, TOPICS
-from services.bus.config import BusConfig, bind_address, is_loopback, public_endpoint
+from services.bus.config import BusConfig, bind_address, public_endpoint
 from services.bus.curve import KEY_FILES, create_keys, main
 from tests.services.bus.harness import (
     QUICK,
