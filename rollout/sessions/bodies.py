@@ -6,11 +6,11 @@ from itertools import accumulate
 from typing import Any
 
 from rollout.render import Renderer
-from rollout.sessions.requests import Asked
+from rollout.sessions.requests import HarnessRequest
 from rollout.sessions.session import CallAnswer
 
 
-def chat_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+def chat_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
     """Return the answer to a chat request, which is called `name`."""
     return {
         **_head(request, name, "chat.completion"),
@@ -26,7 +26,7 @@ def chat_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str)
     }
 
 
-def text_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+def text_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
     """Return the answer to a completion request."""
     return {
         **_head(request, name, "text_completion"),
@@ -35,13 +35,13 @@ def text_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str)
     }
 
 
-def chat_start(request: Asked, name: str) -> dict[str, Any]:
+def chat_start(request: HarnessRequest, name: str) -> dict[str, Any]:
     """Return the first event of a streamed chat answer, which is sent while the rest is generated."""
     return _chunk(request, name, {"role": "assistant", "content": ""}, None)
 
 
 def chat_events(
-    request: Asked, answer: CallAnswer, renderer: Renderer, name: str
+    request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed chat answer after the first."""
     delta: dict[str, Any] = {"content": answer.message["content"]}
@@ -59,7 +59,7 @@ def chat_events(
 
 
 def text_events(
-    request: Asked, answer: CallAnswer, renderer: Renderer, name: str
+    request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed completion."""
     yield {**_head(request, name, "text_completion"), "choices": [_text_choice(request, answer, renderer)]}
@@ -77,16 +77,16 @@ def usage(answer: CallAnswer) -> dict[str, int]:
     }
 
 
-def _head(request: Asked, name: str, kind: str) -> dict[str, Any]:
+def _head(request: HarnessRequest, name: str, kind: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _chunk(request: Asked, name: str, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
+def _chunk(request: HarnessRequest, name: str, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
     choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
     return {**_head(request, name, "chat.completion.chunk"), "choices": [choice]}
 
 
-def _text_choice(request: Asked, answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
+def _text_choice(request: HarnessRequest, answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
     completion = answer.call.completion
     logprobs = None
     if request.logprobs:

@@ -219,9 +219,9 @@ class SessionEndpoint:
             known = {"stored": session.stored} if api.keep is not None else {}
             read = functools.partial(api.read, override=self._override, **known)
             body = await self._body(request)
-            begun = await session.read(body, read)
-            call = ServedCall(api, request, session, begun, api.prefix + secrets.token_hex(8), len(body))
-            return await (call.stream() if begun.asked.stream else call.whole())
+            pending = await session.read(body, read)
+            call = ServedCall(api, request, session, pending, api.prefix + secrets.token_hex(8), len(body))
+            return await (call.stream() if pending.request.stream else call.whole())
         except RequestRefused as refusal:
             return api.refused(refusal)
 

@@ -50,7 +50,7 @@ FORMS_OF_LOGPROBS: dict[tuple[str, ...], tuple[tuple[Any, ...], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HarnessRequest:
     """Parsed request of a harness."""
 
     model: str
@@ -113,7 +113,7 @@ def without_own_sampling(body: Any, own: Sampling) -> Any:
     }
 
 
-def read_chat(body: Any, *, override: bool) -> Asked:
+def read_chat(body: Any, *, override: bool) -> HarnessRequest:
     """Read the body of a chat request.
 
     Args:
@@ -130,10 +130,10 @@ def read_chat(body: Any, *, override: bool) -> Asked:
     if common["max_tokens"] is None:
         common["max_tokens"] = _count(body, "max_completion_tokens")
     dialogue = read_dialogue(body.get("messages"), body.get("tools"))
-    return Asked(dialogue=dialogue, tools=bool(dialogue.tools) and choice == "auto", **common)
+    return HarnessRequest(dialogue=dialogue, tools=bool(dialogue.tools) and choice == "auto", **common)
 
 
-def read_text(body: Any, *, override: bool) -> Asked:
+def read_text(body: Any, *, override: bool) -> HarnessRequest:
     """Read the body of a completion request; arguments and errors are as in `read_chat`."""
     common = _common(body, TEXT, override)
     prompt = body.get("prompt")
@@ -143,7 +143,7 @@ def read_text(body: Any, *, override: bool) -> Asked:
         prompt = tuple(prompt)
     if not prompt or not isinstance(prompt, (str, tuple)):
         raise invalid("prompt must be one text, or the ids of one text's tokens; not empty", "prompt")
-    return Asked(prompt=prompt, **common)
+    return HarnessRequest(prompt=prompt, **common)
 
 
 def is_token(value: Any) -> bool:

@@ -13,8 +13,8 @@ from rollout.off_loop import TOKEN, off_loop
 from rollout.sessions import bodies
 from rollout.sessions.apis import anthropic, generate, response_bodies, responses
 from rollout.sessions.refusal import RequestRefused
-from rollout.sessions.requests import Asked, read_chat, read_text
-from rollout.sessions.session import Begun, CallAnswer, Session
+from rollout.sessions.requests import HarnessRequest, read_chat, read_text
+from rollout.sessions.session import CallAnswer, PendingCall, Session
 
 _log = logging.getLogger("tether.sessions")
 
@@ -30,18 +30,18 @@ class Api:
     """Behind `/s/KEY`."""
     prefix: str
     """Prefix of the answers' names."""
-    read: Callable[..., Asked]
+    read: Callable[..., HarnessRequest]
     """(body, override) -> parsed request; gets `stored`, too, if answers are kept."""
     whole: Callable[..., Body]
-    """(asked, answer, renderer, name) -> an answer in one piece."""
+    """(request, answer, renderer, name) -> an answer in one piece."""
     events: Callable[..., Iterable[Body]]
     """(the arguments of `body`) -> an answer as events."""
-    start: Callable[[Asked, str], Body] | None = None
-    """(asked, name) -> the event that is sent while the answer is generated."""
+    start: Callable[[HarnessRequest, str], Body] | None = None
+    """(request, name) -> the event that is sent while the answer is generated."""
     last: bytes = b""
     """What ends a stream."""
     error: Callable[[RequestRefused], Body] = lambda refusal: refusal.body
-    keep: Callable[[Session, Asked, CallAnswer, str], Any] | None = None
+    keep: Callable[[Session, HarnessRequest, CallAnswer, str], Any] | None = None
     """Returns the part of an answer that its session stores, for requests that name it; None: it is not
     stored."""
 
@@ -79,21 +79,21 @@ class ServedCall:
     """One call of a client; an answer that could not be delivered is withdrawn from the session."""
 
     def __init__(
-        self, api: Api, request: web.Request, session: Session, begun: Begun, name: str, size: int
+        self, api: Api, request: web.Request, session: Session, pending: PendingCall, name: str, size: int
     ) -> None:
-        """Serve a call that has begun; its answer is called `name`, its request has `size` bytes."""
+        """Serve a pending call; its answer is called `name`, its request has `size` bytes."""
         self._api, self._request, self._session = api, request, session
-        self._begun, self._name, self._size = begun, name, size
+        self._pending, self._name, self._size = pending, name, size
 
     async def whole(self) -> web.StreamResponse:
         """Answer in one piece."""
-        answer = await self._session.answer(self._begun)
-        response = web.Response(content_type="application/json", headers=_overridden(self._begun.asked))
+        answer = await self._session.answer(self._pending)
+        response = web.Response(content_type="application/json", headers=_overridden(self._pending.request))
 
         async def send() -> None:
-            asked, renderer = self._begun.asked, self._session.renderer
+            request, renderer = self._pending.request, self._session.renderer
             response.text = await self._written(
-                answer, lambda: json.dumps(self._api.whole(asked, answer, renderer, self._name))
+                answer, lambda: json.dumps(self._api.whole(request, answer, renderer, self._name))
             )
             await response.prepare(self._request)
             await response.write_eof()
@@ -103,15 +103,15 @@ class ServedCall:
 
     async def stream(self) -> web.StreamResponse:
         """Answer by events: the first one at once, the others when the answer is generated."""
-        response = web.StreamResponse(headers=_overridden(self._begun.asked))
+        response = web.StreamResponse(headers=_overridden(self._pending.request))
         response.content_type = "text/event-stream"
         response.headers[hdrs.CACHE_CONTROL] = "no-cache"
         await response.prepare(self._request)
         if (start := self._api.start) is not None:
-            event = await off_loop(self._size, lambda: _event(start(self._begun.asked, self._name)))
+            event = await off_loop(self._size, lambda: _event(start(self._pending.request, self._name)))
             await response.write(event)
         try:
-            answer = await self._session.answer(self._begun)
+            answer = await self._session.answer(self._pending)
         except Exception as failed:  # its head is sent, so no other answer can follow
             if not isinstance(failed, RequestRefused):
                 _log.exception("session.error path=%s", self._api.path)
@@ -121,9 +121,9 @@ class ServedCall:
             return response
 
         async def send() -> None:
-            asked, renderer = self._begun.asked, self._session.renderer
+            request, renderer = self._pending.request, self._session.renderer
             events = await self._written(
-                answer, lambda: [*map(_event, self._api.events(asked, answer, renderer, self._name))]
+                answer, lambda: [*map(_event, self._api.events(request, answer, renderer, self._name))]
             )
             for event in events:
                 await response.write(event)
@@ -137,13 +137,13 @@ class ServedCall:
         """Write an answer, or withdraw it if the client has hung up before reading it."""
         try:
             if (keep := self._api.keep) is not None:
-                asked, session = self._begun.asked, self._session
-                kept = await self._written(answer, lambda: keep(session, asked, answer, self._name))
+                request, session = self._pending.request, self._session
+                kept = await self._written(answer, lambda: keep(session, request, answer, self._name))
                 if kept is not None:
                     session.stored[self._name] = kept
             await send()
         except (ConnectionError, asyncio.CancelledError) as hung_up:
-            self._session.withdraw(self._begun, answer.call)
+            self._session.withdraw(self._pending, answer.call)
             self._session.stored.pop(self._name, None)
             if isinstance(hung_up, asyncio.CancelledError):
                 raise
@@ -159,5 +159,5 @@ def _event(body: Body) -> bytes:
     return f"{name}data: {json.dumps(body)}\n\n".encode()
 
 
-def _overridden(asked: Asked) -> dict[str, str]:
-    return {"x-tether-not-applied": ", ".join(asked.overridden)} if asked.overridden else {}
+def _overridden(request: HarnessRequest) -> dict[str, str]:
+    return {"x-tether-not-applied": ", ".join(request.overridden)} if request.overridden else {}

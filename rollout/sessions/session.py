@@ -20,7 +20,7 @@ from rollout.sessions.calls import CallTree, ModelCall, TextEnd, context_tokens,
 from rollout.sessions.messages import read_message
 from rollout.sessions.record import SampleRecord, key_of
 from rollout.sessions.refusal import RequestRefused, ended, invalid
-from rollout.sessions.requests import Asked, read_body, without_own_sampling
+from rollout.sessions.requests import HarnessRequest, read_body, without_own_sampling
 from rollout.sessions.results import Results
 from rollout.sessions.template import added, whole
 
@@ -39,10 +39,10 @@ class SessionLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PendingCall:
     """A call that was checked and not answered yet."""
 
-    asked: Asked
+    request: HarnessRequest
     parent: ModelCall | None
     inserted: tuple[int, ...]
     """As in `ModelCall`."""
@@ -55,7 +55,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class SaidAnswer:
+class AnswerContent:
     """Content of an answer, and the beginning of requests that continue it."""
 
     text: str
@@ -65,7 +65,7 @@ class SaidAnswer:
     """As in `ModelCall`."""
 
 
-Answered = tuple[int, Completion, SaidAnswer]
+NumberedAnswer = tuple[int, Completion, AnswerContent]
 """The number of an answer in the record, -1 without one; the answer; and what it says."""
 
 
@@ -113,7 +113,7 @@ class Session:
         self._reader = reader or AnswerReader()
         self._max_model_len = max_model_len
         self._sampling = sampling or Sampling(max_tokens=1)
-        self._running: set[asyncio.Task[Answered]] = set()
+        self._running: set[asyncio.Task[NumberedAnswer]] = set()
         self._reading = 0
         """Large requests that wait or are read; one at a time is."""
         self._one_read = asyncio.Lock()
@@ -138,12 +138,12 @@ class Session:
         """What renders the requests."""
         return self._renderer
 
-    async def read(self, body: bytes, asked: Callable[[Any], Asked]) -> Begun:
+    async def read(self, body: bytes, parse: Callable[[Any], HarnessRequest]) -> PendingCall:
         """Read a request and begin it, a large one in a thread; a refusal changes no state.
 
         Args:
             body: of the request.
-            asked: returns the request of the parsed body.
+            parse: returns the request of the parsed body.
 
         Raises:
             RequestRefused: as for `begin`, or it is malformed.
@@ -153,22 +153,22 @@ class Session:
         if 0 < self._max_model_len < least:
             raise self._too_long(f"at least {least} tokens")
 
-        def begun() -> Begun:
+        def parsed() -> PendingCall:
             content = read_body(body, self._max_model_len)
-            return self._fitting(asked(without_own_sampling(content, self._sampling)))
+            return self._fitting(parse(without_own_sampling(content, self._sampling)))
 
         if len(body) <= LARGE:
-            return begun()
+            return parsed()
         self._reading += 1
         try:
             async with self._one_read:
-                found = await off_loop(len(body), begun)
+                pending = await off_loop(len(body), parsed)
         finally:
             self._reading -= 1
         self._check_free()
-        return found
+        return pending
 
-    def begin(self, asked: Asked) -> Begun:
+    def begin(self, request: HarnessRequest) -> PendingCall:
         """Find the call that a request continues, and check it; a refusal changes no state.
 
         Raises:
@@ -176,21 +176,21 @@ class Session:
                 template refuses it.
         """
         self._check_free()
-        return self._fitting(asked)
+        return self._fitting(request)
 
-    def _fitting(self, asked: Asked) -> Begun:
+    def _fitting(self, request: HarnessRequest) -> PendingCall:
         """Return the call that a request continues, if it fits; may run in a thread."""
-        param = "messages" if asked.dialogue else "prompt"
+        param = "messages" if request.dialogue else "prompt"
         most = self._max_model_len if self.tree.calls else self._renderer.max_prompt_tokens
         try:
-            begun = self._placed(asked, most)
+            pending = self._placed(request, most)
             if not self.tree.calls:
-                checked_length(begun.context, most)
+                checked_length(pending.context, most)
         except PromptTooLong as error:
             raise self._too_long(str(error), param) from None
-        if not begun.context:
+        if not pending.context:
             raise invalid("the request has no tokens", param)
-        return begun
+        return pending
 
     def _check_free(self) -> None:
         """Raise RequestRefused if the session answers no further call now."""
@@ -217,28 +217,30 @@ class Session:
         self.truncated = True
         return invalid(f"{tokens} fill engine.max_model_len {self._max_model_len}", code="episode_over")
 
-    async def answer(self, begun: Begun) -> CallAnswer:
+    async def answer(self, pending: PendingCall) -> CallAnswer:
         """Generate the answer of a call and record it.
 
         Raises:
             RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
                 room left.
         """
-        number, completion, said = await self._completed(begun)
+        number, completion, content = await self._completed(pending)
         reason = completion.finish_reason
-        reason = "tool_calls" if said.message.get("tool_calls") and reason == "stop" else reason
+        reason = "tool_calls" if content.message.get("tool_calls") and reason == "stop" else reason
         trained = self.record is None or self.record.is_trained(completion)
-        call = ModelCall(begun.parent, begun.inserted, completion, said.end, said.also, number, trained)
+        call = ModelCall(
+            pending.parent, pending.inserted, completion, content.end, content.also, number, trained
+        )
         self.tree.add(call)
         self.truncated = False
-        self.overridden += bool(begun.asked.overridden)
-        self.restarts += begun.restarts
-        return CallAnswer(call, len(begun.context), said.text, said.message, reason)
+        self.overridden += bool(pending.request.overridden)
+        self.restarts += pending.restarts
+        return CallAnswer(call, len(pending.context), content.text, content.message, reason)
 
-    def withdraw(self, begun: Begun, call: ModelCall) -> None:
+    def withdraw(self, pending: PendingCall, call: ModelCall) -> None:
         """Forget an answer that could not be written; a recorded one is given to who asks the same again."""
         if self.tree.withdraw(call):
-            self._put_back(begun, call.number, call.completion)
+            self._put_back(pending, call.number, call.completion)
 
     def end(self, reason: str) -> None:
         """Answer no call and record no result any more, nor those under way. The first reason counts."""
@@ -252,15 +254,15 @@ class Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _completed(self, begun: Begun) -> Answered:
+    async def _completed(self, pending: PendingCall) -> NumberedAnswer:
         try:
             async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(self._answered_once(begun), name="session.call")
+                task = tasks.create_task(self._answered_once(pending), name="session.call")
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
         except asyncio.CancelledError:
             if not task.cancelled() and task.exception() is None:  # both ended at once
-                self._put_back(begun, *task.result()[:2])
+                self._put_back(pending, *task.result()[:2])
             raise
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
@@ -276,104 +278,106 @@ class Session:
             raise ended(self.ended)
         return task.result()
 
-    async def _answered_once(self, begun: Begun) -> Answered:
-        number, completion = await self._recorded(begun)
-        dialogue = begun.asked.dialogue
-        tools = dialogue.tools if dialogue is not None and begun.asked.tools else ()
+    async def _answered_once(self, pending: PendingCall) -> NumberedAnswer:
+        number, completion = await self._recorded(pending)
+        dialogue = pending.request.dialogue
+        tools = dialogue.tools if dialogue is not None and pending.request.tools else ()
         try:
             read = None
             if dialogue is not None:
-                read = await self._reader.read(self._renderer, completion.tokens, begun.inserted, tools)
-            size = TOKEN * (len(begun.context) + len(completion.tokens))
-            said = await off_loop(size, lambda: _said(begun, completion, read, self._renderer))
+                read = await self._reader.read(self._renderer, completion.tokens, pending.inserted, tools)
+            size = TOKEN * (len(pending.context) + len(completion.tokens))
+            content = await off_loop(size, lambda: _answer_content(pending, completion, read, self._renderer))
         except BaseException:
-            self._put_back(begun, number, completion)
+            self._put_back(pending, number, completion)
             raise
-        return number, completion, said
+        return number, completion, content
 
-    def _put_back(self, begun: Begun, number: int, completion: Completion) -> None:
+    def _put_back(self, pending: PendingCall, number: int, completion: Completion) -> None:
         """Keep a recorded answer that was not given, for who asks the same again.
 
         Not once the session has ended: the record may be of the next attempt by then.
         """
         if self.record is not None and not self.ended:
-            self.record.put_back(number, begun.key, completion)
+            self.record.put_back(number, pending.key, completion)
 
-    async def _recorded(self, begun: Begun) -> tuple[int, Completion]:
+    async def _recorded(self, pending: PendingCall) -> tuple[int, Completion]:
         """Answer from the record, or generate and record."""
         if self.record is None:
-            return -1, await self._generate_once(begun)
+            return -1, await self._generate_once(pending)
         return await self.record.answer(
-            begun.key,
-            -1 if begun.parent is None else begun.parent.number,
-            begun.inserted,
-            lambda: self._generate_once(begun),
+            pending.key,
+            -1 if pending.parent is None else pending.parent.number,
+            pending.inserted,
+            lambda: self._generate_once(pending),
             self._on_replayed,
         )
 
-    async def _generate_once(self, begun: Begun) -> Completion:
-        completion = await self._generate(begun.context, begun.asked.max_tokens)
+    async def _generate_once(self, pending: PendingCall) -> Completion:
+        completion = await self._generate(pending.context, pending.request.max_tokens)
         if completion.experts is not None:
             raise EngineError("a session does not record experts yet: set trainer.routing_replay to false")
         if not completion.tokens:
             raise EngineError("the engine answered without a token")
         return completion
 
-    def _placed(self, asked: Asked, most: int) -> Begun:
+    def _placed(self, request: HarnessRequest, most: int) -> PendingCall:
         """Return the call that a request continues, and the tokens of the rest; raises PromptTooLong."""
-        if asked.dialogue is None:
-            return self._placed_text(asked, most)
-        parent, count = self.tree.continued(asked.dialogue.keys)
+        if request.dialogue is None:
+            return self._placed_text(request, most)
+        parent, count = self.tree.continued(request.dialogue.keys)
         if parent is not None:
             try:
-                tokens = added(self._renderer, asked.dialogue, count, parent.completion.tokens, most)
-                return _begun(asked, parent, tokens)
+                tokens = added(self._renderer, request.dialogue, count, parent.completion.tokens, most)
+                return _pending_call(request, parent, tokens)
             except PromptTooLong:
                 raise
             except SettingsError:
                 pass  # so it continues no call
         try:
-            tokens = whole(self._renderer, asked.dialogue, most)
+            tokens = whole(self._renderer, request.dialogue, most)
         except PromptTooLong:
             raise
         except SettingsError as error:
             raise invalid(str(error), "messages") from None
-        return _begun(asked, None, tokens, restarts=parent is not None)
+        return _pending_call(request, None, tokens, restarts=parent is not None)
 
-    def _placed_text(self, asked: Asked, most: int) -> Begun:
-        if isinstance(asked.prompt, tuple):
-            call, length = self.tree.continued_tokens(asked.prompt)
-            return _begun(asked, call, asked.prompt[length:])
-        parent, rest = self.tree.continued_text(asked.prompt)
-        return _begun(asked, parent, self._renderer.encode(rest, special=parent is None, most=most))
+    def _placed_text(self, request: HarnessRequest, most: int) -> PendingCall:
+        if isinstance(request.prompt, tuple):
+            call, length = self.tree.continued_tokens(request.prompt)
+            return _pending_call(request, call, request.prompt[length:])
+        parent, rest = self.tree.continued_text(request.prompt)
+        return _pending_call(request, parent, self._renderer.encode(rest, special=parent is None, most=most))
 
 
-def _begun(
-    asked: Asked, parent: ModelCall | None, inserted: tuple[int, ...], restarts: bool = False
-) -> Begun:
+def _pending_call(
+    request: HarnessRequest, parent: ModelCall | None, inserted: tuple[int, ...], restarts: bool = False
+) -> PendingCall:
     context = context_tokens(parent, inserted)
-    request = asked.prompt if asked.dialogue is None else asked.dialogue.keys[-1]
-    key = key_of(f"{request!r} {asked.max_tokens} {asked.tools}", context)
-    return Begun(asked, parent, inserted, context, key, restarts)
+    latest = request.prompt if request.dialogue is None else request.dialogue.keys[-1]
+    key = key_of(f"{latest!r} {request.max_tokens} {request.tools}", context)
+    return PendingCall(request, parent, inserted, context, key, restarts)
 
 
-def _said(begun: Begun, completion: Completion, read: ReadAnswer | None, renderer: Renderer) -> SaidAnswer:
+def _answer_content(
+    pending: PendingCall, completion: Completion, read: ReadAnswer | None, renderer: Renderer
+) -> AnswerContent:
     """Return what an answer says; it is `read` if it is to a dialogue."""
-    text, dialogue = renderer.text(completion.tokens), begun.asked.dialogue
+    text, dialogue = renderer.text(completion.tokens), pending.request.dialogue
     if read is None or dialogue is None:
-        return SaidAnswer(text, {"role": "assistant", "content": text}, _ending(begun, text, renderer))
-    message = _message(read, begun.context, completion)
+        return AnswerContent(text, {"role": "assistant", "content": text}, _ending(pending, text, renderer))
+    message = _message(read, pending.context, completion)
     answered = read_message(message, "answer")
     end = dialogue.answered(answered)
     if not read.thoughts:
-        return SaidAnswer(text, message, end)
+        return AnswerContent(text, message, end)
     del answered["reasoning_content"]
-    return SaidAnswer(text, message, end, dialogue.answered(answered))
+    return AnswerContent(text, message, end, dialogue.answered(answered))
 
 
-def _ending(begun: Begun, text: str, renderer: Renderer) -> TextEnd:
+def _ending(pending: PendingCall, text: str, renderer: Renderer) -> TextEnd:
     """Return the end of prompt and answer, with which a prompt begins that continues them."""
-    prompt = begun.asked.prompt
+    prompt = pending.request.prompt
     return text_end((prompt if isinstance(prompt, str) else renderer.text(prompt)) + text)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from rollout.render import Renderer
 from rollout.sessions.bodies import usage
 from rollout.sessions.refusal import RequestRefused, invalid
-from rollout.sessions.requests import Asked, read_chat
+from rollout.sessions.requests import HarnessRequest, read_chat
 from rollout.sessions.session import CallAnswer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -24,7 +24,7 @@ TRANSLATED = ("messages", "system", "tools", "tool_choice", "stop_sequences", "t
 """Fields that have another shape in a chat request; others have the same name there, or are refused."""
 
 
-def read_messages(body: Any, *, override: bool) -> Asked:
+def read_messages(body: Any, *, override: bool) -> HarnessRequest:
     """Read the body of a messages request; arguments and errors are as in `read_chat`."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise invalid("messages must be a list of messages", "messages")
@@ -52,7 +52,9 @@ def read_messages(body: Any, *, override: bool) -> Asked:
     return read_chat(chat, override=override)
 
 
-def message_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
+def message_body(
+    request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
+) -> dict[str, Any]:
     """Return the answer to a messages request, which is called `name`."""
     return {
         **_head(request, name, answer.prompt_tokens),
@@ -63,7 +65,7 @@ def message_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: s
 
 
 def message_events(
-    request: Asked, answer: CallAnswer, renderer: Renderer, name: str
+    request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed answer."""
     yield {"type": "message_start", "message": _head(request, name, answer.prompt_tokens)}
@@ -91,7 +93,7 @@ def error_body(refusal: RequestRefused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": refusal.message}}
 
 
-def _head(request: Asked, name: str, prompt_tokens: int) -> dict[str, Any]:
+def _head(request: HarnessRequest, name: str, prompt_tokens: int) -> dict[str, Any]:
     """Return an answer without a generated token."""
     return {
         "id": name,

@@ -8,7 +8,7 @@ from typing import Any
 from rollout.render import Renderer
 from rollout.sessions.bodies import chat_logprobs, usage
 from rollout.sessions.refusal import RequestRefused, invalid
-from rollout.sessions.requests import Asked, is_token, read_text, repeated_name
+from rollout.sessions.requests import HarnessRequest, is_token, read_text, repeated_name
 from rollout.sessions.session import CallAnswer
 
 WITHOUT_EFFECT = ("token_offsets", "cache_salt", "reasoning_ended", "reasoning_parser_kwargs")
@@ -31,7 +31,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 Body = dict[str, Any]
 
 
-def read_generate(body: Any, *, override: bool) -> Asked:
+def read_generate(body: Any, *, override: bool) -> HarnessRequest:
     """Read the body of a generate request; arguments and errors are as in `read_chat`."""
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
@@ -64,7 +64,7 @@ def read_generate(body: Any, *, override: bool) -> Asked:
     )
 
 
-def generate_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
+def generate_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
     """Return the answer to a generate request, which is called `name` if the request has no name."""
     return {
         "request_id": request.name or name,
@@ -78,7 +78,9 @@ def generate_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: 
     }
 
 
-def generate_events(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+def generate_events(
+    request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
+) -> Iterator[Body]:
     """Yield the events of a streamed answer: all tokens come in one."""
     head = {
         "request_id": request.name or name, "output_mode": "text" if request.with_text else "tokens",
@@ -96,7 +98,7 @@ def generate_error(refusal: RequestRefused) -> Body:
     return {"error": fields}
 
 
-def _choice(request: Asked, answer: CallAnswer, renderer: Renderer) -> Body:
+def _choice(request: HarnessRequest, answer: CallAnswer, renderer: Renderer) -> Body:
     completion = answer.call.completion
     choice: Body = {
         "index": 0,

@@ -8,13 +8,13 @@ from typing import Any
 from rollout.render import Renderer
 from rollout.sessions.apis.responses import ResponseFields, StoredResponse
 from rollout.sessions.bodies import chat_logprobs, usage
-from rollout.sessions.requests import Asked
+from rollout.sessions.requests import HarnessRequest
 from rollout.sessions.session import CallAnswer, Session
 
 Body = dict[str, Any]
 
 
-def response_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
+def response_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
     """Return the answer to a responses request, which is called `name`."""
     cut = answer.finish_reason == "length"
     return {
@@ -26,19 +26,23 @@ def response_body(request: Asked, answer: CallAnswer, renderer: Renderer, name: 
     }
 
 
-def response_start(request: Asked, name: str) -> Body:
+def response_start(request: HarnessRequest, name: str) -> Body:
     """Return the first event of a stream, which is sent while the answer is generated."""
     return {"type": "response.created", "sequence_number": 0, "response": _head(request, name)}
 
 
-def response_events(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+def response_events(
+    request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
+) -> Iterator[Body]:
     """Yield the events of a streamed answer after the first."""
     body = response_body(request, answer, renderer, name)
     for number, event in enumerate(_events(request, body, name), start=1):
         yield {**event, "sequence_number": number}
 
 
-def kept_response(session: Session, request: Asked, answer: CallAnswer, name: str) -> StoredResponse | None:
+def kept_response(
+    session: Session, request: HarnessRequest, answer: CallAnswer, name: str
+) -> StoredResponse | None:
     """Return the response to store in a session, None if its request does not ask for storage."""
     response = _fields(request)
     if not response.store:
@@ -58,13 +62,13 @@ def _sharing(messages: Sequence[Body], earlier: Sequence[Body]) -> Sequence[Body
     return (*earlier[:same], *messages[same:])
 
 
-def _fields(request: Asked) -> ResponseFields:
+def _fields(request: HarnessRequest) -> ResponseFields:
     if not isinstance(request.response, ResponseFields):
         raise TypeError("not a request of the responses API")
     return request.response
 
 
-def _head(request: Asked, name: str) -> Body:
+def _head(request: HarnessRequest, name: str) -> Body:
     """Return a response without a generated token."""
     return {
         "id": name,
@@ -87,7 +91,7 @@ def _head(request: Asked, name: str) -> Body:
     }
 
 
-def _items(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
+def _items(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
     """Yield the output items of the model: thoughts, text, calls."""
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     tail, message = name.removeprefix("resp_"), answer.message
@@ -110,7 +114,7 @@ def _items(request: Asked, answer: CallAnswer, renderer: Renderer, name: str) ->
         }  # fmt: skip
 
 
-def _events(request: Asked, body: Body, name: str) -> Iterator[Body]:
+def _events(request: HarnessRequest, body: Body, name: str) -> Iterator[Body]:
     yield {"type": "response.in_progress", "response": _head(request, name)}
     for index, item in enumerate(body["output"]):
         place = {"output_index": index, "item_id": item["id"]}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.sessions.refusal import RequestRefused, invalid
-from rollout.sessions.requests import Asked, read_chat
+from rollout.sessions.requests import HarnessRequest, read_chat
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may name."""
@@ -47,7 +47,7 @@ class ResponseFields:
     fields: Mapping[str, Any]
 
 
-def read_responses(body: Any, *, override: bool, stored: Mapping[str, StoredResponse]) -> Asked:
+def read_responses(body: Any, *, override: bool, stored: Mapping[str, StoredResponse]) -> HarnessRequest:
     """Read the body of a responses request.
 
     Args:

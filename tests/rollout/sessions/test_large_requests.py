@@ -10,7 +10,7 @@ import pytest
 
 from rollout.off_loop import LARGE
 from rollout.sessions.refusal import RequestRefused
-from rollout.sessions.requests import Asked, read_chat
+from rollout.sessions.requests import HarnessRequest, read_chat
 from rollout.sessions.session import Session, SessionLimits
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import USER, says
@@ -37,10 +37,10 @@ async def test_a_large_request_begins_as_a_small_one_does() -> None:
     messages: list[Any] = [USER]
     small, large = opened(), opened()
     for _ in range(3):
-        begun = await small.read(body(*messages, pad=""), CHAT)
+        pending = await small.read(body(*messages, pad=""), CHAT)
         other = await large.read(body(*messages), CHAT)
-        assert (begun.context, begun.key, begun.inserted) == (other.context, other.key, other.inserted)
-        answer = await small.answer(begun)
+        assert (pending.context, pending.key, pending.inserted) == (other.context, other.key, other.inserted)
+        answer = await small.answer(pending)
         await large.answer(other)
         messages += [answer.message, USER]
     assert len(small.tree.calls[-1].path()) == len(large.tree.calls[-1].path()) == 3
@@ -49,7 +49,7 @@ async def test_a_large_request_begins_as_a_small_one_does() -> None:
 async def test_a_request_that_cannot_fit_is_refused_unread() -> None:
     """A refused later call is the end of the episode, which is no failure of its sample."""
 
-    def unread(parsed: Any) -> Asked:
+    def unread(parsed: Any) -> HarnessRequest:
         raise AssertionError("it was read")
 
     session, long = opened(max_model_len=64), b'{"messages": "' + b"x" * 10**6
@@ -73,7 +73,7 @@ async def test_requests_that_are_read_count_as_running_and_end_with_the_session(
     """The thread waits for the test, so that all of them are under way."""
     session, free = opened(max_running=2), threading.Event()
 
-    def waits(parsed: Any) -> Asked:
+    def waits(parsed: Any) -> HarnessRequest:
         assert free.wait(60)
         return CHAT(parsed)
 
@@ -98,7 +98,7 @@ async def _outcome(session: Session, asked: Any) -> str:
 async def test_who_hangs_up_leaves_its_place_to_others() -> None:
     session, free = opened(max_running=1), threading.Event()
 
-    def waits(parsed: Any) -> Asked:
+    def waits(parsed: Any) -> HarnessRequest:
         assert free.wait(60)
         return CHAT(parsed)
 

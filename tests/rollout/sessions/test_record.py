@@ -17,7 +17,7 @@ from protocol.tensors import Array
 from rollout.sessions.record import CallJournal
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat
-from rollout.sessions.session import Begun, Session
+from rollout.sessions.session import PendingCall, Session
 from services.run_record.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, play, rollout_of
 from tests.rollout.sessions.hanging import Cancelling, HangingReader, Hung
@@ -209,11 +209,11 @@ async def test_who_hung_up_gets_the_same_answer(store: CallStore) -> None:
     record = worker.record()
     await record.begin(replayable=True)
     session = worker.session(record)
-    begun = session.begin(BEGIN)
-    answer = await session.answer(begun)
-    session.withdraw(begun, answer.call)
+    pending = session.begin(BEGIN)
+    answer = await session.answer(pending)
+    session.withdraw(pending, answer.call)
     assert session.tree.calls == []
-    again = await session.answer(begun)
+    again = await session.answer(pending)
     assert (again.call.completion, again.call.number) == (answer.call.completion, 0)
     assert len(worker.generated) == len(journalled(store)) == 1
 
@@ -223,12 +223,12 @@ async def test_an_answer_of_an_ended_session_is_not_of_the_next_attempt(store: C
     record = worker.record()
     await record.begin(replayable=True)
     session = worker.session(record)
-    begun = session.begin(BEGIN)
-    answer = await session.answer(begun)
+    pending = session.begin(BEGIN)
+    answer = await session.answer(pending)
     session.end("its episode is over")
     await session.drained()
     await record.begin(replayable=True)
-    session.withdraw(begun, answer.call)  # its client has not read, and is gone
+    session.withdraw(pending, answer.call)  # its client has not read, and is gone
     again = worker.session(record)
     await play(again, 2)
     assert check_group(rollout_of(again, "first"), journalled(store)) == (6, [])
@@ -243,10 +243,10 @@ async def begun_over(worker: Worker, kind: Callable[[CallJournal], J]) -> tuple[
     return worker.session(record), journal
 
 
-async def hang_up(session: Session, begun: Begun, reached: asyncio.Event) -> None:
+async def hang_up(session: Session, pending: PendingCall, reached: asyncio.Event) -> None:
     """Make a call, and cancel it as soon as it is on disk."""
     async with asyncio.TaskGroup() as tasks:
-        call = tasks.create_task(session.answer(begun))
+        call = tasks.create_task(session.answer(pending))
         await reached.wait()
         call.cancel()
     assert call.cancelled()
@@ -295,8 +295,8 @@ async def test_a_replayed_call_uses_its_turn_once(store: CallStore) -> None:
     await record.begin(replayable=True)
     session = worker.session(record)
     for _ in range(3):
-        begun = session.begin(BEGIN)
-        session.withdraw(begun, (await session.answer(begun)).call)
+        pending = session.begin(BEGIN)
+        session.withdraw(pending, (await session.answer(pending)).call)
     assert (len(worker.replayed), record.replayed) == (1, 1)
     await play(session, 3)
     assert (len(worker.replayed), len(worker.generated)) == (2, 1)
