@@ -7,6 +7,10 @@ from msgspec import Meta
 
 from protocol.paths import FIRST, FilePath, set_first
 
+MIN_TEMPERATURE = 0.01
+"""Below it, vLLM samples at 0.01, and engines take the most likely token."""
+SamplingMode = Literal["refuse", "run", "context"]
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
@@ -50,6 +54,10 @@ class EnvironmentConfig:
     """Whether an environment that exchanges text with the model records calls of the model and results of
     tools, so that an episode whose worker was lost continues where it was. `auto`: `tools` alone does; `on`,
     `off`. Those whose harness talks to a URL always do."""
+    sampling: SamplingMode = "refuse"
+    """What becomes of a harness's request whose temperature, top_p, stop, n and the like are not the run's.
+    `refuse`: an error that names them. `run`: the run's apply, and a header says so. `context`: it is
+    generated as asked, and its answer is context without gradient."""
     host: str = "127.0.0.1"
     """Address that the endpoint of harnesses listens on. Off loopback it needs `cert_file` and `key_file`,
     and a harness sends its task's key as the API key."""

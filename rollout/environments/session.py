@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
@@ -30,7 +29,6 @@ from rollout.sessions.session import Session, SessionLimits
 
 log = logging.getLogger("tether.sessions")
 
-SAMPLING = ("refuse", "run")
 END_S = 1.0
 """Seconds that a harness has to end by itself once its session was ended from outside, before it is cancelled
 or killed. Its calls are refused in that time, and say why."""
@@ -42,9 +40,6 @@ class SessionOptions(SessionLimits):
 
     body_mb: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Largest body of a request, MiB."""
-    sampling: str = "refuse"
-    """Reply to a request with sampling parameters of its own. `refuse`: an error. `run`: the parameters of
-    `[sampling]` apply, and a header says so."""
     tool_syntax: str = "hermes"
     """How the model writes tool calls: `hermes`, JSON between <tool_call> tags; `json`, an answer that is one
     JSON object; `none`, not at all; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
@@ -142,7 +137,6 @@ class SessionEnvironment(Environment):
     has_calls = True
 
     def __init__(self, options: SessionOptions) -> None:
-        checked_name(options.sampling, SAMPLING, "setting environment.options.sampling:")
         self._limits, self._config = options, EnvironmentConfig()
         self._reader = AnswerReader(options.tool_syntax, options.reasoning_syntax)
         self._endpoint: SessionEndpoint | None = None
@@ -167,8 +161,10 @@ class SessionEnvironment(Environment):
             await record.begin(replayable=self._limits.replayable)
         on_replayed = calls.count_replayed if calls else None
         most = calls.max_model_len if calls else 0
-        sampling = calls.sampling if calls else None
-        session = Session(generate, renderer, self._limits, self._reader, record, on_replayed, most, sampling)
+        rules = calls.rules if calls else None
+        session = Session(
+            generate, renderer, self._limits, self._reader, record, on_replayed, most, rules, calls
+        )
         key = endpoint.open(session)
         task = Task(endpoint.url(key), endpoint.token(key), prompt, session.results)
         try:
@@ -240,9 +236,7 @@ class SessionEnvironment(Environment):
     async def _started(self) -> SessionEndpoint:
         async with self._starting:
             if self._endpoint is None:
-                endpoint = SessionEndpoint(
-                    self._config, body_mb=self._limits.body_mb, override=self._limits.sampling == "run"
-                )
+                endpoint = SessionEndpoint(self._config, body_mb=self._limits.body_mb)
                 await endpoint.start()
                 self._endpoint = endpoint
         return self._endpoint
@@ -263,6 +257,11 @@ def sample_of(session: Session, reward: float | None) -> Sample:
     calls = session.tree.calls
     if not calls:
         raise ValueError("the harness ended without a call of the model")
+    if all(call.as_asked for call in calls):
+        raise ValueError(
+            "every call of the harness asked for sampling of its own (environment.sampling), so no token of "
+            "the episode may be trained; let it make a call with the run's sampling"
+        )
     first, *others = branches_of(session.tree)
     prompt = context_tokens(calls[0].parent, calls[0].inserted)  # the parent may have been withdrawn
     start = len(prompt)

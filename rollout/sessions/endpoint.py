@@ -62,7 +62,6 @@ class SessionEndpoint:
         config: EnvironmentConfig = LOOPBACK,
         *,
         body_mb: int = 16,
-        override: bool = False,
         max_connections: int = MAX_CONNECTIONS,
         header_s: float = HEADER_S,
         body_s: float = BODY_S,
@@ -72,7 +71,6 @@ class SessionEndpoint:
         Args:
             config: says where it listens and which address harnesses are told.
             body_mb: largest body of a request, MiB.
-            override: whether sampling parameters of requests are not applied; otherwise they are refused.
             max_connections: as for `LimitedListener`.
             header_s: as for `LimitedListener`.
             body_s: how long the body of a request may take to come, seconds.
@@ -81,7 +79,6 @@ class SessionEndpoint:
         self._needs_token = bool(config.advertise) or not is_loopback(config.host)
         self._secret = secrets.token_bytes(32)
         """What the tokens of sessions are derived with."""
-        self._override = override
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
@@ -217,7 +214,7 @@ class SessionEndpoint:
         try:
             session = self._session(request)
             known = {"stored": session.stored} if api.keep is not None else {}
-            read = functools.partial(api.read, override=self._override, **known)
+            read = functools.partial(api.read, rules=session.rules, **known)
             body = await self._body(request)
             pending = await session.read(body, read)
             call = ServedCall(api, request, session, pending, api.prefix + secrets.token_hex(8), len(body))

@@ -10,7 +10,7 @@ from rollout.environments.registry import ENVIRONMENTS
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
 
-OF_SESSIONS = ("host", "port", "ports", "cert_file", "key_file", "plain_http", "advertise")
+OF_SESSIONS = ("host", "port", "ports", "cert_file", "key_file", "plain_http", "advertise", "sampling")
 """Settings of `[environment]` that only environments with sessions have."""
 
 

@@ -107,7 +107,6 @@ async def test_an_agent_that_ignores_its_end_is_left_with_a_dead_key(tmp_path: P
     [
         (config("not_asynchronous"), "is not asynchronous"),
         (config("absent"), "has no 'absent'"),
-        (config("plays", sampling="ignore"), r"use one of refuse, run"),
         (config("plays", tool_syntax="hermess"), "did you mean 'hermes'"),
         (config("plays", max_call=1), "did you mean 'max_calls'"),
         (config("plays", max_calls=10_001), "max_calls"),
