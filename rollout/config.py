@@ -75,5 +75,5 @@ class EnvironmentConfig:
     """Whether the endpoint may speak plain HTTP off loopback, because a tunnel or a service mesh encrypts.
     Where none does, who reads the traffic reads prompts, answers and keys, and can make calls with these."""
     advertise: str = ""
-    """URL of the endpoint that harnesses are told, such as "https://rollout.example:{port}"; {host} stands
+    """URL of the endpoint that harnesses get, such as "https://rollout.example:{port}"; {host} stands
     for the machine's name, {port} for the port. Empty: `host`, or that name where `host` is a wildcard."""

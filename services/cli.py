@@ -324,30 +324,13 @@ def scale(
 
 @app.command()
 def keys(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="directory that services read as bus.curve_dir")
-    ],
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="make a certificate for the endpoint of harnesses instead, which signs itself; a host name "
-            "or address by which they reach it, may be repeated",
-        ),
-    ] = None,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory, such as of bus.curve_dir")],
+    endpoint: Annotated[list[str] | None, typer.Option(help="name or address for a certificate")] = None,
 ) -> None:
-    """Make the CURVE keys that services need off loopback. A directory that already has keys is refused."""
-    if endpoint:
-        from protocol.network.certificates import create_certificate
+    """Make the CURVE keys that services need off loopback, or a certificate for the endpoint of harnesses."""
+    from services.tools.keys import make_keys
 
-        cert_file, key_file = create_certificate(directory, endpoint)
-        print(f"set environment.cert_file to {cert_file} and environment.key_file to {key_file};")
-        print(f"clients have to trust {cert_file}, such as by SSL_CERT_FILE")
-        return
-    from services.bus.curve import create_keys
-
-    create_keys(directory)
-    print(f"keys are in {directory}; set bus.curve_dir to it on every host")
+    print(make_keys(directory, endpoint or []))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Says which addresses can be reached from this machine only, and which address others are told."""
+"""Says which addresses only this machine reaches, and by which URL others reach it."""
 
 import ipaddress
 import socket
@@ -31,7 +31,7 @@ def reachable_host(host: str) -> str:
 
 
 def advertised_url(template: str, *, scheme: str, host: str, port: int) -> str:
-    """Return the URL that clients elsewhere are told, without a slash at its end.
+    """Return the URL for clients elsewhere, without a slash at its end.
 
     Args:
         template: URL that may have `HOST` and `PORT` in it; empty: what was bound.
@@ -60,7 +60,7 @@ def fault_of_advertised(template: str) -> str:
     if "@" in parts.netloc or parts.query or parts.fragment:
         return "has a user, a query or a fragment"
     if host in WILDCARDS:
-        return "has an address that means all addresses, which nothing can connect to"
+        return "has an address that means all addresses, to which no client can connect"
     if port == 0:
         return f"has port 0; {PORT} stands for the port that was bound"
     return ""

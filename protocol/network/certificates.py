@@ -20,7 +20,7 @@ DAYS = 825
 
 
 def server_tls(cert_file: str, key_file: str) -> ssl.SSLContext:
-    """Return what a server speaks TLS with, 1.2 or later.
+    """Return the context for a server of TLS 1.2 or later.
 
     Raises:
         SettingsError: a file cannot be read, others can read the key, or the two do not belong together.

@@ -69,7 +69,7 @@ class SessionEndpoint:
         """Create an endpoint that is not started.
 
         Args:
-            config: says where it listens and which address harnesses are told.
+            config: says where it listens and which address harnesses get.
             body_mb: largest body of a request, MiB.
             max_connections: as for `LimitedListener`.
             header_s: as for `LimitedListener`.
@@ -78,7 +78,7 @@ class SessionEndpoint:
         self._config = config
         self._needs_token = bool(config.advertise) or not is_loopback(config.host)
         self._secret = secrets.token_bytes(32)
-        """What the tokens of sessions are derived with."""
+        """Key by which tokens of sessions are derived."""
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
@@ -139,11 +139,11 @@ class SessionEndpoint:
         return key
 
     def url(self, key: str) -> str:
-        """Return the base URL for clients of the OpenAI API, as harnesses are told it."""
+        """Return the base URL for clients of the OpenAI API, as its harness gets it."""
         return f"{self._address}/s/{key}/v1"
 
     def token(self, key: str) -> str:
-        """Return what the harness of a session sends as its API key."""
+        """Return the API key that the harness of a session sends."""
         return hmac.digest(self._secret, key.encode(errors="surrogateescape"), "sha256").hex()
 
     def _has_token(self, request: web.Request, key: str) -> bool:
@@ -167,7 +167,7 @@ class SessionEndpoint:
             self._ended.popitem(last=False)
 
     def _session(self, request: web.Request) -> Session:
-        """Return the session of a request; who has no token learns nothing about sessions."""
+        """Return the session of a request; without its token no session is admitted to."""
         key = request.match_info["key"]
         if self._needs_token and not self._has_token(request, key):
             raise RequestRefused(401, "invalid_api_key", "the API key is not the key of the task")

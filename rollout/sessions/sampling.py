@@ -1,6 +1,6 @@
 """Decides whether sampling parameters of a request are refused, left out, or applied.
 
-A parameter that equals the run's, or changes nothing, is accepted always. For others there are the modes of
+A parameter that equals the run's, or has no effect, is accepted always. For others there are the modes of
 `environment.sampling`. A call that is generated with parameters of its own is context: it is drawn from
 another distribution than the trainer computes with, so no token of it may be trained.
 """
@@ -19,7 +19,7 @@ UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
     "best_of": (1,), "response_format": ({"type": "text"},),
 }  # fmt: skip
-"""Sampling parameter -> its values, besides null, that change nothing in any run."""
+"""Sampling parameter -> its values, besides null, that have no effect in any run."""
 MAX_ANSWERS = 128
 """Answers to one request (`n`)."""
 MAX_STOPS, MAX_STOP = 16, 256
@@ -95,7 +95,7 @@ class SamplingRules:
         return self._asked(others), ()
 
     def _is_own(self, name: str, value: Any) -> bool:
-        """Return whether a value is the run's own, or changes nothing."""
+        """Return whether a value is the run's own, or has no effect."""
         if isinstance(value, bool):
             return False
         own: tuple[Any, ...] = ()

@@ -71,14 +71,7 @@ def read_responses(
     """
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
-    for name, supported in ONLY.items():
-        if body.get(name) is not None and body[name] not in supported:
-            raise invalid(
-                f"{name} = {str(body[name])[:80]} is not supported, only "
-                + " or ".join(repr(value) for value in supported),
-                name,
-                "unsupported_value",
-            )
+    _check_only(body)
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise invalid("instructions must be text", "instructions")
@@ -108,6 +101,17 @@ def read_responses(
     }
     response = ResponseFields(messages, store is not False, fields)
     return replace(with_one_answer(read_chat(chat, rules=rules)), response=response)
+
+
+def _check_only(body: Mapping[str, Any]) -> None:
+    for name, supported in ONLY.items():
+        if body.get(name) is not None and body[name] not in supported:
+            raise invalid(
+                f"{name} = {str(body[name])[:80]} is not supported, only "
+                + " or ".join(repr(value) for value in supported),
+                name,
+                "unsupported_value",
+            )
 
 
 def _format(text: Any) -> Any:

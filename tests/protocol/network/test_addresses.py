@@ -1,4 +1,4 @@
-"""Tests which URLs others are told, and which of them nothing could connect to."""
+"""Tests the URLs by which others reach a machine, and those to which no client could connect."""
 
 import socket
 
@@ -7,17 +7,17 @@ import pytest
 from protocol.network.addresses import advertised_host, advertised_url, fault_of_advertised
 
 
-def told(template: str, host: str = "0.0.0.0") -> str:
+def url_of(template: str, host: str = "0.0.0.0") -> str:
     return advertised_url(template, scheme="https", host=host, port=8443)
 
 
 def test_an_advertised_url_names_the_machine_and_the_port_that_was_bound() -> None:
     name = socket.gethostname()
-    assert told("https://{host}.pods:{port}/worker/") == f"https://{name}.pods:8443/worker"
-    assert told("https://tunnel.example") == "https://tunnel.example"
-    assert told("") == f"https://{name}:8443"
-    assert told("", "10.0.0.5") == "https://10.0.0.5:8443"
-    assert told("", "::1") == "https://[::1]:8443"
+    assert url_of("https://{host}.pods:{port}/worker/") == f"https://{name}.pods:8443/worker"
+    assert url_of("https://tunnel.example") == "https://tunnel.example"
+    assert url_of("") == f"https://{name}:8443"
+    assert url_of("", "10.0.0.5") == "https://10.0.0.5:8443"
+    assert url_of("", "::1") == "https://[::1]:8443"
     assert advertised_host("http://[::1]:{port}") == "::1"
 
 

@@ -82,7 +82,7 @@ async def test_official_clients_call_over_tls_with_the_key_of_the_task(tmp_path:
         assert len(place.session.tree.calls) == 4
 
 
-async def test_without_the_token_nothing_is_answered_and_nothing_is_told(tmp_path: Path) -> None:
+async def test_a_request_without_the_token_learns_of_no_session(tmp_path: Path) -> None:
     async with far(tmp_path) as place:
         for token in ("wrong", place.key, place.endpoint.token("other")):
             async with place.openai(token) as client:
@@ -101,13 +101,13 @@ async def test_without_the_token_nothing_is_answered_and_nothing_is_told(tmp_pat
             place.endpoint.end(place.key, "its episode is over")
             ended = await http.get(f"{place.url}/models")
             assert (ended.status_code, ended.text) == (401, refused[0].text)
-            told = await http.get(f"{place.url}/models", headers={"x-api-key": place.token})
-            assert told.status_code == 410
-            assert "its episode is over" in told.text
+            after = await http.get(f"{place.url}/models", headers={"x-api-key": place.token})
+            assert after.status_code == 410
+            assert "its episode is over" in after.text
         assert place.session.tree.calls == []
 
 
-async def test_a_client_without_tls_or_with_an_old_one_gets_nothing(tmp_path: Path) -> None:
+async def test_a_client_without_tls_or_with_an_old_one_gets_no_answer(tmp_path: Path) -> None:
     async with far(tmp_path) as place:
         port = httpx.URL(place.url).port
         async with httpx.AsyncClient() as http:

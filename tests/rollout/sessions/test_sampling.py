@@ -96,7 +96,7 @@ async def test_parameters_may_be_left_to_the_run() -> None:
         assert session.tree.calls[0].trained
 
 
-async def test_what_is_asked_is_generated_and_is_no_trained_token() -> None:
+async def test_an_answer_that_was_generated_as_asked_is_not_trained() -> None:
     async with asked() as (client, session, engine, _):
         await client.chat.completions.create(model="m", messages=[USER], temperature=0, top_p=0.5, seed=3)
         await client.chat.completions.create(model="m", messages=[USER], temperature=0.7)
@@ -171,7 +171,7 @@ async def test_an_answer_ends_before_the_string_that_stopped_it() -> None:
         ({"stop": {"a": 1}}, "stop"),
     ],
 )
-def test_what_no_engine_generates_by_is_refused_by_name(body: dict[str, Any], named: str) -> None:
+def test_parameters_that_no_engine_has_are_refused_by_name(body: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestRefused) as refused:
         read_chat({"messages": [USER], **body}, rules=CONTEXT)
     assert (refused.value.status, refused.value.param) == (400, named)
@@ -192,7 +192,7 @@ async def test_apis_with_one_answer_know_no_number_of_answers() -> None:
         assert session.tree.calls == []
 
 
-async def test_more_answers_than_calls_are_left_are_refused_and_change_nothing() -> None:
+async def test_more_answers_than_calls_are_left_are_refused_without_a_change() -> None:
     async with asked() as (client, session, engine, _):
         with pytest.raises(openai.APIStatusError, match="max_running"):
             await client.with_options(max_retries=0).chat.completions.create(model="m", messages=[USER], n=65)

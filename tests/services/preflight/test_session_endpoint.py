@@ -56,7 +56,7 @@ def test_an_address_that_is_safe_is_not_refused(tmp_path: Path, overrides: Seque
     assert found(tmp_path, SERVER, URL, *overrides) == []
 
 
-def test_an_endpoint_that_nothing_would_use_is_refused(tmp_path: Path) -> None:
+def test_an_endpoint_without_a_harness_is_refused(tmp_path: Path) -> None:
     (text,) = found(tmp_path, 'environment.advertise="https://t.example"')
     assert "environment 'single_turn' talks to a URL" in text
 
