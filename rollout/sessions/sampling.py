@@ -154,4 +154,4 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (_is_stop, f"a text or a list of at most {MAX_STOPS}, of 1 to {MAX_STOP} characters each"),
     "n": (lambda value: type(value) is int and 1 <= value <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),
 }
-"""Parameter that an engine can generate by -> whether a value fits, and which ones do."""
+"""Parameter that an engine can generate by -> whether a value fits, and those that do."""

@@ -37,7 +37,7 @@ def answer_content(
     """Return what an answer says.
 
     Args:
-        request: what is answered.
+        request: the one that is answered.
         context: the tokens that the answer continues.
         tokens: the answer.
         read: its parts, if the request is a dialogue.

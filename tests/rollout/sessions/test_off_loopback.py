@@ -25,7 +25,7 @@ FAR = "127.0.0.2"
 
 @dataclass
 class Far:
-    """What a harness on another machine has."""
+    """Place of a harness on another machine."""
 
     session: Session
     endpoint: SessionEndpoint

@@ -3,9 +3,12 @@
 import ssl
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+from protocol.host.curve_keys import load_authorized
 from services.cli import app
+from services.tools.keys import main
 from tests.protocol.network.test_certificates import handshake
 
 
@@ -21,3 +24,15 @@ def test_keys_command_makes_keys_of_the_bus_or_a_certificate(tmp_path: Path) -> 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert_file, key_file)
     assert handshake(context, cert_file, "127.0.0.2") == "TLSv1.3"
+
+
+def test_key_command_makes_keys_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["curve", str(tmp_path)])
+    main()
+    assert len(load_authorized(tmp_path)) == 1
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert "exists" in capsys.readouterr().err
