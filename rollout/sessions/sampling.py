@@ -111,11 +111,11 @@ class SamplingRules:
         """Return the parameters as an engine takes them."""
         values: dict[str, Any] = {}
         for name, value in others.items():
-            if name not in _VALUES:
+            if name not in APPLIED:
                 raise _refused(name, value, NOT_GENERATED)
             if name == "seed" and not self.seeds:
                 raise _refused(name, value, NO_SEEDS)
-            is_valid, meaning = _VALUES[name]
+            is_valid, meaning = APPLIED[name]
             if isinstance(value, bool) or not is_valid(value):
                 raise _refused(name, value, f"has to be {meaning}", "invalid_value")
             values[name] = value
@@ -143,7 +143,7 @@ def _is_stop(value: Any) -> bool:
     )
 
 
-_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+APPLIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (
         lambda value: _is_number(value) and (value == 0 or MIN_TEMPERATURE <= value <= 100),
         f"0, which is greedy, or {MIN_TEMPERATURE} to 100",

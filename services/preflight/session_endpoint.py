@@ -10,6 +10,7 @@ from rollout.environments.registry import ENVIRONMENTS
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
 
+ADVERTISE = "environment.advertise"
 OF_SESSIONS = ("host", "port", "ports", "cert_file", "key_file", "plain_http", "advertise", "sampling")
 """Settings of `[environment]` that only environments with sessions have."""
 
@@ -53,24 +54,23 @@ def _unused(config: EnvironmentConfig) -> Iterator[Problem]:
 
 
 def _advertise_problems(settings: Settings) -> Iterator[Problem]:
-    config, setting = settings.environment, "environment.advertise"
-    template = config.advertise
+    config, template = settings.environment, settings.environment.advertise
     if fault := fault_of_advertised(template):
-        yield Problem(f"it {fault}", "write it as https://rollout.example:{port}", setting, template)
+        yield Problem(f"it {fault}", "write it as https://rollout.example:{port}", ADVERTISE, template)
         return
     is_plain = urlsplit(template).scheme == "http"
     if is_plain and config.cert_file:
         yield Problem(
             "the endpoint speaks TLS (environment.cert_file), and clients would speak plain HTTP to it",
             "write it with https",
-            setting,
+            ADVERTISE,
             template,
         )
     elif is_plain and not is_loopback(advertised_host(template)) and not config.plain_http:
         yield Problem(
             "prompts, answers and keys of sessions would travel to another machine in plain text",
             "write it with https; or set environment.plain_http, if a tunnel or a service mesh encrypts",
-            setting,
+            ADVERTISE,
             template,
         )
     workers = sum(entry.count for entry in settings.services.pool) or settings.services.rollouts
@@ -80,6 +80,6 @@ def _advertise_problems(settings: Settings) -> Iterator[Problem]:
             f"the endpoints of {workers} workers, that of [eval] included, would have one address, and each "
             "knows its own sessions alone",
             f"name the worker in it by {PORT}, or by {HOST} where each has a host of its own",
-            setting,
+            ADVERTISE,
             template,
         )
