@@ -39,6 +39,15 @@ def session_endpoint_problems(settings: Settings) -> Iterator[Problem]:
         )
     if config.advertise:
         yield from _advertise_problems(settings)
+    elif is_loopback(config.host) and (elsewhere := _server_elsewhere(config)):
+        yield Problem(
+            f"the server at {elsewhere} would get the endpoint's address on loopback, which is another "
+            "machine there",
+            "set environment.host and environment.advertise; if it is this machine, set "
+            'environment.advertise to "http://127.0.0.1:{port}"',
+            "environment.options",
+            config.options,
+        )
 
 
 def _unused(config: EnvironmentConfig) -> Iterator[Problem]:
@@ -51,6 +60,13 @@ def _unused(config: EnvironmentConfig) -> Iterator[Problem]:
                 f"environment.{name}",
                 getattr(config, name),
             )
+
+
+def _server_elsewhere(config: EnvironmentConfig) -> str:
+    """Return the host of the server that runs the episodes; empty if it is this machine, or none does."""
+    address = config.options.get("url" if config.name == "server" else "address")
+    host = urlsplit(address).hostname if isinstance(address, str) else None
+    return "" if host is None or is_loopback(host) else host
 
 
 def _advertise_problems(settings: Settings) -> Iterator[Problem]:

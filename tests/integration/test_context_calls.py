@@ -9,15 +9,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from protocol.codec import decode_payload
-from protocol.messages import Call, ScoredRollout
+from protocol.messages import Call, Rollout, ScoredRollout
 from protocol.network.certificates import create_certificate
 from protocol.tensors import Array
 from services.tools.verification import verify_run
 from tests.integration.loop import run_to_end, settings_for
 from tests.integration.own_sampling import CALLS
 from tests.trainer.recomputed.loop import NaiveTrainer
+from tests.trainer.recomputed.records import rows_of
 from trainer.storage.archive import Archive
 
 SETTINGS = (
@@ -41,6 +44,20 @@ def trained_by_the_journal(scored: ScoredRollout, calls: dict[tuple[int, int, in
         mask[begins[row] + first : begins[row] + end] = not call.sampling
     masked = msgspec.structs.replace(rollout, loss_mask=Array.of(mask, "uint8"))
     return msgspec.structs.replace(scored, rollout=masked)
+
+
+@torch.no_grad()
+def assert_most_likely(model: torch.nn.Module, rollout: Rollout, greedy: set[tuple[int, int]]) -> None:
+    """Check the answers of some calls, (sample, number), against the model's most likely tokens."""
+    assert rollout.calls is not None
+    begins = np.cumsum([0, *rollout.lengths.numpy()])
+    contexts = [context for _, context, _ in rows_of(rollout)]
+    for sample, number, row, first, end in rollout.calls.numpy().tolist():
+        if (sample, number) in greedy:
+            tokens = contexts[row] + rollout.tokens.numpy()[begins[row] : begins[row] + end].tolist()
+            logits = model(input_ids=torch.tensor([tokens])).logits[0]
+            place = len(contexts[row]) + first
+            assert logits[place - 1 : -1].argmax(-1).tolist() == tokens[place:]
 
 
 @pytest.mark.timeout(300)
@@ -67,6 +84,14 @@ async def test_context_calls_leave_no_gradient(tmp_path: Path, monkeypatch: pyte
         if isinstance(record, ScoredRollout)
     ]
     assert len(groups) == settings.bound.groups_per_step
+
+    greedy = [place for place, call in by_place.items() if call.sampling == '{"temperature": 0}']
+    assert len(greedy) == len(own) / CALLS
+    model = AutoModelForCausalLM.from_pretrained(settings.model_dir, dtype=torch.float32)
+    for scored, _ in groups:
+        assert_most_likely(
+            model, scored.rollout, {place[1:] for place in greedy if place[0] == scored.rollout.group}
+        )
 
     naive = NaiveTrainer(settings.model_dir, settings.algorithm, settings.optimizer, 1.0)
     naive.model.get_input_embeddings().padding_idx = None  # the digit 0, whose gradient counts

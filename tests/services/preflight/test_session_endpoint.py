@@ -32,6 +32,8 @@ def found(tmp_path: Path, *overrides: str) -> list[str]:
         (['environment.advertise="http://127.0.0.1:{port}"', *PAIR], "write it with https"),
         (['environment.advertise="https://t.example"', "services.rollouts=2"], "endpoints of 2 workers"),
         (['environment.advertise="https://t.example"', "eval.every=2"], "endpoints of 2 workers"),
+        (['environment.options={url="http://10.0.0.7:9/run"}'], "the server at 10.0.0.7 would get"),
+        (['environment.name="verifiers"', 'environment.options={address="tcp://e:5"}'], "server at e would"),
     ],
 )
 def test_an_address_that_is_not_safe_or_cannot_be_used_is_refused(
@@ -48,7 +50,10 @@ def test_an_address_that_is_not_safe_or_cannot_be_used_is_refused(
         ['environment.host="0.0.0.0"', *PAIR],
         ['environment.host="0.0.0.0"', PLAIN],
         ['environment.advertise="https://tunnel.example"'],
-        ['environment.advertise="http://127.0.0.1:9000"'],
+        [
+            'environment.advertise="http://127.0.0.1:9000"',
+            'environment.options={url="http://10.0.0.7:9/run"}',
+        ],
         ['environment.advertise="https://{host}.pods:{port}"', "services.rollouts=2", "eval.every=2"],
     ],
 )
