@@ -51,5 +51,12 @@ class Environment(ABC):
             SettingsError: an option does not fit.
         """
 
+    async def open(self) -> None:  # noqa: B027  most need no resources
+        """Take resources that may be missing, such as a port, before the first sample. Idempotent.
+
+        Raises:
+            SettingsError: one is.
+        """
+
     async def close(self) -> None:  # noqa: B027  most environments have nothing to close
         """Release the environment's own resources. Idempotent."""

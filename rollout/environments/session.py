@@ -129,7 +129,7 @@ class Task:
 class SessionEnvironment(Environment):
     """Environment whose harness makes model calls by HTTP; a subclass runs the harness.
 
-    The endpoint starts with the first sample.
+    The endpoint starts with `open`, or with the first sample.
     """
 
     files_per_sample = 3
@@ -212,6 +212,14 @@ class SessionEnvironment(Environment):
             return await self.act(task)
         except (Exception, BaseExceptionGroup, SystemExit) as error:
             return error
+
+    async def open(self) -> None:
+        """Serve.
+
+        Raises:
+            SettingsError: the port is used by another process, or there is no such certificate.
+        """
+        await self._started()
 
     async def close(self) -> None:
         """Stop serving."""
