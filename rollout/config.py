@@ -5,7 +5,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from protocol.paths import FIRST, set_first
+from protocol.paths import FIRST, FilePath, set_first
+
+MIN_TEMPERATURE = 0.01
+"""Below it, vLLM samples at 0.01, and engines take the most likely token."""
+SamplingMode = Literal["refuse", "run", "context"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +54,26 @@ class EnvironmentConfig:
     """Whether an environment that exchanges text with the model records calls of the model and results of
     tools, so that an episode whose worker was lost continues where it was. `auto`: `tools` alone does; `on`,
     `off`. Those whose harness talks to a URL always do."""
+    sampling: SamplingMode = "refuse"
+    """What becomes of a harness's request whose temperature, top_p, stop, n and the like are not the run's.
+    `refuse`: an error that names them. `run`: the run's apply, and a header says so. `context`: it is
+    generated as asked, and its answer is context without gradient."""
+    host: str = "127.0.0.1"
+    """Address that the endpoint of harnesses listens on. Off loopback it needs `cert_file` and `key_file`,
+    and a harness sends its task's key as the API key."""
+    port: Annotated[int, Interval(ge=0, le=65535)] = 0
+    """Port of the endpoint. 0: any free one."""
+    ports: Annotated[int, Interval(ge=1, le=4096)] = 64
+    """How many ports from `port` on the workers of a host share: each takes the first that is free. Not used
+    with port 0."""
+    cert_file: FilePath = ""
+    """Certificate of the endpoint (PEM, with intermediate ones), by which it speaks TLS; `tether keys
+    --endpoint` makes one. Empty: plain HTTP."""
+    key_file: FilePath = ""
+    """Its key (PEM), readable by its owner only."""
+    plain_http: bool = False
+    """Whether the endpoint may speak plain HTTP off loopback, because a tunnel or a service mesh encrypts.
+    Where none does, who reads the traffic reads prompts, answers and keys, and can make calls with these."""
+    advertise: str = ""
+    """URL of the endpoint that harnesses get, such as "https://rollout.example:{port}"; {host} stands
+    for the machine's name, {port} for the port. Empty: `host`, or that name where `host` is a wildcard."""

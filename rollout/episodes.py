@@ -129,7 +129,7 @@ class Episodes:
             ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
             calls = ModelCalls(
                 self.engine, self.sampling, self.config, self.max_model_len, ids, self.ended, record,
-                self.renderer.stopped_length if self.renderer.has_stop_strings else None,
+                self.renderer,
             )  # fmt: skip
             result = await self._reported(index, attempt, calls, left_s)
             if isinstance(result, Sample):

@@ -165,9 +165,9 @@ class Renderer:
         return self._chat
 
     @property
-    def has_stop_strings(self) -> bool:
-        """Whether `render.stop` has strings."""
-        return bool(self._config.stop)
+    def stop_strings(self) -> tuple[str, ...]:
+        """`RenderConfig.stop`."""
+        return self._config.stop
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -229,17 +229,18 @@ class Renderer:
         )
         return text
 
-    def stopped_length(self, tokens: tuple[int, ...]) -> int:
+    def stopped_length(self, tokens: tuple[int, ...], more: tuple[str, ...] = ()) -> int:
         """Return how many of some sampled tokens there are up to the one that completes a string of `stop`.
 
-        That is all of them if none is in their text.
+        That is all of them if none is in their text. `more` are further such strings.
         """
+        strings = (*self._config.stop, *more)
 
         def stops(count: int) -> bool:
             text = self._tokenizer.decode(
                 list(tokens[:count]), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-            return any(stop in text for stop in self._config.stop)
+            return any(stop in text for stop in strings)
 
         if not stops(len(tokens)):
             return len(tokens)

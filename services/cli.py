@@ -327,15 +327,13 @@ def scale(
 
 @app.command()
 def keys(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="directory that services read as bus.curve_dir")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory, such as of bus.curve_dir")],
+    endpoint: Annotated[list[str] | None, typer.Option(help="name or address for a certificate")] = None,
 ) -> None:
-    """Make the CURVE keys that services need off loopback. A directory that already has keys is refused."""
-    from services.bus.curve import create_keys
+    """Make the CURVE keys that services need off loopback, or a certificate for the endpoint of harnesses."""
+    from services.tools.keys import make_keys
 
-    create_keys(directory)
-    print(f"keys are in {directory}; set bus.curve_dir to it on every host")
+    print(make_keys(directory, endpoint or []))
 
 
 @app.command()

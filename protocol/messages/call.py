@@ -38,7 +38,8 @@ class Call(Message, tag="call", frozen=True, kw_only=True):
     finish_reason: str
     """"stop" or "length"."""
     request: str
-    """Hash of the request: its messages and tools, or its prompt, and its limit of tokens; 32 hex digits."""
+    """Hash of the request: its messages and tools, or its prompt, its limit of tokens, and `sampling`; 32 hex
+    digits."""
     context: str
     """Hash of all tokens that the answer continues, 32 hex digits."""
     began_ms: int = 0
@@ -49,6 +50,9 @@ class Call(Message, tag="call", frozen=True, kw_only=True):
     """The harness's name for this tool result; empty: a call of the model."""
     result: bytes = b""
     """That result, as JSON. The arrays and hashes of the call are empty then, and `parent` is -1."""
+    sampling: str = ""
+    """Sampling parameters that its request asked for instead of the run's, as JSON; empty: none. With them
+    the answer is context, and no token of it may be trained."""
 
 
 class Recall(Message, tag="recall", frozen=True, kw_only=True):

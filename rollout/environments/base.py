@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 
+from rollout.config import EnvironmentConfig
 from rollout.engines.base import EngineConfig
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
@@ -37,6 +38,9 @@ class Environment(ABC):
                 `[environment]`.
         """
 
+    def configured(self, config: EnvironmentConfig) -> None:  # noqa: B027  most need only their options
+        """Learn the section that named it, before anything else."""
+
     def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most need not know
         """Learn which engine answers, before the first sample."""
 
@@ -45,6 +49,13 @@ class Environment(ABC):
 
         Raises:
             SettingsError: an option does not fit.
+        """
+
+    async def open(self) -> None:  # noqa: B027  most need no resources
+        """Take resources that may be missing, such as a port, before the first sample. Idempotent.
+
+        Raises:
+            SettingsError: one is.
         """
 
     async def close(self) -> None:  # noqa: B027  most environments have nothing to close

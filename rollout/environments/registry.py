@@ -74,6 +74,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
             not fit, or it cannot record what it is to record.
     """
     environment = _made(config)
+    environment.configured(config)
     if isinstance(environment, EpisodeEnvironment):
         environment.has_calls = records_calls(config)
     elif config.record != "auto":

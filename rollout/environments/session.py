@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Interval
 
@@ -40,9 +40,6 @@ class SessionOptions(SessionLimits):
 
     body_mb: Annotated[int, Interval(ge=1, le=1024)] = 16
     """Largest body of a request, MiB."""
-    sampling: Literal["refuse", "run"] = "refuse"
-    """Reply to a request with sampling parameters of its own. `refuse`: an error. `run`: the parameters of
-    `[sampling]` apply, and a header says so."""
     tool_syntax: str = "hermes"
     """How the model writes tool calls: `hermes`, JSON between <tool_call> tags; `json`, an answer that is one
     JSON object; `none`, not at all; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
@@ -103,7 +100,7 @@ class Task:
     url: str
     """Base URL for clients of the OpenAI API, with the session's key in it."""
     key: str
-    """The key, for clients that want one."""
+    """What clients send as their API key. On loopback it is not read."""
     prompt: Prompt
     results: Results = field(default_factory=Results, repr=False, compare=False)
     """What tools answered, for `once`."""
@@ -132,7 +129,7 @@ class Task:
 class SessionEnvironment(Environment):
     """Environment whose harness makes model calls by HTTP; a subclass runs the harness.
 
-    The endpoint starts with the first sample.
+    The endpoint starts with `open`, or with the first sample.
     """
 
     files_per_sample = 3
@@ -140,7 +137,7 @@ class SessionEnvironment(Environment):
     has_calls = True
 
     def __init__(self, options: SessionOptions) -> None:
-        self._limits = options
+        self._limits, self._config = options, EnvironmentConfig()
         self._reader = AnswerReader(options.tool_syntax, options.reasoning_syntax)
         self._endpoint: SessionEndpoint | None = None
         self._starting = asyncio.Lock()
@@ -164,10 +161,12 @@ class SessionEnvironment(Environment):
             await record.begin(replayable=self._limits.replayable)
         on_replayed = calls.count_replayed if calls else None
         most = calls.max_model_len if calls else 0
-        sampling = calls.sampling if calls else None
-        session = Session(generate, renderer, self._limits, self._reader, record, on_replayed, most, sampling)
+        rules = calls.rules if calls else None
+        session = Session(
+            generate, renderer, self._limits, self._reader, record, on_replayed, most, rules, calls
+        )
         key = endpoint.open(session)
-        task = Task(endpoint.url(key), key, prompt, session.results)
+        task = Task(endpoint.url(key), endpoint.token(key), prompt, session.results)
         try:
             reward = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
         except Exception as error:
@@ -214,11 +213,23 @@ class SessionEnvironment(Environment):
         except (Exception, BaseExceptionGroup, SystemExit) as error:
             return error
 
+    async def open(self) -> None:
+        """Serve.
+
+        Raises:
+            SettingsError: the port is used by another process, or there is no such certificate.
+        """
+        await self._started()
+
     async def close(self) -> None:
         """Stop serving."""
         if self._endpoint is not None:
             await self._endpoint.close()
         await self._reader.close()
+
+    def configured(self, config: EnvironmentConfig) -> None:
+        """Learn where the endpoint listens."""
+        self._config = config
 
     def answered_by(self, engine: EngineConfig) -> None:
         """Learn where SGLang is, for its parsers."""
@@ -233,9 +244,7 @@ class SessionEnvironment(Environment):
     async def _started(self) -> SessionEndpoint:
         async with self._starting:
             if self._endpoint is None:
-                endpoint = SessionEndpoint(
-                    body_mb=self._limits.body_mb, override=self._limits.sampling == "run"
-                )
+                endpoint = SessionEndpoint(self._config, body_mb=self._limits.body_mb)
                 await endpoint.start()
                 self._endpoint = endpoint
         return self._endpoint
@@ -256,6 +265,11 @@ def sample_of(session: Session, reward: float | None) -> Sample:
     calls = session.tree.calls
     if not calls:
         raise ValueError("the harness ended without a call of the model")
+    if all(call.as_asked for call in calls):
+        raise ValueError(
+            "every call of the harness asked for sampling of its own (environment.sampling), so no token of "
+            "the episode may be trained; let it make a call with the run's sampling"
+        )
     first, *others = branches_of(session.tree)
     prompt = context_tokens(calls[0].parent, calls[0].inserted)  # the parent may have been withdrawn
     start = len(prompt)

@@ -28,6 +28,9 @@ LINGER_MS = 1000
 """How long a cancellation may take to leave, milliseconds."""
 MAX_SHOWN = 300
 """Characters of a server's error that are shown."""
+NO_VARIABLE = "TETHER_SESSION_KEY"
+"""Names no variable of the server: each task has a key of its own. The package replaces one of the headers
+that have it, by API."""
 MAX_SOCKETS = 1 << 16
 """Samples at once."""
 
@@ -230,7 +233,12 @@ def run_request(task: Task) -> dict[str, Any]:
         text = [{"role": role, "content": content} for role, content in prompt.messages]
     return {
         "task_data": {"idx": prompt.index, "prompt": text, **prompt.metadata},
-        "client": {"type": "eval", "base_url": task.url, "api_key_var": "TETHER_SESSION_KEY"},
+        "client": {
+            "type": "eval",
+            "base_url": task.url,
+            "api_key_var": NO_VARIABLE,
+            "headers": {"authorization": f"Bearer {task.key}", "x-api-key": task.key},
+        },
         "model": "policy",
         "sampling": {},
     }

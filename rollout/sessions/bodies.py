@@ -16,11 +16,12 @@ def chat_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, n
         **_head(request, name, "chat.completion"),
         "choices": [
             {
-                "index": 0,
-                "message": {**answer.message, "refusal": None},
-                "finish_reason": answer.finish_reason,
-                "logprobs": chat_logprobs(answer, renderer) if request.logprobs else None,
+                "index": index,
+                "message": {**each.message, "refusal": None},
+                "finish_reason": each.finish_reason,
+                "logprobs": chat_logprobs(each, renderer) if request.logprobs else None,
             }
+            for index, each in enumerate((answer, *answer.others))
         ],
         "usage": usage(answer),
     }
@@ -30,7 +31,7 @@ def text_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, n
     """Return the answer to a completion request."""
     return {
         **_head(request, name, "text_completion"),
-        "choices": [_text_choice(request, answer, renderer)],
+        "choices": _text_choices(request, answer, renderer),
         "usage": usage(answer),
     }
 
@@ -44,16 +45,18 @@ def chat_events(
     request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed chat answer after the first."""
-    delta: dict[str, Any] = {"content": answer.message["content"]}
-    if thoughts := answer.message.get("reasoning_content"):
-        delta["reasoning_content"] = thoughts
-    if calls := answer.message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    event = _chunk(request, name, delta, None)
-    if request.logprobs:
-        event["choices"][0]["logprobs"] = chat_logprobs(answer, renderer)
-    yield event
-    yield _chunk(request, name, {}, answer.finish_reason)
+    for index, each in enumerate((answer, *answer.others)):
+        delta: dict[str, Any] = {"role": "assistant"} if index else {}
+        delta["content"] = each.message["content"]
+        if thoughts := each.message.get("reasoning_content"):
+            delta["reasoning_content"] = thoughts
+        if calls := each.message.get("tool_calls"):
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+        event = _chunk(request, name, delta, None, index)
+        if request.logprobs:
+            event["choices"][0]["logprobs"] = chat_logprobs(each, renderer)
+        yield event
+        yield _chunk(request, name, {}, each.finish_reason, index)
     if request.include_usage:
         yield {**_head(request, name, "chat.completion.chunk"), "choices": [], "usage": usage(answer)}
 
@@ -62,14 +65,14 @@ def text_events(
     request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed completion."""
-    yield {**_head(request, name, "text_completion"), "choices": [_text_choice(request, answer, renderer)]}
+    yield {**_head(request, name, "text_completion"), "choices": _text_choices(request, answer, renderer)}
     if request.include_usage:
         yield {**_head(request, name, "text_completion"), "choices": [], "usage": usage(answer)}
 
 
 def usage(answer: CallAnswer) -> dict[str, int]:
-    """Return the tokens of a call: its whole context counts as prompt."""
-    sampled = len(answer.call.completion.tokens)
+    """Return the tokens of all answers to a request: its whole context counts as prompt, once."""
+    sampled = sum(len(each.call.completion.tokens) for each in (answer, *answer.others))
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": sampled,
@@ -81,9 +84,16 @@ def _head(request: HarnessRequest, name: str, kind: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
 
 
-def _chunk(request: HarnessRequest, name: str, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": None}
+def _chunk(
+    request: HarnessRequest, name: str, delta: dict[str, Any], reason: str | None, index: int = 0
+) -> dict[str, Any]:
+    choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
     return {**_head(request, name, "chat.completion.chunk"), "choices": [choice]}
+
+
+def _text_choices(request: HarnessRequest, answer: CallAnswer, renderer: Renderer) -> list[dict[str, Any]]:
+    answers = enumerate((answer, *answer.others))
+    return [{**_text_choice(request, each, renderer), "index": index} for index, each in answers]
 
 
 def _text_choice(request: HarnessRequest, answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
@@ -98,7 +108,7 @@ def _text_choice(request: HarnessRequest, answer: CallAnswer, renderer: Renderer
             "top_logprobs": None,
             "text_offset": offsets,
         }
-    return {"index": 0, "text": answer.text, "finish_reason": answer.finish_reason, "logprobs": logprobs}
+    return {"text": answer.text, "finish_reason": answer.finish_reason, "logprobs": logprobs}
 
 
 def chat_logprobs(answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class ModelCall:
     """Its number in the sample's record; -1: it is not recorded."""
     trained: bool = True
     """Whether its tokens may be trained; otherwise they are context."""
+    as_asked: bool = False
+    """Whether it was generated with sampling parameters of its request, and so is context."""
 
     def path(self) -> Sequence["ModelCall"]:
         """Return the calls whose tokens it continues, from the first to itself."""

@@ -9,22 +9,29 @@
     GET  /s/KEY/v1/results/NAME (also PUT)
     POST /s/KEY/inference/v1/generate
 
-A key is 192 random bits, and is not answered any more when its session has ended. The key is the only proof
-of who calls, so the address is a loopback one.
+A key is 192 random bits, and is not answered any more when its session has ended. On loopback it is the only
+proof of who calls. Where others reach the endpoint, URLs get into the logs of clients and proxies, so a
+request has to prove with the session's token, too, that it comes from its harness; clients send that as
+their API key.
 """
 
 import asyncio
 import functools
 import hashlib
+import hmac
 import json
 import secrets
 from collections import OrderedDict
 
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import ClientConnectionResetError, hdrs, web
 from aiohttp.typedefs import Handler
+from yarl import URL
 
 from protocol.errors import EpisodeError, SettingsError
-from protocol.host.http_listener import LimitedListener, request_logger
+from protocol.network.addresses import advertised_url, is_loopback
+from protocol.network.certificates import server_tls
+from protocol.network.http_listener import LimitedListener, request_logger
+from rollout.config import EnvironmentConfig
 from rollout.off_loop import LARGE, off_loop
 from rollout.sessions.refusal import RequestRefused, ended, invalid
 from rollout.sessions.requests import read_body
@@ -43,6 +50,8 @@ BODY_S = 120.0
 """How long a body may take: 16 MiB at 150 kB/s."""
 MODEL = "policy"
 """The model that is listed; requests may name any."""
+LOOPBACK = EnvironmentConfig()
+"""Settings of an endpoint that this machine alone reaches."""
 
 
 class SessionEndpoint:
@@ -50,9 +59,9 @@ class SessionEndpoint:
 
     def __init__(
         self,
+        config: EnvironmentConfig = LOOPBACK,
         *,
         body_mb: int = 16,
-        override: bool = False,
         max_connections: int = MAX_CONNECTIONS,
         header_s: float = HEADER_S,
         body_s: float = BODY_S,
@@ -60,13 +69,16 @@ class SessionEndpoint:
         """Create an endpoint that is not started.
 
         Args:
+            config: says where it listens and which address harnesses get.
             body_mb: largest body of a request, MiB.
-            override: whether sampling parameters of requests are not applied; otherwise they are refused.
             max_connections: as for `LimitedListener`.
             header_s: as for `LimitedListener`.
             body_s: how long the body of a request may take to come, seconds.
         """
-        self._override = override
+        self._config = config
+        self._needs_token = bool(config.advertise) or not is_loopback(config.host)
+        self._secret = secrets.token_bytes(32)
+        """Key by which tokens of sessions are derived."""
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
@@ -85,22 +97,33 @@ class SessionEndpoint:
         self._runner = web.AppRunner(
             app, access_log=None, logger=_log, handler_cancellation=True, shutdown_timeout=1.0
         )
+        self.bound = ""
+        """URL of the address that was bound."""
         self._address = ""
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Bind and serve; port 0 is any free one.
+    async def start(self) -> None:
+        """Bind and serve.
 
         Raises:
-            SettingsError: host or port cannot be bound.
+            SettingsError: host or port cannot be bound, or there is no such certificate.
         """
+        config = self._config
+        tls = server_tls(config.cert_file, config.key_file) if config.cert_file else None
         await self._runner.setup()
         try:
-            self._address = await self._listener.start(self._runner, host, port)
+            self.bound = await self._listener.start(
+                self._runner, config.host, config.port, ports=config.ports if config.port else 1, tls=tls
+            )
         except OSError as error:
             await self._runner.cleanup()
             raise SettingsError(
-                f"cannot serve sessions on {host}:{port}: {error.strerror or error}; choose another port"
+                f"setting environment.port: cannot serve sessions on {config.host}:{config.port} "
+                f"(environment.ports = {config.ports}): {error.strerror or error}; choose others"
             ) from None
+        url = URL(self.bound)
+        self._address = advertised_url(
+            config.advertise, scheme=url.scheme, host=config.host, port=int(url.port or 0)
+        )
 
     async def close(self) -> None:
         """End all sessions and stop serving."""
@@ -116,8 +139,19 @@ class SessionEndpoint:
         return key
 
     def url(self, key: str) -> str:
-        """Return the base URL for clients of the OpenAI API."""
+        """Return the base URL for clients of the OpenAI API, as its harness gets it."""
         return f"{self._address}/s/{key}/v1"
+
+    def token(self, key: str) -> str:
+        """Return the API key that the harness of a session sends."""
+        return hmac.digest(self._secret, key.encode(errors="surrogateescape"), "sha256").hex()
+
+    def _has_token(self, request: web.Request, key: str) -> bool:
+        """Return whether a request has the token of a session as its API key, in one of the usual headers."""
+        scheme, _, bearer = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+        given = (bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
+        expected = self.token(key).encode()
+        return any([hmac.compare_digest(each.encode(errors="replace"), expected) for each in given])
 
     def end(self, key: str, reason: str) -> None:
         """End a session: its calls that run are ended, and its key is refused. Idempotent."""
@@ -133,7 +167,11 @@ class SessionEndpoint:
             self._ended.popitem(last=False)
 
     def _session(self, request: web.Request) -> Session:
-        known = _known(request.match_info["key"])
+        """Return the session of a request; without its token no session is admitted to."""
+        key = request.match_info["key"]
+        if self._needs_token and not self._has_token(request, key):
+            raise RequestRefused(401, "invalid_api_key", "the API key is not the key of the task")
+        known = _known(key)
         if (session := self._sessions.get(known)) is not None:
             return session
         if (reason := self._ended.get(known)) is not None:
@@ -176,7 +214,7 @@ class SessionEndpoint:
         try:
             session = self._session(request)
             known = {"stored": session.stored} if api.keep is not None else {}
-            read = functools.partial(api.read, override=self._override, **known)
+            read = functools.partial(api.read, rules=session.rules, **known)
             body = await self._body(request)
             pending = await session.read(body, read)
             call = ServedCall(api, request, session, pending, api.prefix + secrets.token_hex(8), len(body))

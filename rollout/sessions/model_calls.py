@@ -9,8 +9,10 @@ from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, Engine, Request, Sampling
 from rollout.off_loop import TOKEN, off_loop
+from rollout.render import Renderer
 from rollout.sample import NOTHING_READ, EpisodeOver
 from rollout.sessions.record import SampleRecord
+from rollout.sessions.sampling import RequestSampling, SamplingRules
 
 OVER = "the episode has ended; its model cannot be called any more"
 
@@ -27,13 +29,13 @@ class ModelCalls:
         name: str,
         end_reason: Callable[[], str] = lambda: "",
         record: SampleRecord | None = None,
-        stopped_length: Callable[[tuple[int, ...]], int] | None = None,
+        renderer: Renderer | None = None,
     ) -> None:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it.
 
-        `stopped_length` is the renderer's, if there are strings that end a sample.
+        `renderer` finds strings that end a sample; None: there are none.
         """
-        self._stopped_length = stopped_length
+        self._renderer = renderer
         self.record = record
         self.sampling = sampling
         self._engine, self._config = engine, config
@@ -51,18 +53,28 @@ class ModelCalls:
         """Whether the environment runs on although it was cancelled."""
 
     @property
+    def rules(self) -> SamplingRules:
+        """What becomes of requests that ask for sampling of their own."""
+        stop = () if self._renderer is None else self._renderer.stop_strings
+        return SamplingRules(self._config.sampling, self.sampling, stop, self._engine.capabilities.seeds)
+
+    @property
     def ended(self) -> str:
         """Reason why the attempt is ended from outside; empty while it is not, or if none is given."""
         if self.late:
             return f"not done within environment.episode_s {self._config.episode_s:g} s"
         return self._ended()
 
-    async def __call__(self, tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+    async def __call__(
+        self, tokens: tuple[int, ...], max_tokens: int | None, own: RequestSampling | None = None
+    ) -> Completion:
+        """Continue tokens, as `Generate`; `own` has parameters that apply instead of the run's."""
         if self._over:
             raise RuntimeError(OVER)
         limit = self._limit(len(tokens), max_tokens)
+        sampling = self.sampling if own is None else own.applied(self.sampling)
         request = Request(
-            self.name.replace("{turn}", str(self._asked)), tokens, replace(self.sampling, max_tokens=limit)
+            self.name.replace("{turn}", str(self._asked)), tokens, replace(sampling, max_tokens=limit)
         )
         self._asked += 1
         try:
@@ -85,8 +97,9 @@ class ModelCalls:
         if completion.finish_reason == "abort":
             text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
             raise self._failed(EngineError(text))
-        if self._stopped_length is not None:
-            found = partial(self._stopped_length, completion.tokens)
+        more = () if own is None else own.stop
+        if self._renderer is not None and (more or self._renderer.stop_strings):
+            found = partial(self._renderer.stopped_length, completion.tokens, more)
             completion = completion.stopped_at(await off_loop(TOKEN * len(completion.tokens), found))
         if self.turns:
             self.later_prompts = self.later_prompts.plus(len(tokens), completion.cached_tokens)

@@ -158,6 +158,7 @@ class SampleRecord:
         inserted: Sequence[int],
         generate: Callable[[], Awaitable[Completion]],
         on_replayed: Callable[[Completion], None] | None,
+        sampling: str = "",
     ) -> tuple[int, Completion]:
         """Return number and answer of a call: from the record, or generated and recorded.
 
@@ -169,6 +170,7 @@ class SampleRecord:
             inserted: tokens between the parent's answer and this answer.
             generate: makes the answer.
             on_replayed: called with a recorded answer.
+            sampling: as in `Call`.
 
         Raises:
             EngineError: the engine recorded experts, which a call cannot store.
@@ -194,6 +196,7 @@ class SampleRecord:
             request=key[0],
             context=key[1],
             began_ms=began_ms,
+            sampling=sampling,
         )
         await self._store(key, completion, call)
         return call.number, completion

@@ -1,37 +1,22 @@
 """Reads the bodies of requests to the OpenAI API, and refuses what would not be done as asked."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollout.bounded_json import TooManyValues, parsed_json
-from rollout.engines.base import Sampling
 from rollout.sessions.messages import Dialogue, read_dialogue
 from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.sampling import UNCHANGED, RequestSampling, SamplingRules
 
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias",
-    "presence_penalty", "frequency_penalty", "repetition_penalty",
-)  # fmt: skip
-"""What would change the distribution that the trainer computes with."""
-OFF: Mapping[str, tuple[Any, ...]] = {
-    "top_k": (0, -1), "min_p": (0,), "presence_penalty": (0,), "frequency_penalty": (0,),
-    "repetition_penalty": (1,), "logit_bias": ({},),
-}  # fmt: skip
-"""Sampling parameter -> the values that change nothing."""
 WITHOUT_EFFECT = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 )  # fmt: skip
 """Fields that change no token."""
 DEFAULTS: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
     "top_logprobs": 0,
-    "stop": [],
     "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
     "modalities": ["text"],
     "echo": False,
     "suffix": "",
@@ -62,6 +47,8 @@ class HarnessRequest:
     logprobs: bool
     overridden: tuple[str, ...]
     """Sampling parameters that the request has and that are not applied."""
+    sampling: RequestSampling | None = None
+    """Parameters that apply instead of the run's, so that the answers are context; None: the run's apply."""
     dialogue: Dialogue | None = None
     """Messages of a chat request."""
     tools: bool = False
@@ -94,36 +81,17 @@ def read_body(body: bytes, tokens: int = 0) -> Any:
         raise invalid(f"the body is not JSON: {str(error)[:200]}", code="invalid_json") from None
 
 
-def without_own_sampling(body: Any, own: Sampling) -> Any:
-    """Return a request's body without the sampling parameters that it may have: they are the run's own.
-
-    Args:
-        body: the parsed JSON of any API.
-        own: parameters that the call is generated with.
-    """
-    if not isinstance(body, dict):
-        return body
-    same = {**OFF, "temperature": (own.temperature,), "top_p": (own.top_p,)}
-    if own.top_k:
-        same["top_k"] = (own.top_k,)
-    return {
-        name: value
-        for name, value in body.items()
-        if isinstance(value, bool) or not any(value == kept for kept in same.get(name, ()))
-    }
-
-
-def read_chat(body: Any, *, override: bool) -> HarnessRequest:
+def read_chat(body: Any, *, rules: SamplingRules) -> HarnessRequest:
     """Read the body of a chat request.
 
     Args:
         body: the parsed JSON.
-        override: whether sampling parameters are not applied; otherwise they are refused.
+        rules: say what becomes of sampling parameters.
 
     Raises:
         RequestRefused: it is malformed, or asks for something that is not supported; names the field.
     """
-    common = _common(body, CHAT, override)
+    common = _common(body, CHAT, rules)
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise _unsupported("tool_choice", choice, "'auto' or 'none'")
@@ -133,9 +101,9 @@ def read_chat(body: Any, *, override: bool) -> HarnessRequest:
     return HarnessRequest(dialogue=dialogue, tools=bool(dialogue.tools) and choice == "auto", **common)
 
 
-def read_text(body: Any, *, override: bool) -> HarnessRequest:
+def read_text(body: Any, *, rules: SamplingRules) -> HarnessRequest:
     """Read the body of a completion request; arguments and errors are as in `read_chat`."""
-    common = _common(body, TEXT, override)
+    common = _common(body, TEXT, rules)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
@@ -159,27 +127,17 @@ def repeated_name(body: dict[str, Any], field: str) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _common(body: Any, fields: tuple[str, ...], override: bool) -> dict[str, Any]:
+def _common(body: Any, fields: tuple[str, ...], rules: SamplingRules) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
-    overridden = []
     for name, value in body.items():
-        if value is None or name in (*COMMON, *fields, *WITHOUT_EFFECT):
+        if value is None or name in (*COMMON, *fields, *WITHOUT_EFFECT, *UNCHANGED):
             continue
-        if name in SAMPLING:
-            overridden.append(name)
-        elif name not in DEFAULTS:
+        if name not in DEFAULTS:
             raise invalid(f"{name} is not known here", name, "unknown_parameter")
-        elif value != DEFAULTS[name]:
+        if value != DEFAULTS[name]:
             raise _unsupported(name, value, repr(DEFAULTS[name]))
-    if overridden and not override:
-        raise invalid(
-            f"{overridden[0]} would change the distribution that is trained on, which [sampling] decides; "
-            "leave it out, give the run's value, or have it not applied with environment.options.sampling = "
-            '"run"',
-            overridden[0],
-            "unsupported_parameter",
-        )
+    sampling, overridden = rules.read(body)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise invalid("stream_options must be an object", "stream_options")
@@ -193,8 +151,16 @@ def _common(body: Any, fields: tuple[str, ...], override: bool) -> dict[str, Any
         "stream": bool(body.get("stream")),
         "include_usage": bool(options.get("include_usage")),
         "logprobs": logprobs is not None and logprobs is not False,
-        "overridden": tuple(sorted(overridden)),
+        "overridden": overridden,
+        "sampling": sampling,
     }
+
+
+def with_one_answer(request: HarnessRequest) -> HarnessRequest:
+    """Return a request of an API that has one answer to each; refuse one that asks for more."""
+    if request.sampling is not None and request.sampling.n > 1:
+        raise invalid("n is not known here", "n", "unknown_parameter")
+    return request
 
 
 def _count(body: dict[str, Any], name: str) -> int | None:

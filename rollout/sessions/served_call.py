@@ -31,7 +31,7 @@ class Api:
     prefix: str
     """Prefix of the answers' names."""
     read: Callable[..., HarnessRequest]
-    """(body, override) -> parsed request; gets `stored`, too, if answers are kept."""
+    """(body, rules) -> parsed request; gets `stored`, too, if answers are kept."""
     whole: Callable[..., Body]
     """(request, answer, renderer, name) -> an answer in one piece."""
     events: Callable[..., Iterable[Body]]
@@ -143,14 +143,15 @@ class ServedCall:
                     session.stored[self._name] = kept
             await send()
         except (ConnectionError, asyncio.CancelledError) as hung_up:
-            self._session.withdraw(self._pending, answer.call)
+            self._session.withdraw(self._pending, answer)
             self._session.stored.pop(self._name, None)
             if isinstance(hung_up, asyncio.CancelledError):
                 raise
 
     async def _written(self, answer: CallAnswer, make: Callable[[], Made]) -> Made:
         """Return `make`'s text of an answer and its request; a large one is made in a thread."""
-        return await off_loop(self._size + TOKEN * len(answer.call.completion.tokens), make)
+        tokens = sum(len(each.call.completion.tokens) for each in (answer, *answer.others))
+        return await off_loop(self._size + TOKEN * tokens, make)
 
 
 def _event(body: Body) -> bytes:

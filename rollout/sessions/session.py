@@ -1,29 +1,30 @@
 """Runs the calls of one session on the engine, and records them."""
 
 import asyncio
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Annotated, Any
 
-import numpy as np
-import xxhash
 from annotated_types import Interval
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest, SettingsError
-from rollout.engines.base import Completion, Sampling
+from rollout.engines.base import Completion
 from rollout.off_loop import LARGE, TOKEN, off_loop
 from rollout.render import PromptTooLong, Renderer, checked_length
 from rollout.sample import EpisodeOver, Generate
-from rollout.sessions.answers.reader import AnswerReader, ReadAnswer
-from rollout.sessions.calls import CallTree, ModelCall, TextEnd, context_tokens, text_end
-from rollout.sessions.messages import read_message
+from rollout.sessions.answers.content import AnswerContent, answer_content
+from rollout.sessions.answers.reader import AnswerReader
+from rollout.sessions.calls import CallTree, ModelCall, context_tokens
 from rollout.sessions.record import SampleRecord, key_of
 from rollout.sessions.refusal import RequestRefused, ended, invalid
-from rollout.sessions.requests import HarnessRequest, read_body, without_own_sampling
+from rollout.sessions.requests import HarnessRequest, read_body
 from rollout.sessions.results import Results
+from rollout.sessions.sampling import RequestSampling, SamplingRules
 from rollout.sessions.template import added, whole
 
+GenerateAs = Callable[[tuple[int, ...], int | None, RequestSampling], Awaitable[Completion]]
+"""Continues tokens like `Generate`, by sampling parameters of a request."""
 OTHER_BYTES = 1 << 16
 """Bytes of a body besides its texts, in which a character has at most 12: two escapes."""
 
@@ -54,17 +55,6 @@ class PendingCall:
     """Whether it continues no call because the template cannot write its messages after an answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerContent:
-    """Content of an answer, and the beginning of requests that continue it."""
-
-    text: str
-    message: dict[str, Any]
-    end: int | TextEnd
-    also: int | None = None
-    """As in `ModelCall`."""
-
-
 NumberedAnswer = tuple[int, Completion, AnswerContent]
 """The number of an answer in the record, -1 without one; the answer; and what it says."""
 
@@ -81,6 +71,10 @@ class CallAnswer:
     """As the chat API has it."""
     finish_reason: str
     """"stop", "length" or "tool_calls"."""
+    stopped_by: str = ""
+    """The request's own stop string that ended it."""
+    others: tuple["CallAnswer", ...] = ()
+    """Further answers to the same request."""
 
 
 class Session:
@@ -98,7 +92,8 @@ class Session:
         record: SampleRecord | None = None,
         on_replayed: Callable[[Completion], None] | None = None,
         max_model_len: int = 0,
-        sampling: Sampling | None = None,
+        rules: SamplingRules | None = None,
+        generate_as: GenerateAs | None = None,
     ) -> None:
         """Start without a call.
 
@@ -106,15 +101,16 @@ class Session:
             generate, renderer, limits, reader, record: as the fields and arguments of the same name.
             on_replayed: is called with each answer from the record.
             max_model_len: tokens of a context with its answer; 0: no limit is known.
-            sampling: parameters of every generation; None: not known.
+            rules: say what becomes of sampling parameters of requests; None: any are refused.
+            generate_as: continues tokens with those; required if the rules let them apply.
         """
-        self._generate, self._limits = generate, limits
-        self.renderer = renderer
-        """Renders the requests."""
+        self._generate, self._renderer, self._limits = generate, renderer, limits
         self._on_replayed = on_replayed
         self._reader = reader or AnswerReader()
         self._max_model_len = max_model_len
-        self._sampling = sampling or Sampling(max_tokens=1)
+        self._generate_as = generate_as
+        self.rules = rules or SamplingRules()
+        """What becomes of sampling parameters of requests."""
         self._running: set[asyncio.Task[NumberedAnswer]] = set()
         self._reading = 0
         """Large requests that wait or are read; one at a time is."""
@@ -135,6 +131,11 @@ class Session:
         self.overridden = 0
         """Calls with sampling parameters that were not applied."""
 
+    @property
+    def renderer(self) -> Renderer:
+        """What renders the requests."""
+        return self._renderer
+
     async def read(self, body: bytes, parse: Callable[[Any], HarnessRequest]) -> PendingCall:
         """Read a request and begin it, a large one in a thread; a refusal changes no state.
 
@@ -146,13 +147,13 @@ class Session:
             RequestRefused: as for `begin`, or it is malformed.
         """
         self._check_free()
-        least = (len(body) - OTHER_BYTES) // (12 * self.renderer.longest_piece)
+        least = (len(body) - OTHER_BYTES) // (12 * self._renderer.longest_piece)
         if 0 < self._max_model_len < least:
             raise self._too_long(f"at least {least} tokens")
 
         def parsed() -> PendingCall:
             content = read_body(body, self._max_model_len)
-            return self._fitting(parse(without_own_sampling(content, self._sampling)))
+            return self._fitting(parse(content))
 
         if len(body) <= LARGE:
             return parsed()
@@ -178,7 +179,7 @@ class Session:
     def _fitting(self, request: HarnessRequest) -> PendingCall:
         """Return the call that a request continues, if it fits; may run in a thread."""
         param = "messages" if request.dialogue else "prompt"
-        most = self._max_model_len if self.tree.calls else self.renderer.max_prompt_tokens
+        most = self._max_model_len if self.tree.calls else self._renderer.max_prompt_tokens
         try:
             pending = self._placed(request, most)
             if not self.tree.calls:
@@ -189,15 +190,15 @@ class Session:
             raise invalid("the request has no tokens", param)
         return pending
 
-    def _check_free(self) -> None:
-        """Raise RequestRefused if the session answers no further call now."""
+    def _check_free(self, more: int = 1) -> None:
+        """Raise RequestRefused if the session answers no `more` calls now."""
         if self.ended:
             raise ended(self.ended)
-        if len(self.tree.calls) + len(self._running) >= self._limits.max_calls:
+        if len(self.tree.calls) + len(self._running) + more > self._limits.max_calls:
             raise RequestRefused(
                 403, "too_many_calls", f"the session has made its {self._limits.max_calls} calls (max_calls)"
             )
-        if len(self._running) + self._reading >= self._limits.max_running:
+        if len(self._running) + self._reading + more > self._limits.max_running:
             raise RequestRefused(
                 429, "too_many_running", f"{self._limits.max_running} calls of the session run (max_running)"
             )
@@ -205,7 +206,7 @@ class Session:
     def _too_long(self, tokens: str, param: str | None = None) -> RequestRefused:
         """Return the refusal of a request that does not fit; the sample of a later call is truncated."""
         if not self.tree.calls:
-            most = self.renderer.max_prompt_tokens or self._max_model_len
+            most = self._renderer.max_prompt_tokens or self._max_model_len
             return invalid(
                 f"the request has {tokens}, over the context length of {most} (render.max_prompt_tokens)",
                 param,
@@ -215,29 +216,39 @@ class Session:
         return invalid(f"{tokens} fill engine.max_model_len {self._max_model_len}", code="episode_over")
 
     async def answer(self, pending: PendingCall) -> CallAnswer:
-        """Generate the answer of a call and record it.
+        """Generate the answers of a call and record them.
 
         Raises:
             RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
                 room left.
         """
-        number, completion, content = await self._completed(pending)
-        reason = completion.finish_reason
-        reason = "tool_calls" if content.message.get("tool_calls") and reason == "stop" else reason
-        trained = self.record is None or self.record.is_trained(completion)
-        call = ModelCall(
-            pending.parent, pending.inserted, completion, content.end, content.also, number, trained
-        )
-        self.tree.add(call)
+        own = pending.request.sampling
+        first, *others = await self._all_completed(pending, own.n if own else 1)
         self.truncated = False
         self.overridden += bool(pending.request.overridden)
         self.restarts += pending.restarts
-        return CallAnswer(call, len(pending.context), content.text, content.message, reason)
+        answer = self._added(pending, first)
+        return replace(answer, others=tuple(self._added(pending, other) for other in others))
 
-    def withdraw(self, pending: PendingCall, call: ModelCall) -> None:
-        """Forget an answer that could not be written; a recorded one is given to who asks the same again."""
-        if self.tree.withdraw(call):
-            self._put_back(pending, call.number, call.completion)
+    def _added(self, pending: PendingCall, answer: NumberedAnswer) -> CallAnswer:
+        """Add an answer to the tree; one that was generated as its request asked is context."""
+        number, completion, content = answer
+        reason = "stop" if content.stopped_by else completion.finish_reason
+        reason = "tool_calls" if content.message.get("tool_calls") and reason == "stop" else reason
+        as_asked = pending.request.sampling is not None
+        trained = not as_asked and (self.record is None or self.record.is_trained(completion))
+        call = ModelCall(
+            pending.parent, pending.inserted, completion, content.end, content.also, number, trained, as_asked
+        )
+        self.tree.add(call)
+        context = len(pending.context)
+        return CallAnswer(call, context, content.text, content.message, reason, content.stopped_by)
+
+    def withdraw(self, pending: PendingCall, answer: CallAnswer) -> None:
+        """Forget answers that could not be written; recorded ones are given to who asks the same again."""
+        for each in (answer, *answer.others):
+            if self.tree.withdraw(each.call):
+                self._put_back(pending, each.call.number, each.call.completion)
 
     def end(self, reason: str) -> None:
         """Answer no call and record no result any more, nor those under way. The first reason counts."""
@@ -250,6 +261,23 @@ class Session:
         """Wait until no call of an ended session runs."""
         while self._running:
             await asyncio.wait(self._running)
+
+    async def _all_completed(self, pending: PendingCall, count: int) -> list[NumberedAnswer]:
+        """Return `count` answers in the order of their numbers, as a replay would; all of them or none."""
+        if count == 1:
+            return [await self._completed(pending)]
+        self._check_free(count)
+        tasks: list[asyncio.Task[NumberedAnswer]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(count):
+                    tasks.append(group.create_task(self._completed(pending), name=f"session.answer-{index}"))
+        except BaseException as failed:
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    self._put_back(pending, *task.result()[:2])
+            raise (failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed) from None
+        return sorted((task.result() for task in tasks), key=itemgetter(0))
 
     async def _completed(self, pending: PendingCall) -> NumberedAnswer:
         try:
@@ -282,9 +310,10 @@ class Session:
         try:
             read = None
             if dialogue is not None:
-                read = await self._reader.read(self.renderer, completion.tokens, pending.inserted, tools)
+                read = await self._reader.read(self._renderer, completion.tokens, pending.inserted, tools)
             size = TOKEN * (len(pending.context) + len(completion.tokens))
-            content = await off_loop(size, lambda: _answer_content(pending, completion, read, self.renderer))
+            about = pending.request, pending.context, completion.tokens, read, self._renderer
+            content = await off_loop(size, lambda: answer_content(*about))
         except BaseException:
             self._put_back(pending, number, completion)
             raise
@@ -308,10 +337,16 @@ class Session:
             pending.inserted,
             lambda: self._generate_once(pending),
             self._on_replayed,
+            _own_sampling(pending.request),
         )
 
     async def _generate_once(self, pending: PendingCall) -> Completion:
-        completion = await self._generate(pending.context, pending.request.max_tokens)
+        limit, own = pending.request.max_tokens, pending.request.sampling
+        if own is None:
+            completion = await self._generate(pending.context, limit)
+        else:
+            assert self._generate_as is not None  # a session whose rules let it apply has it
+            completion = await self._generate_as(pending.context, limit, own)
         if completion.experts is not None:
             raise EngineError("a session does not record experts yet: set trainer.routing_replay to false")
         if not completion.tokens:
@@ -325,14 +360,14 @@ class Session:
         parent, count = self.tree.continued(request.dialogue.keys)
         if parent is not None:
             try:
-                tokens = added(self.renderer, request.dialogue, count, parent.completion.tokens, most)
+                tokens = added(self._renderer, request.dialogue, count, parent.completion.tokens, most)
                 return _pending_call(request, parent, tokens)
             except PromptTooLong:
                 raise
             except SettingsError:
                 pass  # so it continues no call
         try:
-            tokens = whole(self.renderer, request.dialogue, most)
+            tokens = whole(self._renderer, request.dialogue, most)
         except PromptTooLong:
             raise
         except SettingsError as error:
@@ -344,7 +379,7 @@ class Session:
             call, length = self.tree.continued_tokens(request.prompt)
             return _pending_call(request, call, request.prompt[length:])
         parent, rest = self.tree.continued_text(request.prompt)
-        return _pending_call(request, parent, self.renderer.encode(rest, special=parent is None, most=most))
+        return _pending_call(request, parent, self._renderer.encode(rest, special=parent is None, most=most))
 
 
 def _pending_call(
@@ -352,49 +387,10 @@ def _pending_call(
 ) -> PendingCall:
     context = context_tokens(parent, inserted)
     latest = request.prompt if request.dialogue is None else request.dialogue.keys[-1]
-    key = key_of(f"{latest!r} {request.max_tokens} {request.tools}", context)
+    own = _own_sampling(request)
+    key = key_of(f"{latest!r} {request.max_tokens} {request.tools}{own and f' {own}'}", context)
     return PendingCall(request, parent, inserted, context, key, restarts)
 
 
-def _answer_content(
-    pending: PendingCall, completion: Completion, read: ReadAnswer | None, renderer: Renderer
-) -> AnswerContent:
-    """Return what an answer says; it is `read` if it is to a dialogue."""
-    text, dialogue = renderer.text(completion.tokens), pending.request.dialogue
-    if read is None or dialogue is None:
-        return AnswerContent(text, {"role": "assistant", "content": text}, _ending(pending, text, renderer))
-    message = _message(read, pending.context, completion)
-    answered = read_message(message, "answer")
-    end = dialogue.answered(answered)
-    if not read.thoughts:
-        return AnswerContent(text, message, end)
-    del answered["reasoning_content"]
-    return AnswerContent(text, message, end, dialogue.answered(answered))
-
-
-def _ending(pending: PendingCall, text: str, renderer: Renderer) -> TextEnd:
-    """Return the end of prompt and answer, with which a prompt begins that continues them."""
-    prompt = pending.request.prompt
-    return text_end((prompt if isinstance(prompt, str) else renderer.text(prompt)) + text)
-
-
-def _message(read: ReadAnswer, context: tuple[int, ...], completion: Completion) -> dict[str, Any]:
-    """Return the message of an answer; the ids of its calls follow from the tokens."""
-    message: dict[str, Any] = {"role": "assistant", "content": read.content}
-    if read.thoughts:
-        message["reasoning_content"] = read.thoughts
-    calls = [
-        {
-            "id": _call_id(i, context, completion.tokens),
-            "type": "function",
-            "function": {"name": name, "arguments": json.dumps(arguments)},
-        }
-        for i, (name, arguments) in enumerate(read.calls)
-    ]
-    return {**message, "content": read.content or None, "tool_calls": calls} if calls else message
-
-
-def _call_id(index: int, context: tuple[int, ...], sampled: tuple[int, ...]) -> str:
-    """Return nine letters and digits, which every template takes."""
-    numbers = np.array((index, len(context), *context, *sampled), dtype=np.int64)
-    return xxhash.xxh3_64_hexdigest(numbers.tobytes())[:9]
+def _own_sampling(request: HarnessRequest) -> str:
+    return "" if request.sampling is None else request.sampling.as_json()

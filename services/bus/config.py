@@ -1,7 +1,5 @@
 """Configures the bus, and derives from that which addresses its sockets bind and register."""
 
-import ipaddress
-import socket
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,10 +7,9 @@ from annotated_types import Interval
 
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
+from protocol.network.addresses import bracketed, is_loopback, reachable_host
 from protocol.paths import FilePath
 from protocol.topics import TOPICS, Topic
-
-WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +48,6 @@ class BusConfig:
             )
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether `host` can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def bind_address(topic: Topic, config: BusConfig) -> str:
     """Return the ZeroMQ address to bind for `topic`.
 
@@ -75,14 +62,10 @@ def bind_address(topic: Topic, config: BusConfig) -> str:
     names = list(TOPICS)
     offset = names.index(topic.name) if topic.name in names else 0
     port = str(config.port_base + offset) if config.port_base else "*"
-    return f"tcp://{_bracketed(config.host)}:{port}"
+    return f"tcp://{bracketed(config.host)}:{port}"
 
 
 def public_endpoint(bound: str, config: BusConfig) -> str:
     """Return the endpoint to register for a socket that is bound to `bound`."""
-    host = config.advertise or (socket.gethostname() if config.host in WILDCARDS else config.host)
-    return f"tcp://{_bracketed(host)}:{bound.rpartition(':')[2]}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    host = config.advertise or reachable_host(config.host)
+    return f"tcp://{bracketed(host)}:{bound.rpartition(':')[2]}"

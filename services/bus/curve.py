@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,18 +137,3 @@ class Authenticator:
         if key not in self._keys:
             self._keys = load_authorized(self._directory)
         return key in self._keys
-
-
-def main() -> None:
-    """Run `python -m services.bus.curve DIR`: make keys in DIR."""
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m services.bus.curve DIR")
-    try:
-        create_keys(sys.argv[1])
-    except (SettingsError, OSError) as error:
-        print(f"tether keys: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 from aiohttp import hdrs, web
 
-from services.bus.config import is_loopback
+from protocol.network.addresses import is_loopback
 from services.monitor.history import History, warning_event
 from services.observability.printable import printable
 from services.run_record.evaluations import ScoredVersions

@@ -8,8 +8,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from yarl import URL
 
 from protocol.errors import SettingsError
-from protocol.host.http_listener import LimitedListener, request_logger
-from services.bus.config import is_loopback
+from protocol.network.addresses import is_loopback
+from protocol.network.http_listener import LimitedListener, request_logger
 
 _log = request_logger("tether.http")
 

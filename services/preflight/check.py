@@ -31,6 +31,7 @@ from services.preflight.problem import Problem, refusals
 from services.preflight.rewards import trial_problems, verifier_problems
 from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import distribution_problems, group_problems, length_problems
+from services.preflight.session_endpoint import session_endpoint_problems
 from services.runtime.user_modules import add_user_modules
 from services.settings.automatic import visible_gpus
 from services.settings.evaluation import read_sets
@@ -65,6 +66,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     modules = add_user_modules(settings)
     problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
     problems += length_problems(settings)
+    problems += session_endpoint_problems(settings)
     problems += refusals(_check_environment, settings)
     source: PromptSource | None = None
     model: ModelFacts | None = None

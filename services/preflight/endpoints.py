@@ -11,6 +11,7 @@ from pathlib import Path
 
 from protocol.errors import SettingsError, Unavailable
 from protocol.host.curve_keys import load_authorized, load_pair
+from protocol.network.certificates import server_tls
 from protocol.topics import TOPICS
 from services.bus.config import BusConfig, bind_address
 from services.bus.curve import ClientKeys
@@ -38,6 +39,7 @@ def local_problems(settings: Settings) -> Iterator[Problem]:
     yield from _library_problems(settings)
     yield from _sglang_problems(settings)
     yield from _key_problems(settings.bus)
+    yield from _certificate_problems(settings)
     yield from _port_problems(settings)
 
 
@@ -116,8 +118,19 @@ def _key_problems(bus: BusConfig) -> Iterator[Problem]:
         )
 
 
+def _certificate_problems(settings: Settings) -> Iterator[Problem]:
+    environment = settings.environment
+    if environment.cert_file and environment.key_file:
+        try:
+            server_tls(environment.cert_file, environment.key_file)
+        except SettingsError as error:
+            yield Problem(
+                str(error), "give others, or make them anew", "environment.cert_file", environment.cert_file
+            )
+
+
 def _port_problems(settings: Settings) -> Iterator[Problem]:
-    bus, monitor = settings.bus, settings.monitor
+    bus, monitor, environment = settings.bus, settings.monitor, settings.environment
     bus_ports = range(bus.port_base, bus.port_base + len(TOPICS)) if bus.port_base else range(0)
     ports = [("bus.port_base", bus.port_base, bus.host, port) for port in bus_ports]
     if monitor.enabled and monitor.port:
@@ -136,6 +149,10 @@ def _port_problems(settings: Settings) -> Iterator[Problem]:
             "bus.health_port",
             bus.health_port,
         )
+    if environment.port:
+        tried = range(environment.port, min(environment.port + environment.ports, 1 << 16))
+        if all(_why_not_bound(environment.host, port) for port in tried):
+            ports.append(("environment.port", environment.port, environment.host, environment.port))
     for setting, value, host, port in ports:
         reason = _why_not_bound(host, port)
         if reason:

@@ -6,13 +6,11 @@ sample from the same distribution: an importance ratio between two different one
 
 from collections.abc import Iterator
 
-from rollout.config import SamplingConfig
+from rollout.config import MIN_TEMPERATURE, SamplingConfig
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS
 
-MIN_TEMPERATURE = 0.01
-"""Below it, vLLM samples at 0.01, and engines take the most likely token."""
 _CUT = (
     "the engine would sample from the tokens that it keeps, while the trainer computes log-probabilities "
     "over the whole vocabulary, so every importance ratio would be wrong"

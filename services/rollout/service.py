@@ -29,6 +29,7 @@ from services.bus.sender import Sender
 from services.gpu_sharing.device_lock import DeviceLock
 from services.preflight.problem import refuse
 from services.preflight.sampling import distribution_problems
+from services.preflight.session_endpoint import session_endpoint_problems
 from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
@@ -54,6 +55,7 @@ async def serve(process: Process) -> None:
     settings = process.settings
     fetch_with_keys(settings.bus.curve_dir)
     refuse(distribution_problems(settings.sampling))
+    refuse(session_endpoint_problems(settings))
     await asyncio.to_thread(fetch_model, settings)
     add_user_modules(settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)
@@ -100,6 +102,7 @@ async def _environment(settings: Settings) -> Environment:
     group_size = settings.sampling.samples_per_prompt
     allow_open_files(settings.rollout.groups_in_flight, group_size, environment.files_per_sample)
     environment.answered_by(settings.engine)
+    await environment.open()
     return environment
 
 

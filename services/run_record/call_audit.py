@@ -143,6 +143,8 @@ class _GroupCheck:
         trained = row.sampled[place]
         if trained.any() != trained.all():
             self.problems.append(f"{name}: only some of its tokens are trained")
+        if call.sampling and trained.any():
+            self.problems.append(f"{name} was generated with {printable(call.sampling)} and is trained")
         pairs: list[tuple[str, NDArray[Any], NDArray[Any]]] = [
             ("tokens", call.tokens.numpy(), row.tokens),
             ("versions", versions, row.versions),
@@ -192,6 +194,7 @@ def call_facts(calls: Sequence[Call]) -> list[dict[str, Any]]:
             "attempt": call.attempt,
             "tokens": call.tokens.shape[0],
             "versions": _versions(call),
+            **({"sampling": call.sampling} if call.sampling else {}),
             "engine": call.engine,
             "token": call.token,
             "began_ms": call.began_ms,
@@ -220,7 +223,9 @@ def _details(call: Call) -> str:
     if call.name:
         return f"attempt {call.attempt}  bytes {len(call.result)}  name '{printable(call.name)}'"
     versions = ",".join(map(str, _versions(call)))
-    return f"after {call.parent}  attempt {call.attempt}  tokens {call.tokens.shape[0]}  versions {versions}"
+    own = f"  sampling {printable(call.sampling)}" if call.sampling else ""
+    tokens = call.tokens.shape[0]
+    return f"after {call.parent}  attempt {call.attempt}  tokens {tokens}  versions {versions}{own}"
 
 
 def _call(data: bytes, where: str, violations: list[str]) -> Call | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from yarl import URL
 
 from protocol.errors import SettingsError
-from services.bus.config import is_loopback
+from protocol.network.addresses import is_loopback
 
 KEY_FILE = "monitor.key"
 """Name of the generated key's file in the run directory."""

@@ -7,9 +7,9 @@ from protocol.choices import is_own
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
+from protocol.network.addresses import is_loopback
 from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
-from services.bus.config import is_loopback
 from services.settings.engine_pool import check_pool, engine_names
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, gpu_list

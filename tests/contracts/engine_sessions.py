@@ -1,9 +1,11 @@
 """Tests that every engine must pass behind the endpoint of sessions, with the official clients."""
 
+import asyncio
 from typing import Any
 
 import aiohttp
 import pytest
+import torch
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
@@ -21,6 +23,8 @@ from tests.rollout.sessions.serving import served
 
 USER: Any = {"role": "user", "content": "abc the"}
 MORE: Any = {"role": "user", "content": "more"}
+NEARLY_EQUAL = 0.05
+"""Difference of two logits between which the rounding of an engine may decide."""
 FUNCTION: Any = {"name": "add", "description": "", "parameters": {"type": "object"}}
 
 
@@ -41,6 +45,24 @@ class SessionContract:
             assert session.restarts == 0
         if bench.computes:
             assert_recomputed(bench, session, sampling)
+
+    async def test_context_calls_are_generated_by_their_own_parameters(self, bench: Bench) -> None:
+        await bench.serve("A")
+        config = EnvironmentConfig(sampling="context")
+        calls = ModelCalls(bench.engine, Sampling(max_tokens=8), config, MAX_MODEL_LEN, "context/0.{turn}.t")
+        async with served(calls, rules=calls.rules, generate_as=calls) as (client, session, _, _):
+            async with asyncio.TaskGroup() as tasks:
+                for own in ({"temperature": 0, "n": 2}, {}):
+                    tasks.create_task(client.completions.create(model="m", prompt=[5, 6, 7], **own))  # type: ignore[call-overload]
+        trained = [call for call in session.tree.calls if call.trained]
+        greedy = [call.completion for call in session.tree.calls if call.as_asked]
+        assert (len(trained), len(greedy)) == (1, 2)
+        if bench.computes:
+            assert_recomputed(bench, session, Sampling(max_tokens=8))
+            for said in (list(completion.tokens) for completion in greedy):
+                logits = logits_of(bench.models["A"], [5, 6, 7], said)
+                gaps = logits.max(-1).values - logits.gather(-1, torch.tensor(said)[:, None])[:, 0]
+                assert float(gaps.max()) < NEARLY_EQUAL
 
     async def test_prefix_hits_are_counted_for_each_call_of_an_episode(self, bench: Bench) -> None:
         await bench.serve("A")

@@ -56,6 +56,24 @@ def test_tables_of_refused_arguments_are_current() -> None:
     assert page == load("engine_arguments").render(page), "run `python docs/engine_arguments.py`"
 
 
+def test_page_of_refusals_is_current() -> None:
+    assert (DOCS / "refusals.md").read_text() == load("refusals").render(), "run `python docs/refusals.py`"
+
+
+def test_page_of_refusals_has_rows_of_every_module_and_of_both_forms() -> None:
+    refusals = load("refusals")
+    for modules in refusals.SECTIONS.values():
+        for module in modules:
+            assert list(refusals._rows([module])), module
+    page = refusals.render()
+    assert (
+        "| `colocated.enabled` | engine *engine* cannot sleep | use hf or megatron or sglang or vllm |"
+        in page
+    )
+    assert "| `sampling.top_p` | the engine would sample from the tokens that it keeps" in page
+    assert all(f"`{name}`" in page for name in refusals.UNCHANGED)
+
+
 def test_commands_page_has_every_command() -> None:
     page = (DOCS / "commands.md").read_text()
     names = [

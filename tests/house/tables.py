@@ -95,6 +95,7 @@ SCENARIO_FOLDERS = {
 
 SCENARIOS = {
     "tests/rollout/sessions/test_listener.py": "strangers, slow and malformed requests at the endpoint",
+    "tests/rollout/sessions/test_off_loopback.py": "clients and strangers that come from another machine",
     "tests/reward/judge/test_served_by_vllm.py": "a judge in vLLM's own server",
     "tests/rollout/engines/test_gpu_settings.py": "settings of vLLM and SGLang that apply on a GPU alone",
     "tests/rollout/engines/test_loading.py": "models are loaded at the same time",

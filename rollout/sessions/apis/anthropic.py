@@ -7,12 +7,14 @@ from typing import Any
 from rollout.render import Renderer
 from rollout.sessions.bodies import usage
 from rollout.sessions.refusal import RequestRefused, invalid
-from rollout.sessions.requests import HarnessRequest, read_chat
+from rollout.sessions.requests import HarnessRequest, read_chat, with_one_answer
+from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import CallAnswer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {
     400: "invalid_request_error",
+    401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
@@ -23,7 +25,7 @@ TRANSLATED = ("messages", "system", "tools", "tool_choice", "stop_sequences", "t
 """Fields that have another shape in a chat request; others have the same name there, or are refused."""
 
 
-def read_messages(body: Any, *, override: bool) -> HarnessRequest:
+def read_messages(body: Any, *, rules: SamplingRules) -> HarnessRequest:
     """Read the body of a messages request; arguments and errors are as in `read_chat`."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise invalid("messages must be a list of messages", "messages")
@@ -48,7 +50,7 @@ def read_messages(body: Any, *, override: bool) -> HarnessRequest:
         )
     chat["tool_choice"] = choice.get("type") if isinstance(choice, dict) else choice
     chat["stop"] = body.get("stop_sequences") or []
-    return read_chat(chat, override=override)
+    return with_one_answer(read_chat(chat, rules=rules))
 
 
 def message_body(
@@ -58,7 +60,7 @@ def message_body(
     return {
         **_head(request, name, answer.prompt_tokens),
         "content": _content(answer),
-        "stop_reason": STOP_REASONS[answer.finish_reason],
+        **_stopped(answer),
         "usage": _usage(answer),
     }
 
@@ -81,8 +83,7 @@ def message_events(
         yield {"type": "content_block_start", "index": index, "content_block": empty}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    stopped = {"stop_reason": STOP_REASONS[answer.finish_reason], "stop_sequence": None}
-    yield {"type": "message_delta", "delta": stopped, "usage": _usage(answer)}
+    yield {"type": "message_delta", "delta": _stopped(answer), "usage": _usage(answer)}
     yield {"type": "message_stop"}
 
 
@@ -104,6 +105,12 @@ def _head(request: HarnessRequest, name: str, prompt_tokens: int) -> dict[str, A
         "stop_sequence": None,
         "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
     }
+
+
+def _stopped(answer: CallAnswer) -> dict[str, Any]:
+    """Return why an answer ended."""
+    reason = "stop_sequence" if answer.stopped_by else STOP_REASONS[answer.finish_reason]
+    return {"stop_reason": reason, "stop_sequence": answer.stopped_by or None}
 
 
 def _usage(answer: CallAnswer) -> dict[str, int]:

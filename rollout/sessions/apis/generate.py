@@ -9,6 +9,7 @@ from rollout.render import Renderer
 from rollout.sessions.bodies import chat_logprobs, usage
 from rollout.sessions.refusal import RequestRefused, invalid
 from rollout.sessions.requests import HarnessRequest, is_token, read_text, repeated_name
+from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import CallAnswer
 
 WITHOUT_EFFECT = ("token_offsets", "cache_salt", "reasoning_ended", "reasoning_parser_kwargs")
@@ -18,8 +19,6 @@ SHAPE = ("token_ids", "sampling_params", "request_id", "return_token_ids", "outp
 OF_TEXT = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
 """Parameters that change no token."""
 ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stop": ([], ""),
     "stop_token_ids": ([],),
     "bad_words": ([],),
     "ignore_eos": (False,),
@@ -31,7 +30,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 Body = dict[str, Any]
 
 
-def read_generate(body: Any, *, override: bool) -> HarnessRequest:
+def read_generate(body: Any, *, rules: SamplingRules) -> HarnessRequest:
     """Read the body of a generate request; arguments and errors are as in `read_chat`."""
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
@@ -56,7 +55,7 @@ def read_generate(body: Any, *, override: bool) -> HarnessRequest:
         if name not in ONLY and name not in OF_TEXT:
             fields[name] = value
     return replace(
-        read_text({**fields, "prompt": tokens}, override=override),
+        read_text({**fields, "prompt": tokens}, rules=rules),
         logprobs=sampling.get("logprobs") is not None,
         name=repeated_name(body, "request_id"),
         with_text=body.get("output_mode") == "text",
@@ -71,7 +70,7 @@ def generate_body(request: HarnessRequest, answer: CallAnswer, renderer: Rendere
         "model": request.model or None,
         "created": int(time.time()),
         "output_mode": "text" if request.with_text else "tokens",
-        "choices": [_choice(request, answer, renderer)],
+        "choices": _choices(request, answer, renderer),
         "usage": usage(answer),
         "prompt_logprobs": None,
         "prompt_token_ids": request.prompt if request.with_prompt else None,
@@ -86,7 +85,7 @@ def generate_events(
         "request_id": request.name or name, "output_mode": "text" if request.with_text else "tokens",
     }  # fmt: skip
     prompt = {"prompt_token_ids": request.prompt} if request.with_prompt else {}
-    yield {**head, **prompt, "choices": [_choice(request, answer, renderer)]}
+    yield {**head, **prompt, "choices": _choices(request, answer, renderer)}
     if request.include_usage:
         yield {**head, "choices": [], "usage": usage(answer)}
 
@@ -98,12 +97,16 @@ def generate_error(refusal: RequestRefused) -> Body:
     return {"error": fields}
 
 
+def _choices(request: HarnessRequest, answer: CallAnswer, renderer: Renderer) -> list[Body]:
+    answers = enumerate((answer, *answer.others))
+    return [{**_choice(request, each, renderer), "index": index} for index, each in answers]
+
+
 def _choice(request: HarnessRequest, answer: CallAnswer, renderer: Renderer) -> Body:
     completion = answer.call.completion
     choice: Body = {
-        "index": 0,
         "finish_reason": answer.finish_reason,
-        "stop_reason": None,
+        "stop_reason": answer.stopped_by or None,
         "token_ids": completion.tokens,
         "logprobs": None,
         "routed_experts": None,

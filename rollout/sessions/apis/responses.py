@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout.sessions.refusal import RequestRefused, invalid
-from rollout.sessions.requests import HarnessRequest, read_chat
+from rollout.sessions.requests import HarnessRequest, read_chat, with_one_answer
+from rollout.sessions.sampling import SamplingRules
 
 LOGPROBS = "message.output_text.logprobs"
 """What `include` may name."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
-    "text": ({}, {"format": {"type": "text"}}),
     "reasoning": ({},),
     "include": ([], [LOGPROBS]),
     "top_logprobs": (0,),
@@ -20,7 +20,16 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
 }
 """Field -> its values that are supported, besides null."""
-TRANSLATED = (*ONLY, "input", "instructions", "tools", "max_output_tokens", "previous_response_id", "store")
+TRANSLATED = (
+    *ONLY,
+    "text",
+    "input",
+    "instructions",
+    "tools",
+    "max_output_tokens",
+    "previous_response_id",
+    "store",
+)
 """Fields that a chat request has not, or in another shape; others have the same name, or are refused."""
 TEXTS = ("input_text", "output_text", "text")
 """Types of parts that are text."""
@@ -47,12 +56,14 @@ class ResponseFields:
     fields: Mapping[str, Any]
 
 
-def read_responses(body: Any, *, override: bool, stored: Mapping[str, StoredResponse]) -> HarnessRequest:
+def read_responses(
+    body: Any, *, rules: SamplingRules, stored: Mapping[str, StoredResponse]
+) -> HarnessRequest:
     """Read the body of a responses request.
 
     Args:
         body: the parsed JSON.
-        override: as for `read_chat`.
+        rules: as for `read_chat`.
         stored: the session's responses, by name.
 
     Raises:
@@ -60,14 +71,7 @@ def read_responses(body: Any, *, override: bool, stored: Mapping[str, StoredResp
     """
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
-    for name, supported in ONLY.items():
-        if body.get(name) is not None and body[name] not in supported:
-            raise invalid(
-                f"{name} = {str(body[name])[:80]} is not supported, only "
-                + " or ".join(repr(value) for value in supported),
-                name,
-                "unsupported_value",
-            )
+    _check_only(body)
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise invalid("instructions must be text", "instructions")
@@ -82,6 +86,7 @@ def read_responses(body: Any, *, override: bool, stored: Mapping[str, StoredResp
         "messages": [*system, *messages],
         "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(_listed(body.get("tools"), "tools"))],
         "tool_choice": body.get("tool_choice"),
+        "response_format": _format(body.get("text")),
         "max_tokens": body.get("max_output_tokens"),
         "logprobs": body.get("include") == [LOGPROBS],
     }
@@ -95,7 +100,27 @@ def read_responses(body: Any, *, override: bool, stored: Mapping[str, StoredResp
         "tools": body.get("tools") or [],
     }
     response = ResponseFields(messages, store is not False, fields)
-    return replace(read_chat(chat, override=override), response=response)
+    return replace(with_one_answer(read_chat(chat, rules=rules)), response=response)
+
+
+def _check_only(body: Mapping[str, Any]) -> None:
+    for name, supported in ONLY.items():
+        if body.get(name) is not None and body[name] not in supported:
+            raise invalid(
+                f"{name} = {str(body[name])[:80]} is not supported, only "
+                + " or ".join(repr(value) for value in supported),
+                name,
+                "unsupported_value",
+            )
+
+
+def _format(text: Any) -> Any:
+    """Return the form of an answer as a chat request has it."""
+    if text is not None and not (isinstance(text, dict) and set(text) <= {"format"}):
+        raise invalid(
+            f"text = {str(text)[:80]} is not supported, only its format", "text", "unsupported_value"
+        )
+    return (text or {}).get("format")
 
 
 def _earlier(name: Any, stored: Mapping[str, StoredResponse]) -> tuple[Message, ...]:

@@ -1,6 +1,7 @@
 """Agents in the worker: what they did by HTTP is the sample, branch by branch."""
 
 import math
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,7 +108,6 @@ async def test_an_agent_that_ignores_its_end_is_left_with_a_dead_key(tmp_path: P
     [
         (config("not_asynchronous"), "is not asynchronous"),
         (config("absent"), "has no 'absent'"),
-        (config("plays", sampling="ignore"), r"use one of refuse, run"),
         (config("plays", tool_syntax="hermess"), "did you mean 'hermes'"),
         (config("plays", max_call=1), "did you mean 'max_calls'"),
         (config("plays", max_calls=10_001), "max_calls"),
@@ -116,3 +116,14 @@ async def test_an_agent_that_ignores_its_end_is_left_with_a_dead_key(tmp_path: P
 def test_wrong_options_of_an_agent_are_named(made: EnvironmentConfig, why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         make_environment(made)
+
+
+async def test_a_taken_port_is_named_before_the_first_sample() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = make_environment(replace(config("plays"), port=port, ports=1))
+        with pytest.raises(SettingsError, match=rf"environment.port: .* 127\.0\.0\.1:{port}"):
+            await environment.open()
+        await environment.close()

@@ -13,6 +13,7 @@ from rollout.prompts.base import Prompt
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.record import Recording, SampleRecord
 from rollout.sessions.requests import read_chat
+from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import CallAnswer, Session, SessionLimits
 from rollout.trajectory import assemble
 from tests.rollout.sessions.chats import renderer
@@ -86,7 +87,7 @@ class _Adapter:
 
 async def ask(session: Session, messages: list[Any]) -> CallAnswer:
     """Make one call."""
-    return await session.answer(session.begin(read_chat({"messages": messages}, override=False)))
+    return await session.answer(session.begin(read_chat({"messages": messages}, rules=SamplingRules())))
 
 
 async def play(session: Session, turns: int, swerve: int = -1) -> list[tuple[int, ...]]:

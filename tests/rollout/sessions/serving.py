@@ -6,11 +6,12 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from rollout.engines.base import Completion, Sampling
+from rollout.engines.base import Completion
 from rollout.sample import Generate
 from rollout.sessions.answers.reader import AnswerReader
 from rollout.sessions.endpoint import SessionEndpoint
-from rollout.sessions.session import Session, SessionLimits
+from rollout.sessions.sampling import SamplingRules
+from rollout.sessions.session import GenerateAs, Session, SessionLimits
 from tests.rollout.sessions.chats import renderer
 
 USER = {"role": "user", "content": "abc"}
@@ -32,7 +33,8 @@ async def served(
     limits: SessionLimits | None = None,
     reader: AnswerReader | None = None,
     max_model_len: int = 0,
-    sampling: Sampling | None = None,
+    rules: SamplingRules | None = None,
+    generate_as: GenerateAs | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[AsyncOpenAI, Session, SessionEndpoint, str]]:
     endpoint = SessionEndpoint(**options)
@@ -43,7 +45,8 @@ async def served(
         limits or SessionLimits(),
         reader,
         max_model_len=max_model_len,
-        sampling=sampling,
+        rules=rules,
+        generate_as=generate_as,
     )
     key = endpoint.open(session)
     try:

@@ -143,10 +143,10 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
     ("ask", "code", "why"),
     [
         (chat(temperature=0.5), "unsupported_parameter", r"\[sampling\] decides"),
-        (chat(n=2), "unsupported_value", "n = 2"),
-        (chat(stop=["x"]), "unsupported_value", "stop"),
+        (chat(n=2), "unsupported_parameter", "n = 2"),
+        (chat(stop=["x"]), "unsupported_parameter", "stop"),
         (chat(tools=[TOOL], tool_choice="required"), "unsupported_value", "'required'"),
-        (chat(response_format={"type": "json_object"}), "unsupported_value", "json_object"),
+        (chat(response_format={"type": "json_object"}), "unsupported_parameter", "json_object"),
         (chat(extra_body={"best": 1}), "unknown_parameter", "best is not known"),
         (chat(messages=[]), "invalid_value", "at least one message"),
         (said("judge", ""), "invalid_value", "'judge'"),
@@ -288,7 +288,7 @@ async def test_a_taken_port_is_named() -> None:
     async with served() as (_, _, endpoint, key):
         port = int(endpoint.url(key).split(":")[2].split("/")[0])
         with pytest.raises(SettingsError, match=f"127.0.0.1:{port}"):
-            await SessionEndpoint().start(port=port)
+            await SessionEndpoint(EnvironmentConfig(port=port, ports=1)).start()
 
 
 def anthropic_client(endpoint: SessionEndpoint, key: str) -> AsyncAnthropic:
@@ -340,7 +340,7 @@ async def test_a_refusal_of_messages_is_the_clients_own_exception() -> None:
     async with served() as (_, session, endpoint, key), anthropic_client(endpoint, key) as client:
         asked: Any = {"model": "m", "max_tokens": 5, "messages": [USER]}
         for fields, why in (
-            ({"extra_body": {"temperature": 0.5}}, "temperature would change"),
+            ({"extra_body": {"temperature": 0.5}}, "temperature = 0.5 would change"),
             ({"stop_sequences": ["x"]}, "stop"),
             ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking is not supported"),
             ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image' is not supported"),

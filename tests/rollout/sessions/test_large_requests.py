@@ -11,12 +11,13 @@ import pytest
 from rollout.off_loop import LARGE
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import HarnessRequest, read_chat
+from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import Session, SessionLimits
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import USER, says
 
 PAD = " " * LARGE
-CHAT = functools.partial(read_chat, override=False)
+CHAT = functools.partial(read_chat, rules=SamplingRules())
 
 
 def opened(max_model_len: int = 0, **limits: int) -> Session:

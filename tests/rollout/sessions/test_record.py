@@ -17,6 +17,7 @@ from protocol.tensors import Array
 from rollout.sessions.record import CallJournal
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat
+from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import PendingCall, Session
 from services.run_record.call_audit import check_group
 from tests.rollout.sessions.durable import Killed, Worker, ask, play, rollout_of
@@ -26,7 +27,7 @@ from trainer.storage.spool import Spool
 
 J = TypeVar("J", bound=CallJournal)
 TURNS = 20
-BEGIN = read_chat({"messages": [{"role": "user", "content": "begin"}]}, override=False)
+BEGIN = read_chat({"messages": [{"role": "user", "content": "begin"}]}, rules=SamplingRules())
 
 
 @pytest.fixture
@@ -211,7 +212,7 @@ async def test_who_hung_up_gets_the_same_answer(store: CallStore) -> None:
     session = worker.session(record)
     pending = session.begin(BEGIN)
     answer = await session.answer(pending)
-    session.withdraw(pending, answer.call)
+    session.withdraw(pending, answer)
     assert session.tree.calls == []
     again = await session.answer(pending)
     assert (again.call.completion, again.call.number) == (answer.call.completion, 0)
@@ -228,7 +229,7 @@ async def test_an_answer_of_an_ended_session_is_not_of_the_next_attempt(store: C
     session.end("its episode is over")
     await session.drained()
     await record.begin(replayable=True)
-    session.withdraw(pending, answer.call)  # its client has not read, and is gone
+    session.withdraw(pending, answer)  # its client has not read, and is gone
     again = worker.session(record)
     await play(again, 2)
     assert check_group(rollout_of(again, "first"), journalled(store)) == (6, [])
@@ -296,7 +297,7 @@ async def test_a_replayed_call_uses_its_turn_once(store: CallStore) -> None:
     session = worker.session(record)
     for _ in range(3):
         pending = session.begin(BEGIN)
-        session.withdraw(pending, (await session.answer(pending)).call)
+        session.withdraw(pending, await session.answer(pending))
     assert (len(worker.replayed), record.replayed) == (1, 1)
     await play(session, 3)
     assert (len(worker.replayed), len(worker.generated)) == (2, 1)

@@ -18,6 +18,7 @@ from rollout.sample import Branch, EpisodeOver, Sample
 from rollout.sessions.branches import branches_of
 from rollout.sessions.refusal import RequestRefused
 from rollout.sessions.requests import read_chat, read_text
+from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import CallAnswer, Session, SessionLimits
 from rollout.trajectory import assemble
 from tests.rollout.sessions.chats import renderer, templates
@@ -46,7 +47,7 @@ def opened(name: str) -> tuple[Session, Engine]:
 
 def ask(session: Session, messages: Sequence[Any], tools: Sequence[Any] = ()) -> CallAnswer:
     body = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
-    return asyncio.run(session.answer(session.begin(read_chat(body, override=False))))
+    return asyncio.run(session.answer(session.begin(read_chat(body, rules=SamplingRules()))))
 
 
 def asked(session: Session, messages: Sequence[Any], tools: Sequence[Any] = ()) -> CallAnswer | None:
@@ -163,7 +164,7 @@ def check_continued(session: Session, engine: Engine, answer: CallAnswer, restar
 def both_asked(session: Session, messages: Sequence[Any], tools: Sequence[Any]) -> None:
     """Two requests that both begin before either is answered, the later one answered first."""
     body = {"messages": list(messages), **({"tools": list(tools)} if tools else {})}
-    first, second = (session.begin(read_chat(body, override=False)) for _ in range(2))
+    first, second = (session.begin(read_chat(body, rules=SamplingRules())) for _ in range(2))
     for begun in (second, first):
         asyncio.run(session.answer(begun))
 
@@ -300,7 +301,7 @@ def test_a_call_that_continues_a_withdrawn_one_has_its_tokens_as_context() -> No
     messages: list[Any] = [{"role": "user", "content": "q"}]
     seen = ask(session, messages)
     more = [*messages, seen.message, {"role": "user", "content": "r"}]
-    begun = session.begin(read_chat({"messages": more}, override=False))
+    begun = session.begin(read_chat({"messages": more}, rules=SamplingRules()))
     assert session.tree.withdraw(seen.call)
     answer = asyncio.run(session.answer(begun))
     sample = sample_of(session, None)
@@ -314,7 +315,8 @@ def test_completions_continue_their_text_and_their_tokens() -> None:
     engine.says = (*text.encode("a"), *text.encode("b"))
 
     def complete(prompt: Any) -> CallAnswer:
-        return asyncio.run(session.answer(session.begin(read_text({"prompt": prompt}, override=False))))
+        request = read_text({"prompt": prompt}, rules=SamplingRules())
+        return asyncio.run(session.answer(session.begin(request)))
 
     assert complete("the").text == "ab"
     complete("theab then")
@@ -330,7 +332,7 @@ def test_a_completion_keeps_no_text_of_its_prompt() -> None:
     text = renderer("none")
     engine.says = (*text.encode("a"), *text.encode("b"))
     for prompt in ("the", "theab other", "theab otherab x", "thea", "the"):
-        asyncio.run(session.answer(session.begin(read_text({"prompt": prompt}, override=False))))
+        asyncio.run(session.answer(session.begin(read_text({"prompt": prompt}, rules=SamplingRules()))))
     calls = session.tree.calls
     assert [call.parent and calls.index(call.parent) for call in calls] == [None, 0, 1, None, None]
     assert [call.end[0] for call in calls if isinstance(call.end, tuple)] == [5, 13, 17, 6, 5]
@@ -372,7 +374,7 @@ def test_ending_a_session_ends_its_calls() -> None:
 
 async def _refusal(session: Session, body: dict[str, Any]) -> RequestRefused:
     with pytest.raises(RequestRefused) as refused:
-        await session.answer(session.begin(read_chat(body, override=False)))
+        await session.answer(session.begin(read_chat(body, rules=SamplingRules())))
     return refused.value
 
 

@@ -14,10 +14,11 @@ from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
 from protocol.host.curve_keys import load_authorized, load_pair, load_public
 from protocol.messages import Hello
+from protocol.network.addresses import is_loopback
 from protocol.topics import ROLLOUTS, SCORED, TOPICS
 from protocol.validation import validated
-from services.bus.config import BusConfig, bind_address, is_loopback, public_endpoint
-from services.bus.curve import KEY_FILES, create_keys, main
+from services.bus.config import BusConfig, bind_address, public_endpoint
+from services.bus.curve import KEY_FILES, create_keys
 from tests.services.bus.harness import (
     QUICK,
     Raw,
@@ -178,18 +179,6 @@ def test_keys_whose_making_was_interrupted_are_finished(
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["authorized", *KEY_FILES[:4]])
     assert load_authorized(tmp_path) == {load_pair(tmp_path, "client")[0]}
     assert load_pair(tmp_path, "server")[0] == load_public(tmp_path, "server")
-
-
-def test_key_command_makes_keys_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["curve", str(tmp_path)])
-    main()
-    assert len(load_authorized(tmp_path)) == 1
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 2
-    assert "exists" in capsys.readouterr().err
 
 
 def test_file_that_is_no_key_is_skipped(tmp_path: Path) -> None:

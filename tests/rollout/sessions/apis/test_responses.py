@@ -8,6 +8,7 @@ import pytest
 
 from rollout.sessions.apis.responses import read_responses
 from rollout.sessions.branches import branches_of
+from rollout.sessions.sampling import SamplingRules
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import HELLO, calls, served
 
@@ -136,7 +137,7 @@ def test_thoughts_text_and_calls_in_a_row_are_one_answer() -> None:
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "2"}]},
         {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"},
     ]  # fmt: skip
-    asked = read_responses({"input": items}, override=False, stored={})
+    asked = read_responses({"input": items}, rules=SamplingRules(), stored={})
     assert asked.dialogue is not None
     user, answer, result, *others = asked.dialogue.messages
     assert (user["role"], answer["content"], answer["reasoning_content"]) == ("user", "so", "hm")

@@ -1,11 +1,15 @@
 """Listens for a web server, with a limit on connections and on the time until the first request."""
 
 import asyncio
+import errno
 import logging
+import ssl
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
+
+from protocol.network.addresses import bracketed
 
 BACKLOG = 4096
 """Connections that may wait to be accepted: all harnesses of a worker may begin at once."""
@@ -28,7 +32,7 @@ def _is_no_bad_request(record: logging.LogRecord) -> bool:
 
 
 class LimitedListener:
-    """Accepts connections for the application of a runner, on one address."""
+    """Accepts connections for the application of a runner, on one address, with TLS or without."""
 
     def __init__(self, *, max_connections: int, header_s: float, full: bytes) -> None:
         """Create a listener that is not started.
@@ -40,12 +44,28 @@ class LimitedListener:
             full: body of the answer 503, JSON.
         """
         self._max, self._header_s, self._full = max_connections, header_s, full
-        self._silent: set[asyncio.Protocol] = set()
+        self._silent: set[web.RequestHandler] = set()
         """Connections that have not sent the head of a request yet, for at most `header_s`."""
         self._server: asyncio.Server | None = None
 
-    async def start(self, runner: web.AppRunner, host: str, port: int) -> str:
+    async def start(
+        self,
+        runner: web.AppRunner,
+        host: str,
+        port: int,
+        *,
+        ports: int = 1,
+        tls: ssl.SSLContext | None = None,
+    ) -> str:
         """Bind and accept, and return the address as a URL.
+
+        Args:
+            runner: has the application.
+            host: address to bind.
+            port: port to bind; 0: any free one.
+            ports: how many ports from `port` on are tried, if other processes use the first ones.
+            tls: what connections are encrypted with; None: not at all. A handshake may take half of
+                `header_s`.
 
         Raises:
             OSError: host or port cannot be bound.
@@ -56,16 +76,38 @@ class LimitedListener:
         served = server
 
         def connected() -> asyncio.Protocol:
-            if len(served.connections) >= self._max:
+            if self._is_full(len(served.connections), counts_silent=tls is not None):
                 return _Full(self._full)
             handler = served()
             self._silent.add(handler)
             loop.call_later(self._header_s, self._close_silent, handler)
             return handler
 
-        self._server = await loop.create_server(connected, host, port, backlog=BACKLOG)
+        for number in range(port, port + ports):
+            try:
+                self._server = await loop.create_server(
+                    connected, host, number, backlog=BACKLOG, ssl=tls,
+                    ssl_handshake_timeout=self._header_s / 2 if tls else None,
+                )  # fmt: skip
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or number == port + ports - 1:
+                    raise
+        assert self._server is not None
         found = self._server.sockets[0].getsockname()
-        return f"http://{f'[{found[0]}]' if ':' in found[0] else found[0]}:{found[1]}"
+        return f"{'https' if tls else 'http'}://{bracketed(found[0])}:{found[1]}"
+
+    def _is_full(self, connected: int, *, counts_silent: bool) -> bool:
+        """Return whether one more connection is too many.
+
+        A connection counts from the end of its TLS handshake on. So one that has sent no head yet counts for
+        `header_s`, even if it is closed.
+        """
+        return connected >= self._max or (
+            counts_silent
+            and connected + len(self._silent) >= self._max
+            and connected + sum(handler.transport is None for handler in self._silent) >= self._max
+        )
 
     def close(self) -> None:
         """Accept no more. Idempotent."""

@@ -1,0 +1,1 @@
+"""Handles addresses, certificates and listeners of HTTP servers."""

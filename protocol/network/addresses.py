@@ -1,0 +1,66 @@
+"""Says which addresses only this machine reaches, and by which URL others reach it."""
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
+"""Hosts that mean all addresses of a machine."""
+HOST, PORT = "{host}", "{port}"
+"""Places of an advertised URL for this machine's name and for the port that was bound."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def bracketed(host: str) -> str:
+    """Return a host as URLs have it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def reachable_host(host: str) -> str:
+    """Return the host that others connect to: this machine's name where `host` is a wildcard."""
+    return socket.gethostname() if host.strip("[]") in WILDCARDS else host
+
+
+def advertised_url(template: str, *, scheme: str, host: str, port: int) -> str:
+    """Return the URL for clients elsewhere, without a slash at its end.
+
+    Args:
+        template: URL that may have `HOST` and `PORT` in it; empty: what was bound.
+        scheme, host, port: what was bound.
+    """
+    url = template or f"{scheme}://{bracketed(reachable_host(host))}:{PORT}"
+    return url.replace(HOST, socket.gethostname()).replace(PORT, str(port)).rstrip("/")
+
+
+def advertised_host(template: str) -> str:
+    """Return the host of an advertised URL, in lower case; this machine's name for `HOST`."""
+    return urlsplit(template.replace(HOST, socket.gethostname()).replace(PORT, "1")).hostname or ""
+
+
+def fault_of_advertised(template: str) -> str:
+    """Return why no client could use an advertised URL; empty if it is well-formed."""
+    if "{" in template.replace(HOST, "").replace(PORT, ""):
+        return f"has another place than {HOST} and {PORT}"
+    try:
+        parts = urlsplit(template.replace(HOST, "name").replace(PORT, "1"))
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        return f"is no URL: {error}"
+    if parts.scheme not in ("http", "https") or not host:
+        return "is no URL of http or https with a host"
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        return "has a user, a query or a fragment"
+    if host in WILDCARDS:
+        return "has an address that means all addresses, to which no client can connect"
+    if port == 0:
+        return f"has port 0; {PORT} stands for the port that was bound"
+    return ""
