@@ -174,6 +174,9 @@ def status(run_dir: RunDir, as_json: AsJson = False) -> None:
 @app.command()
 def monitor(
     run_dir: RunDir,
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[D2]", help="a second run, laid over the first in all charts")
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="address to serve on; 127.0.0.1 by default, others need a key")
     ] = None,
@@ -183,7 +186,8 @@ def monitor(
     from services.monitor import run_monitor
     from services.settings.load import run_settings
 
-    run_monitor(run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"]), host, port)
+    settings = run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"])
+    run_monitor(settings, host, port, None if other is None else run_settings(other).run_dir)
 
 
 @app.command()

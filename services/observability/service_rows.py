@@ -137,6 +137,12 @@ def _work_of(peer: Peer, waits: Mapping[str, float]) -> tuple[str, float | None]
     return None
 
 
+def wait_text(role: str, what: str) -> str:
+    """Return what a process of a role waits for as text, such as "waits for rewards"."""
+    known = (text for known, begin, _, text in _PHRASES if known == role and what.startswith(begin))
+    return next(known, f"waits for {what}")
+
+
 def _phrase(role: str, what: str, count: int) -> tuple[str, str]:
     for known, begin, state, text in _PHRASES:
         if known == role and what.startswith(begin):

@@ -123,7 +123,7 @@ def describe_ended_run(settings: Settings) -> dict[str, Any]:
     halted_ms = int(logged.get("halted_ms", 0)) if logged["halted"] else 0
     return {
         **facts,
-        **step_facts(settings.run_dir),
+        **step_facts(settings.run_dir, is_over=True),
         "run_state": state,
         "why": why,
         "ended": end.time if end and not halted_ms else (halted_ms or newest_ms) / 1000 or None,

@@ -12,6 +12,7 @@ from protocol.errors import TetherError
 from protocol.host.full_disk import describe_full, is_full
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus, Peer
+from services.observability.bottleneck import PartTimes
 from services.observability.printable import printable
 from services.observability.service_rows import (
     MISSING,
@@ -89,13 +90,15 @@ class Progress:
     def finish(self, status: LedgerStatus) -> None:
         """Print the last steps and how the run ended."""
         self.print_last()
-        skipped = count_skipped(read_steps(self._run_dir / FILE))
+        steps = read_steps(self._run_dir / FILE)
+        skipped = count_skipped(steps)
         without = f" (but for {skipped}, which changed no weights)" if skipped.steps else ""
         self.note(
             f"{'done' if status.done else 'stopped'} at version {status.version} of {status.steps} "
             f"after {time.monotonic() - self._began:.0f} s: "
             f"{status.trained} groups trained{without}, {status.dropped} dropped, {status.active} in flight"
         )
+        self.note(PartTimes(steps).bottleneck())
 
     def _print_evaluations(self) -> None:
         for line in self._evaluations.read_rest():

@@ -136,18 +136,18 @@ class TrainLoop:
             step = await self._train(batch)
         with self._process.working(f"publishes version {batch.step + 1}"), self._clock.part("publish"):
             manifest = await self._publish(batch.step + 1)
-        engines = await self._process.ledger.peers(Role.ROLLOUT)
+        peers = await self._process.ledger.peers()
         before = await self._process.ledger.status()
         report = self._reporter.report(
             step,
             epoch=self._run.epoch,
             times=self._clock.lap(),
             status=before,
-            engines=engines,
+            peers=peers,
             warnings=self._checkpointer.warnings(),
         )
         status = await self._commit(step, manifest, report)
-        await self._announce(manifest, report, status, engines)
+        await self._announce(manifest, report, status, peers)
         with self._clock.part("checkpoint"):
             await self._snapshots.take(manifest, is_last=status.done)
             is_due = report.version % self._process.settings.trainer.checkpoint_every == 0
@@ -244,12 +244,12 @@ class TrainLoop:
         return status
 
     async def _announce(
-        self, manifest: WeightManifest, report: StepReport, status: LedgerStatus, engines: Sequence[Peer]
+        self, manifest: WeightManifest, report: StepReport, status: LedgerStatus, peers: Sequence[Peer]
     ) -> None:
         """Tell engines of a committed version, log its step, and retire versions that no engine serves."""
         self._manifest = manifest
         self._run.broadcaster.publish(manifest, epoch=self._run.epoch)
         await until_written(self._process, partial(self._run.steps.append, report))
-        alive = {peer.incarnation for peer in engines}
+        alive = {peer.incarnation for peer in peers}
         served = {version for engine, (_, version) in status.engines.items() if engine in alive}
         self._runner.sender.retire(frozenset({manifest.version} | served))

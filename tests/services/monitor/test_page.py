@@ -56,10 +56,16 @@ pytestmark = pytest.mark.timeout(600)
 
 @asynccontextmanager
 async def opened(
-    tmp_path: Path, run_dir: Path, width: int, scheme: str, *, hurry: bool = False
+    tmp_path: Path,
+    run_dir: Path,
+    width: int,
+    scheme: str,
+    *,
+    hurry: bool = False,
+    other: Path | None = None,
 ) -> AsyncIterator[tuple[Page, str]]:
-    """The page of a run, drawn."""
-    async with monitored(offline_settings(run_dir)) as url, chromium(tmp_path / "profile") as new_tab:
+    """The page of a run, drawn; `other` is laid over it."""
+    async with monitored(offline_settings(run_dir), other) as url, chromium(tmp_path / "profile") as new_tab:
         page = await new_tab()
         if hurry:
             await page.hurry()
@@ -368,3 +374,56 @@ async def test_settings_logs_and_samples_of_a_reward_are_on_the_page(tmp_path: P
         await page.until("document.getElementById('samples').textContent.includes('has a reward from 98')")
         assert await page.evaluate(TOO_WIDE) == []
         assert page.failures == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_a_second_run_is_laid_over_the_first(tmp_path: Path, width: int) -> None:
+    first, second = recorded_run(tmp_path / "a"), recorded_run(tmp_path / "b")
+    first, second = first.rename(tmp_path / "small_steps"), second.rename(tmp_path / "large_steps")
+    (second / "metrics.jsonl").unlink()
+    write_lines(second / "metrics.jsonl", (step_line(step, moon_phase=0.5) for step in range(12)))
+    append_evaluation(second, Evaluation(version=9, set="held_out", greedy=0.75))
+    append_evaluation(first, Evaluation(version=6, set="held_out", greedy=0.5))
+    settings = msgspec.json.decode((second / "settings.json").read_bytes())
+    settings["optimizer"]["lr"] = 0.125
+    (second / "settings.json").write_bytes(msgspec.json.encode(settings))
+    last = read_steps(second / "metrics.jsonl")[-1]
+    async with opened(tmp_path, first, width, "dark", other=second) as (page, _):
+        await page.until(f"({LEGEND})('other.eval_held_out_greedy') !== null")
+        for name in ("reward_mean", "loss", "lag_mean"):
+            assert (await legend(page, f"other.{name}"))[0] == pytest.approx(last[name], rel=1e-6)
+            assert await page.evaluate(f"({PANEL_OF})('other.{name}') === ({PANEL_OF})('{name}')")
+        assert (await legend(page, "other.eval_held_out_greedy"))[0] == 0.75
+        assert (await legend(page, "eval_held_out_greedy"))[0] == 0.5
+        assert await page.evaluate(TEXTS_OF.format("#compared b")) == ["small_steps", "large_steps"]
+        assert await tile(page, "reward_mean") == read_steps(first / "metrics.jsonl")[-1]["reward_mean"]
+        await page.evaluate("document.getElementById('settings').open = true")
+        await page.until("document.querySelector('#setting-rows tr')?.textContent.includes('/')")
+        assert (await page.evaluate(TEXTS_OF.format("#setting-rows tr:first-child > *")))[0] == "optimizer.lr"
+        await fits(page, width, "dark")
+        assert page.failures == []
+
+
+async def test_the_bottleneck_is_named(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    (run_dir / "metrics.jsonl").unlink()
+    shares = {"engine_busy": 0.1, "reward_busy": 0.97, "train_s": 0.1, "step_s": 2.0}
+    write_lines(run_dir / "metrics.jsonl", (step_line(step, **shares) for step in range(6)))
+    async with opened(tmp_path, run_dir, 390, "light") as (page, _):
+        await page.until("!document.getElementById('bottleneck').hidden")
+        shown = await page.evaluate("document.getElementById('bottleneck').textContent")
+        assert shown.startswith("bottleneck: rewards (busy 97%; ")
+        await fits(page, 390, "light")
+
+
+async def test_a_link_leads_to_the_samples_of_a_step(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with monitored(offline_settings(run_dir)) as url, chromium(tmp_path / "profile") as new_tab:
+        page = await new_tab()
+        await page.open(f"{url}#step=2", width=1280, scheme="light")
+        await page.until("document.getElementById('sample-step').value === '2'")
+        await page.evaluate(
+            "(() => { const box = document.getElementById('sample-step'); box.value = '4';"
+            "box.dispatchEvent(new Event('change')); })()"
+        )
+        assert await page.evaluate("location.hash") == "#step=4"
