@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from rollout.environments.registry import make_environment
-from rollout.prompts.base import Prompt, PromptSource
+from rollout.prompts.base import Prompt, PromptSource, source_settings
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from rollout.render import PromptTooLong
@@ -122,7 +122,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     mixed = " + ".join(entry.name for entry in prompts.mixture)
     return [
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{made}",
-        f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {prompts.held_out:,} held out"
+        f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {_held_out(settings, source)}"
         + _left_out(settings, model, source),
         f"first    {_first_prompt(settings, model, first_prompts(source))}",
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
@@ -152,6 +152,15 @@ def _stream(settings: Settings, source: PromptSource) -> str:
     passes, steps = settings.prompts.passes, source.size // settings.bound.groups_per_step
     ends = f", which end after step {steps:,}" if steps < settings.run.steps else ""
     return f"{source.size:,} in {passes} pass{'es' if passes > 1 else ''}{ends}"
+
+
+def _held_out(settings: Settings, source: PromptSource) -> str:
+    """Return how many prompts are held out, and how many of those asked for occur elsewhere."""
+    prompts = settings.prompts
+    sources = [source_settings(prompts, entry) for entry in prompts.mixture] or [prompts]
+    held_out, asked = len(source.held_out()), sum(entry.held_out for entry in sources)
+    repeated = f" ({asked - held_out:,} of {asked:,} repeat others, or occur in training)"
+    return f"{held_out:,} held out{repeated if held_out < asked else ''}"
 
 
 def _left_out(settings: Settings, model: ModelFacts, source: PromptSource) -> str:

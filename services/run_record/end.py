@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import TetherError
+from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import try_lock
+from protocol.host.full_disk import describe_full, is_full
 from services.ledger.event_log.archiver import FILE as EVENTS
 from services.run_record.evaluations import FILE as EVALUATIONS
 from services.run_record.halts import explain_halt
@@ -38,7 +39,12 @@ class RunEnd(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def recording_end(run_dir: Path) -> Iterator[None]:
-    """Note when the block ends, and the error that ended it; while it runs there is no note."""
+    """Note when the block ends, and the error that ended it; while it runs there is no note.
+
+    Raises:
+        SettingsError: the block failed while the disk of the run directory is full, whatever the error says:
+            the ledger's server, which writes there, does not answer then.
+    """
     path = run_dir / FILE
     path.unlink(missing_ok=True)
     error = ""
@@ -47,6 +53,8 @@ def recording_end(run_dir: Path) -> Iterator[None]:
     except Exception as failure:
         cause = innermost(failure)
         error = str(cause) if isinstance(cause, TetherError) else f"{type(cause).__name__}: {cause}"
+        if is_full(run_dir):
+            raise SettingsError(f"{_full(run_dir)} ({error})") from failure
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
@@ -116,7 +124,7 @@ def describe_ended_run(settings: Settings) -> dict[str, Any]:
     """
     tail = EventTail(settings.run_dir).read_all()
     logged, last = tail.state(), read_last(settings.run_dir / STEPS)
-    facts = recorded_state(settings, last, tail)
+    facts = {**recorded_state(settings, last, tail), "run_dir": str(settings.run_dir)}
     end = read_end(settings.run_dir)
     state, why = _how(facts, logged, end.error if end else "")
     newest_ms = max(int(logged.get("time_ms", 0)), int(last.get("time", 0) * 1000))
@@ -129,8 +137,11 @@ def describe_ended_run(settings: Settings) -> dict[str, Any]:
         "ended": end.time if end and not halted_ms else (halted_ms or newest_ms) / 1000 or None,
         "last_step": dict(last) or None,
         "results": [name for name in RESULTS if (settings.run_dir / name).exists()],
-        "run_dir": str(settings.run_dir),
     }
+
+
+def _full(run_dir: Path) -> str:
+    return f"{describe_full(run_dir)}: make room, then start the same command again"
 
 
 def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tuple[str, str]:
@@ -147,4 +158,6 @@ def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tup
         return "drained", "it was drained"
     if error:
         return "failed", error
+    if is_full(Path(facts["run_dir"])):  # there was no room for a note of the error
+        return "failed", _full(Path(facts["run_dir"]))
     return "stopped", "it was interrupted; the same `tether up` continues from the last step"

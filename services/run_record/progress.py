@@ -25,6 +25,7 @@ from services.observability.service_rows import (
 from services.observability.start_parts import describe_start
 from services.run_record.evaluations import FILE as EVALUATIONS
 from services.run_record.evaluations import describe_evaluation, fallen_scores, parse_evaluation
+from services.run_record.halts import explain_drops
 from services.run_record.lines import LineFollower
 from services.run_record.steps import FILE, count_skipped, parse_line, read_steps
 
@@ -98,7 +99,8 @@ class Progress:
             f"after {time.monotonic() - self._began:.0f} s: "
             f"{status.trained} groups trained{without}, {status.dropped} dropped, {status.active} in flight"
         )
-        self.note(PartTimes(steps).bottleneck())
+        for line in (*explain_drops(status.dropped_by_reason), PartTimes(steps).bottleneck()):
+            self.note(line)
 
     def _print_evaluations(self) -> None:
         for line in self._evaluations.read_rest():

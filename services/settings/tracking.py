@@ -11,7 +11,15 @@ from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from protocol.paths import set_first
 
-KINDS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+SPANS = "opentelemetry"
+"""The kind that gets spans in place of numbers."""
+KINDS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    SPANS: "opentelemetry.exporter.otlp.proto.http",
+}
 """Kind of tracking -> the module that it imports. The extra of the package has the name of the kind."""
 
 
@@ -24,8 +32,8 @@ class TrackingConfig:
     """Section `[tracking]`: libraries that get the numbers of every step and evaluation."""
 
     kind: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = set_first(())
-    """Libraries, several at once: `wandb`, `tensorboard`, `trackio`, `mlflow`; one may be given as a string.
-    Empty: none."""
+    """Libraries, several at once: `wandb`, `tensorboard`, `trackio`, `mlflow`, and `opentelemetry`, which
+    gets spans in place of numbers; one may be given as a string. Empty: none."""
     project: str = "tether"
     """Project (wandb, trackio) or experiment (mlflow) that the run belongs to."""
     name: str = ""
@@ -52,5 +60,12 @@ def check_kinds(config: TrackingConfig) -> None:
 
 
 def missing_libraries(config: TrackingConfig) -> list[str]:
-    """Return the kinds whose library is not installed here; none is imported."""
-    return [kind for kind in config.kind if find_spec(KINDS[kind]) is None]
+    """Return the kinds whose library is not installed here; none is imported, but for parents of a module."""
+    return [kind for kind in config.kind if not _is_there(KINDS[kind])]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent of it
+        return False

@@ -37,6 +37,19 @@ class TrackerOptions:
     """Lowest version that may still come after the points that were sent; None for a new run."""
 
 
+class LineReader(Protocol):
+    """Reads what a library gets from lines of the run's files."""
+
+    files: tuple[str, ...]
+    """Names in the run directory."""
+
+    def items(self, file: str, data: bytes, ordinal: int) -> list[Any]:
+        """Return what a line of a file is to the library; `ordinal` is the number of the next item."""
+
+    def version_of(self, item: Any) -> int | None:
+        """Return the version of an item that is a step's; None of any other."""
+
+
 class Tracker(Protocol):
     """One run in a tracking library. Methods block; any exception means that the tracker is opened again."""
 
@@ -45,8 +58,11 @@ class Tracker(Protocol):
     url: str
     """Where a person finds it: a URL, a folder or a command."""
 
-    def log(self, points: Sequence[TrackedPoint]) -> None:
-        """Add points in order; a version that came before was made again and replaces what came after it."""
+    def log(self, points: Sequence[Any]) -> None:
+        """Add what the kind's `LineReader` returns, in order, most often points.
+
+        The version of a point that came before was made again and replaces what came after it.
+        """
 
     def close(self) -> None:
         """Send the remaining points and close the run; it can be opened again."""

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from services.run_record.evaluations import FILE as EVALUATIONS
+from services.run_record.steps import FILE as METRICS
 from services.tracking.base import TrackedPoint
 
 MAX_NUMBERS = 500
@@ -14,6 +16,21 @@ HIDDEN = frozenset({"step", "version", "time"})
 """Fields that place a point."""
 _FOREIGN = re.compile(r"[^\w./ -]")
 """Characters that not every library allows in a name."""
+
+
+class PointReader:
+    """Reads the points of a run."""
+
+    files = (METRICS, EVALUATIONS)
+
+    def items(self, file: str, data: bytes, ordinal: int) -> list[TrackedPoint]:
+        """Return the point of a line, if it has one."""
+        point = point_of(file, data, ordinal)
+        return [] if point is None else [point]
+
+    def version_of(self, item: TrackedPoint) -> int | None:
+        """Return the version of a step's point."""
+        return item.version if any(name.startswith("train/") for name in item.numbers) else None
 
 
 def point_of(file: str, data: bytes, ordinal: int) -> TrackedPoint | None:
@@ -30,7 +47,7 @@ def point_of(file: str, data: bytes, ordinal: int) -> TrackedPoint | None:
         return None
     if not isinstance(line, dict) or not isinstance(version := line.get("version"), int) or version < 0:
         return None
-    prefix = f"eval/{line.get('set', 'held-out')}" if file == "eval.jsonl" else "train"
+    prefix = f"eval/{line.get('set', 'held-out')}" if file == EVALUATIONS else "train"
     numbers: dict[str, float] = {}
     for name, value in _numbers({name: line[name] for name in line if name not in HIDDEN}, prefix):
         if len(numbers) < MAX_NUMBERS:

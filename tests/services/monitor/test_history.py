@@ -179,7 +179,9 @@ def test_pace_is_of_the_last_steps_while_the_run_is_on_and_of_all_once_it_is_ove
     write_lines(
         path,
         (
-            step_line(step, engine_busy=0.99, time=4.0 * step, step_s=4.0, other_s=0.0, train_s=0.1)
+            step_line(
+                step, engine_busy=0.99, reward_busy=0.0, time=4.0 * step, step_s=4.0, other_s=0.0, train_s=0.1
+            )
             for step in range(30)
         ),
     )

@@ -16,14 +16,14 @@ def lines(count: int = 5, **fields: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fields", "named", "remedy"),
     [
-        ({"engine_busy": 0.12, "reward_busy": 0.98}, "rewards (busy 98%; trainer 10%, engines 12%)", "reward.workers"),
-        ({"engine_busy": 0.9, "reward_busy": 1.0}, "engines (busy 90%; trainer 10%, rewards 100%)", "more engines"),
+        ({"engine_busy": 0.12, "reward_busy": 0.98}, "rewards (busy 98%; trainer 10%, engines 12%)", "more"),
+        ({"engine_busy": 0.9, "reward_busy": 1.0}, "engines (busy 90%; trainer 10%, rewards 100%)", "more"),
         ({"engine_busy": 0.99, "train_s": 8.0}, "engines (busy 99%; trainer 85%)", "more engines"),
         ({"engine_busy": 0.3, "train_s": 9.0}, "trainer (busy 95%; engines 30%)", "micro_batch_tokens"),
         ({"train_s": 0.0, "publish_s": 9.0}, "trainer (busy 92%)", "weights"),
         ({"train_s": 0.0, "checkpoint_s": 9.0}, "trainer (busy 92%)", "trainer.checkpoint_every"),
         ({"other_s": 9.0}, "trainer (busy 100%)", "ledger"),
-        ({"engine_busy": 0.5, "reward_busy": 0.2}, "none (trainer 10%, engines 50%, rewards 20%)", "bound.max_staleness"),
+        ({"engine_busy": 0.5, "reward_busy": 0}, "none (trainer 10%, engines 50%, rewards 0%)", "overlap"),
     ],
 )  # fmt: skip
 def test_the_busy_part_is_named_with_all_shares_and_its_remedy(

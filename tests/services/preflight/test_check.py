@@ -301,6 +301,10 @@ def test_check_run_tries_the_users_reward_on_a_real_row(tmp_path: Path, function
             ["render.max_prompt_tokens=2", "prompts.passes=1"],
             "held out; 3 of the first 10 are longer than 2 tokens",
         ),
+        (
+            ["prompts.held_out=8", "prompts.passes=0"],
+            "6 held out (2 of 8 repeat others, or occur in training)",
+        ),
     ],
 )
 def test_describe_run_counts_prompts_that_are_not_trained(

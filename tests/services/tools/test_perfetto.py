@@ -1,4 +1,4 @@
-"""Tests the trace of a run for Perfetto: the recorded run's, and a log with each way that a group can end."""
+"""Tests the trace file of the recorded run for Perfetto."""
 
 import json
 from itertools import pairwise
@@ -8,104 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from protocol.lifecycle import GroupState
-from protocol.staleness import Policy
 from services.cli import app
-from services.ledger.event_log.events import (
-    AcceptEvent,
-    AppliedEvent,
-    ClaimEvent,
-    CommitEvent,
-    DropEvent,
-    LeaseEvent,
-    LedgerEvent,
-    RebuildEvent,
-    ReleaseEvent,
-    TakeEvent,
-)
 from services.run_record.steps import read_steps
-from services.tools.perfetto import perfetto_records
 from tests.services.monitor.runs import recorded_run
-
-
-def lease(group: int, at_ms: int, holder: str = "rollout.0.ab") -> LeaseEvent:
-    return LeaseEvent(
-        time_ms=at_ms, group=group, token="t", holder=holder, engine=holder, epoch="e", version=0, deadline=1,
-        bound=1, groups_per_step=2, policy=Policy.WAIT, attempt=1,
-    )  # fmt: skip
-
-
-def accept(group: int, at_ms: int) -> AcceptEvent:
-    return AcceptEvent(time_ms=at_ms, group=group, token="t", counts={0: 7}, reward=0.5)
-
-
-def slices(*events: LedgerEvent) -> list[tuple[str, int, str, int, int, str]]:
-    """Process, lane, name, begin and length in ms, outcome of each slice."""
-    records = list(perfetto_records(events, []))
-    names = {record["pid"]: record["args"]["name"] for record in records if record["ph"] == "M"}
-    return [
-        (names[r["pid"]], r["tid"], r["name"], r["ts"] // 1000, r["dur"] // 1000, r["args"]["outcome"])
-        for r in records
-        if r["ph"] == "X"
-    ]
-
-
-def test_a_group_is_on_its_workers_lane_then_in_the_queue_then_in_its_step() -> None:
-    commit = CommitEvent(
-        time_ms=60, epoch="e", step=0, version=1, digest="1", groups={0: {0: 7}},
-        issued=2, trained=1, dropped=0, active=1,
-    )  # fmt: skip
-    taken = TakeEvent(time_ms=50, epoch="e", step=0, groups=[0])
-    assert slices(lease(0, 10), lease(1, 20), accept(0, 30), taken, commit) == [
-        ("rollout.0", 1, "group 0", 10, 20, "accepted"),
-        ("scored, in the queue", 1, "group 0", 30, 20, "taken"),
-        ("groups of the step", 1, "group 0", 50, 10, "trained"),
-        ("rollout.0", 2, "group 1", 20, 40, "not ended"),
-    ]
-
-
-def test_a_lane_is_used_again_and_no_slices_overlap_on_it() -> None:
-    released = ReleaseEvent(time_ms=20, group=0, token="t", reason="drained")
-    found = slices(lease(0, 10), lease(1, 10), released, lease(2, 30))
-    assert sorted((name, lane) for _, lane, name, *_ in found) == [
-        ("group 0", 1),
-        ("group 1", 2),
-        ("group 2", 1),
-    ]
-
-
-def test_slices_end_where_a_claim_or_a_rebuild_takes_a_group_back() -> None:
-    taken = TakeEvent(time_ms=40, epoch="e", step=0, groups=[0])
-    claim = ClaimEvent(time_ms=50, epoch="f", untaken=[0])
-    rebuild = RebuildEvent(time_ms=60, epoch="g", after=1, version=0, issued=1, trained=0, dropped=0)
-    dropped = DropEvent(
-        time_ms=80,
-        group=0,
-        token="t",
-        reason="stale",
-        detail="",
-        wasted_tokens=0,
-        from_state=GroupState.LEASED,
-    )
-    outcomes = [
-        (process, outcome)
-        for process, *_, outcome in slices(
-            lease(0, 10), accept(0, 30), taken, claim, rebuild, lease(0, 70, "rollout.1.cd"), dropped
-        )
-    ]
-    assert outcomes == [
-        ("rollout.0", "accepted"),
-        ("scored, in the queue", "taken"),
-        ("groups of the step", "claim"),
-        ("scored, in the queue", "rebuild"),
-        ("rollout.1", "dropped: stale"),
-    ]
-
-
-def test_an_engines_version_is_an_instant_on_its_worker() -> None:
-    applied = AppliedEvent(time_ms=5, engine="rollout.1.cd", epoch="e", version=3)
-    (instant,) = [record for record in perfetto_records([applied], []) if record["ph"] == "i"]
-    assert (instant["name"], instant["ts"]) == ("serves version 3", 5000)
 
 
 @pytest.fixture

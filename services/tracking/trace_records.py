@@ -1,0 +1,216 @@
+"""Makes a trace of a run's files: every step, group, version and halt on the track of its process.
+
+Records are those of the Trace Event Format: `ph` X is a slice, i an instant, C a counter, M a name; `ts` and
+`dur` are microseconds. Times are the ledger server's for groups and the trainer's for the parts of a step.
+`services.tools.perfetto` writes them to a file, `services.tracking.spans` makes spans of them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from services.ledger.event_log.events import (
+    AcceptEvent,
+    AppliedEvent,
+    BoundEvent,
+    ClaimEvent,
+    CommitEvent,
+    DrainEvent,
+    DropEvent,
+    GroupEvent,
+    HaltEvent,
+    LeaseEvent,
+    LedgerEvent,
+    LostEvent,
+    RebuildEvent,
+    ReleaseEvent,
+    ResumeEvent,
+    TakeEvent,
+    UnhaltEvent,
+)
+
+Record = dict[str, Any]
+PARTS = ("wait", "train", "publish", "checkpoint", "other")
+"""Parts of a step in order; metrics.jsonl has PART_s of each, in seconds."""
+INSTANTS = (BoundEvent, ClaimEvent, DrainEvent, HaltEvent, RebuildEvent, ResumeEvent, UnhaltEvent)
+"""Events of the whole run, which are drawn as a line through all tracks."""
+LEDGER, TRAINER, QUEUE = "ledger", "trainer", "scored, in the queue"
+
+
+@dataclass(slots=True)
+class _Span:
+    """A slice that has begun."""
+
+    process: str
+    lane: int
+    name: str
+    begin_ms: int
+    args: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Tracks:
+    """Numbers of the processes and of their lanes, and the slices that have not ended."""
+
+    pids: dict[str, int] = field(default_factory=dict)
+    lanes: dict[str, set[int]] = field(default_factory=dict)
+    """Process -> lanes that have a slice now: slices of a lane must not overlap."""
+    open: dict[int, _Span] = field(default_factory=dict)
+    """Group -> its slice."""
+
+    def pid(self, process: str) -> Iterator[Record]:
+        """Yield the name of a process that is new."""
+        if process not in self.pids:
+            self.pids[process] = len(self.pids) + 1
+            yield {"ph": "M", "name": "process_name", "pid": self.pids[process], "args": {"name": process}}
+
+    def begin(self, process: str, group: int, at_ms: int, args: Mapping[str, Any]) -> Iterator[Record]:
+        """Begin a group's slice on the first free lane; yields names of tracks that are new."""
+        yield from self.pid(process)
+        taken = self.lanes.setdefault(process, set())
+        lane = next(number for number in range(1, len(taken) + 2) if number not in taken)
+        taken.add(lane)
+        self.open[group] = _Span(process, lane, f"group {group}", at_ms, args)
+
+    def end(self, group: int, at_ms: int, outcome: str) -> Iterator[Record]:
+        """Yield the group's slice, if it has one."""
+        if (span := self.open.pop(group, None)) is None:
+            return
+        self.lanes[span.process].discard(span.lane)
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "pid": self.pids[span.process],
+            "tid": span.lane,
+            "ts": span.begin_ms * 1000,
+            "dur": max(0, at_ms - span.begin_ms) * 1000,
+            "args": {**span.args, "outcome": outcome},
+        }
+
+
+class TraceRecords:
+    """Records of a run's trace, made from one line of its files after the other."""
+
+    def __init__(self) -> None:
+        """Begin without any group."""
+        self._tracks = _Tracks()
+        self._last_ms = 0
+
+    @property
+    def processes(self) -> Mapping[int, str]:
+        """Number of each track that has a name -> the name."""
+        return {pid: name for name, pid in self._tracks.pids.items()}
+
+    def of_step(self, line: Mapping[str, Any]) -> Iterator[Record]:
+        """Yield the records of a step's line in metrics.jsonl."""
+        yield from self._tracks.pid(TRAINER)
+        yield from _step_records(self._tracks.pids[TRAINER], line)
+
+    def of_event(self, event: LedgerEvent) -> Iterator[Record]:
+        """Yield the records of an event of the log; events come oldest first."""
+        self._last_ms = event.time_ms
+        yield from self._tracks.pid(TRAINER)
+        yield from self._tracks.pid(LEDGER)
+        yield from _event_records(self._tracks, event)
+
+    def rest(self) -> Iterator[Record]:
+        """Yield the slices that have not ended."""
+        for group in [*self._tracks.open]:
+            yield from self._tracks.end(group, self._last_ms, "not ended")
+
+
+def trace_records(events: Iterable[LedgerEvent], steps: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
+    """Yield the records of a whole trace.
+
+    Args:
+        events: of the log, oldest first.
+        steps: lines of metrics.jsonl, one for each step.
+    """
+    records = TraceRecords()
+    for line in steps:
+        yield from records.of_step(line)
+    for event in events:
+        yield from records.of_event(event)
+    yield from records.rest()
+
+
+def _step_records(pid: int, line: Mapping[str, Any]) -> Iterator[Record]:
+    """Yield the parts of a step, and its lag."""
+    seconds = [float(line.get(f"{part}_s") or 0.0) for part in PARTS]
+    end_us = float(line.get("time") or 0.0) * 1e6
+    begin_us = end_us - 1e6 * sum(seconds)
+    for part, length_s in zip(PARTS, seconds, strict=True):
+        if length_s > 0:
+            args = {"step": line["step"], "loss": line.get("loss"), "reward_mean": line.get("reward_mean")}
+            yield _slice(pid, f"{part} {line['step']}", begin_us, length_s * 1e6, args)
+        begin_us += length_s * 1e6
+    lag = {name: line.get(name) or 0 for name in ("lag_mean", "lag_max")}
+    yield {"ph": "C", "name": "lag", "pid": pid, "ts": round(end_us), "args": lag}
+
+
+def _slice(pid: int, name: str, begin_us: float, length_us: float, args: Mapping[str, Any]) -> Record:
+    times = {"ts": round(begin_us), "dur": round(length_us)}
+    return {"ph": "X", "name": name, "pid": pid, "tid": 0, **times, "args": args}
+
+
+def _event_records(tracks: _Tracks, event: LedgerEvent) -> Iterator[Record]:
+    """Yield what an event ends, and what it begins."""
+    at_ms, ledger = event.time_ms, tracks.pids[LEDGER]
+    match event:
+        case LeaseEvent():
+            yield from tracks.end(event.group, at_ms, "leased again")
+            facts = ("version", "deadline", "attempt", "holder", "engine")
+            args = {name: getattr(event, name) for name in facts}
+            yield from tracks.begin(event.holder.rpartition(".")[0], event.group, at_ms, args)
+        case AcceptEvent():
+            yield from tracks.end(event.group, at_ms, "accepted")
+            args = {"reward": event.reward, "tokens": sum(event.counts.values())}
+            yield from tracks.begin(QUEUE, event.group, at_ms, args)
+        case TakeEvent():
+            for group in event.groups:
+                yield from tracks.end(group, at_ms, "taken")
+                yield from tracks.begin("groups of the step", group, at_ms, {"step": event.step})
+        case CommitEvent():
+            for group in event.groups:
+                yield from tracks.end(group, at_ms, "trained")
+            yield _instant(tracks.pids[TRAINER], f"version {event.version}", at_ms, "p", {"step": event.step})
+        case DropEvent():
+            yield from tracks.end(event.group, at_ms, f"dropped: {event.reason}")
+        case ReleaseEvent():
+            yield from tracks.end(event.group, at_ms, f"released: {event.reason}")
+        case LostEvent():
+            yield from tracks.end(event.group, at_ms, event.kind)
+        case AppliedEvent():
+            service = event.engine.rpartition(".")[0]
+            yield from tracks.pid(service)
+            yield _instant(tracks.pids[service], f"serves version {event.version}", at_ms, "p", {})
+        case _ if isinstance(event, INSTANTS):
+            yield from _undo(tracks, event)
+            facts = msgspec.to_builtins(event, str_keys=True)
+            yield _instant(ledger, event.kind, at_ms, "g", facts)
+    if isinstance(event, GroupEvent | TakeEvent | CommitEvent):
+        lanes = {process: len(taken) for process, taken in tracks.lanes.items()}
+        yield {"ph": "C", "name": "groups", "pid": ledger, "ts": at_ms * 1000, "args": lanes}
+
+
+def _undo(tracks: _Tracks, event: LedgerEvent) -> Iterator[Record]:
+    """Yield the slices that an event of the whole run ends; groups of a step that began wait again."""
+    groups: Iterable[int] = ()
+    match event:
+        case ClaimEvent():
+            groups = event.untaken
+        case ResumeEvent():
+            groups = event.waiting
+        case RebuildEvent():
+            groups = [*tracks.open]
+    for group in groups:
+        yield from tracks.end(group, event.time_ms, event.kind)
+        if isinstance(event, ClaimEvent):
+            yield from tracks.begin(QUEUE, group, event.time_ms, {})
+
+
+def _instant(pid: int, name: str, at_ms: int, scope: str, args: Mapping[str, Any]) -> Record:
+    """Return an instant; `scope` is p for the process's tracks, g for all."""
+    return {"ph": "i", "name": name, "pid": pid, "tid": 0, "ts": at_ms * 1000, "s": scope, "args": args}
