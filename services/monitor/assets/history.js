@@ -13,9 +13,9 @@ export class History {
     this.scores = new Evaluations(folder);
   }
 
-  /** Asks for steps, and for scores if `isSlow`; returns whether there is anything new. */
+  /** Asks for steps, and for scores if `isSlow` and at first; returns whether there is anything new. */
   async poll(isSlow) {
-    const answers = await Promise.all([this.pollSteps(), isSlow && this.scores.poll()]);
+    const answers = await Promise.all([this.pollSteps(), (isSlow || !this.store.revision) && this.scores.poll()]);
     if (answers.some(Boolean)) this.scores.addTo(this.store);
     return answers.some(Boolean);
   }

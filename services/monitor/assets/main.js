@@ -32,14 +32,14 @@ let round = 0;
 function drawCharts() {
   const panels = [...PANELS, ...otherPanels(store)];
   const shown = other?.store.length ? laidOver(store, other.store) : store;
-  const wanted = new Map(panels.map((panel) => [panel.id, [panel, seriesOf(panel, shown)]]).filter(([, [, series]]) => series.length && !isNothing(panel, series, shown)));
+  const wanted = new Map(panels.map((panel) => [panel.id, [panel, seriesOf(panel, shown)]]).filter(([, [panel, series]]) => series.length && !isNothing(panel, series, shown)));
   for (const [id, [panel, series]] of wanted) {
     if (!charts.has(id)) charts.set(id, new Chart(panel, document.querySelector(`[data-section="${panel.section}"]`)));
     charts.get(id).update(shown, series);
   }
   for (const [id, chart] of charts) if (!wanted.has(id)) { chart.remove(); charts.delete(id); }
   order(panels);
-  byId("other").hidden = !panels.some((panel) => panel.section === "other");
+  byId("other").hidden = ![...charts.values()].some((chart) => chart.panel.section === "other");
 }
 
 /** Whether a chart of losses would show that there were none. */
@@ -93,7 +93,7 @@ async function poll() {
   setText(byId("traffic"), `read-only · ${bytes(receivedBytes())} in the last minute`);
 }
 
-const isOver = () => state && store.complete && (state.source === "files" || state.run_state === "done");
+const isOver = () => state && store.complete && (!state.compared || other?.store.complete) && (state.source === "files" || state.run_state === "done");
 
 async function pollForever() {
   for (let tick = 0; ; tick += 1) {

@@ -107,12 +107,11 @@ async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme:
             "generate_s",
             "pause_ms",
             "engine_busy",
-            "dropped_groups",
-            "wasted_tokens",
-            "masked_tokens",
         ):
             assert (await legend(page, name))[0] == pytest.approx(last[name], rel=1e-6), name
         assert (await legend(page, "bound"))[0] == 1
+        assert not any(line["dropped_groups"] or line["wasted_tokens"] for line in steps)
+        assert await page.evaluate(f"({PANEL_OF})('dropped_groups')") is None  # nothing was lost
         await page.until(f"({LEGEND})('eval_held_out_greedy') !== null")
         assert (await legend(page, "eval_held_out_greedy"))[0] == 0.75
         assert await page.evaluate(f"({PANEL_OF})('eval_held_out_greedy')") == "reward"
