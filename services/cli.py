@@ -351,6 +351,26 @@ def track(run_dir: RunDir) -> None:
         print(f"{kind}: {state.problem or f'all {state.sent} points were sent'}; {state.url}")
 
 
+@app.command()
+def push(
+    run_dir: RunDir,
+    name: Annotated[
+        str, typer.Argument(metavar="OWNER/NAME", help="model on the hub; made if it is not there")
+    ],
+    export: Annotated[
+        str, typer.Option(help="best, or a name in D/exports; by default the newest step's")
+    ] = "",
+    revision: Annotated[str, typer.Option(metavar="BRANCH", help="branch; main by default")] = "",
+    private: Annotated[
+        bool, typer.Option("--private/--public", help="for a model that is not there yet")
+    ] = True,
+) -> None:
+    """Upload an exported model to the Hugging Face hub."""
+    from services.tools.push import push_export
+
+    print(push_export(run_dir, name, export, revision, private))
+
+
 @app.command("eval")
 def evaluate(
     run_dir: RunDir,
