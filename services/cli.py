@@ -355,7 +355,7 @@ def track(run_dir: RunDir) -> None:
 def push(
     run_dir: RunDir,
     name: Annotated[
-        str, typer.Argument(metavar="OWNER/NAME", help="model on the hub; made if it is not there")
+        str, typer.Argument(metavar="OWNER/NAME", help="model on the hub, made if there is none")
     ],
     export: Annotated[
         str, typer.Option(help="best, or a name in D/exports; by default the newest step's")

@@ -130,8 +130,10 @@ class _Handler(BaseHTTPRequestHandler):
         if parts == ["repos", "create"]:
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
+            if ("model", name) in self.server_hub.repositories:
+                return 409, {}, json.dumps({"url": f"{self.server_hub.url}/{name}"}).encode()
             self.server_hub.repository("model", name).commit({})
-            self.server_hub.private |= {name} if asked.get("private") else set()
+            self.server_hub.private |= {name} if asked["visibility"] == "private" else set()
             return _json({"url": f"{self.server_hub.url}/{name}"})
         name, verb, revision = "/".join(parts[1:3]), parts[3], parts[4]
         repository = self.server_hub.repository("model", name)
@@ -139,16 +141,12 @@ class _Handler(BaseHTTPRequestHandler):
             repository.branches.setdefault(revision, repository.branches["main"])
             return _json({})
         if verb == "preupload":
-            names = [item["path"] for item in json.loads(body)["files"]]
-            return _json(
-                {"files": [{"path": each, "uploadMode": "regular", "shouldIgnore": False} for each in names]}
-            )
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            asked_files = json.loads(body)["files"]
+            return _json({"files": [{"path": item["path"], **how} for item in asked_files]})
         lines = [json.loads(line) for line in body.splitlines()]
-        added = {
-            line["value"]["path"]: b64decode(line["value"]["content"])
-            for line in lines
-            if line["key"] == "file"
-        }
+        files = [line["value"] for line in lines if line["key"] == "file"]
+        added = {file["path"]: b64decode(file["content"]) for file in files}
         sha = repository.commit({**repository.commits[repository.branches[revision]], **added}, revision)
         return _json({"commitUrl": f"{self.server_hub.url}/{name}/commit/{sha}", "commitOid": sha})
 

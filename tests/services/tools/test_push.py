@@ -71,5 +71,5 @@ def test_a_hub_that_refuses_says_how_to_log_in(
     hub: HubServer, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_another")
-    with pytest.raises(SettingsError, match="was not uploaded to .*some-org/trained: .*HF_TOKEN"):
+    with pytest.raises(SettingsError, match=r"was not uploaded to .*some-org/trained: .*HF_TOKEN"):
         push_export(run_dir, NAME, "", "", True)
