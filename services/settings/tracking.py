@@ -21,6 +21,8 @@ KINDS = {
     SPANS: "opentelemetry.exporter.otlp.proto.http",
 }
 """Kind of tracking -> the module that it imports. The extra of the package has the name of the kind."""
+TABLES = ("wandb", "trackio")
+"""Kinds that get tables of samples."""
 
 
 def _as_list(value: Any) -> Any:
@@ -43,6 +45,9 @@ class TrackingConfig:
     offline: bool = False
     """Whether all data stays in RUN_DIR/tracking: wandb and trackio do not send, mlflow ignores
     MLFLOW_TRACKING_URI. tensorboard always writes there."""
+    samples_every: Annotated[int, Meta(ge=0, le=10**9)] = 0
+    """Steps from one table of samples to the next, in wandb and trackio: prompts, completions, rewards. 0: no
+    text is sent."""
     flush_s: Annotated[float, Meta(ge=0, le=3600)] = 15.0
     """Seconds in which remaining points are sent at the end of a run; the rest waits for the next start."""
 

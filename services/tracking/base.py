@@ -17,6 +17,8 @@ class TrackedPoint(NamedTuple):
     """Unix seconds."""
     numbers: Mapping[str, float]
     """Name such as train/reward_mean or eval/SET/greedy -> finite number."""
+    samples: Sequence[Sequence[Any]] = ()
+    """Rows of `sample_table.COLUMNS`, for libraries that show tables; others leave them out."""
 
 
 @dataclass(frozen=True, slots=True)

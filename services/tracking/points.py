@@ -4,11 +4,13 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from services.run_record.evaluations import FILE as EVALUATIONS
 from services.run_record.steps import FILE as METRICS
 from services.tracking.base import TrackedPoint
+from services.tracking.sample_table import SampleTables
 
 MAX_NUMBERS = 500
 """Numbers of a line that are kept; a foreign file cannot make endless names."""
@@ -23,10 +25,19 @@ class PointReader:
 
     files = (METRICS, EVALUATIONS)
 
+    def __init__(self, run_dir: Path, samples_every: int = 0) -> None:
+        """`samples_every` steps a point has samples; 0: none has."""
+        self._every = samples_every
+        self._tables = SampleTables(run_dir)
+
     def items(self, file: str, data: bytes, ordinal: int) -> list[TrackedPoint]:
         """Return the point of a line, if it has one."""
         point = point_of(file, data, ordinal)
-        return [] if point is None else [point]
+        if point is None:
+            return []
+        if file == METRICS and self._every and point.version % self._every == 0:
+            point = point._replace(samples=self._tables.rows(point.version - 1))
+        return [point]
 
     def version_of(self, item: TrackedPoint) -> int | None:
         """Return the version of a step's point."""

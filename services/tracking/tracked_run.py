@@ -15,7 +15,7 @@ import msgspec
 from services.run_record.lines import LineFollower
 from services.settings.load import shown_settings
 from services.settings.sections import Settings
-from services.settings.tracking import SPANS
+from services.settings.tracking import SPANS, TABLES
 from services.tracking.base import LineReader, Tracker, TrackerOptions
 from services.tracking.points import PointReader, flat_settings
 from services.tracking.registry import open_tracker
@@ -140,7 +140,9 @@ class TrackedRun:
     def _follow(self) -> dict[str, LineFollower]:
         """Follow the reader's files from where the state says."""
         offsets, run_dir = self.state.offsets, self._settings.run_dir
-        self._reader = SpanReader(run_dir, offsets) if self.kind == SPANS else PointReader()
+        every = self._settings.tracking.samples_every if self.kind in TABLES else 0
+        is_spans = self.kind == SPANS
+        self._reader = SpanReader(run_dir, offsets) if is_spans else PointReader(run_dir, every)
         return {
             name: LineFollower(run_dir / name, chunk_bytes=CHUNK_BYTES, offset=offsets.get(name, 0))
             for name in self._reader.files
