@@ -104,7 +104,7 @@ def _services(rows: Sequence[ServiceRow]) -> Table:
 
 def _steps(lines: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for heading in ("step", *(heading for heading, _, _ in COLUMNS)):
+    for heading in ("version", *(heading for heading, _, _ in COLUMNS)):
         table.add_column(heading, justify="right")
     for line in lines:
         cells = [number(line, name, form if name != "lag_max" else "d") for _, name, form in COLUMNS]

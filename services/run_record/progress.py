@@ -101,6 +101,9 @@ class Progress:
         )
         for line in (*explain_drops(status.dropped_by_reason), PartTimes(steps).bottleneck()):
             self.note(line)
+        newest = max((self._run_dir / "exports").glob("step_*"), default=None)
+        model = f"; the model is {newest}" if newest else ""
+        self.note(f"see it with `tether monitor {self._run_dir}`{model}")
 
     def _print_evaluations(self) -> None:
         for line in self._evaluations.read_rest():
@@ -213,7 +216,7 @@ def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
     """Return the line that is printed of a step; a number that was not measured is a dash."""
     rate = token_rate(line)
     return (
-        f"step {line['version']:>4}/{steps}  reward {number(line, 'reward_mean', '6.3f')}  "
+        f"version {line['version']:>4}/{steps}  reward {number(line, 'reward_mean', '6.3f')}  "
         f"lag {number(line, 'lag_mean', '.2f')} max {number(line, 'lag_max', 'd')}  "
         f"{'-' if rate is None else f'{rate:.0f}':>8} tokens/s  "
         f"wait {number(line, 'wait_s', '.2f')} s  train {number(line, 'train_s', '.2f')} s  "
