@@ -16,6 +16,7 @@ import typer
 from protocol.errors import SettingsError, TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
+from services.tools.push import push
 
 if TYPE_CHECKING:
     from services.settings.sections import Settings
@@ -239,7 +240,7 @@ def trace(
 ) -> None:
     """Show one group's life with times, and the model's text, from the run's files alone."""
     if perfetto is not None:
-        from services.tools.perfetto import write_perfetto
+        from services.tracking.trace_records import write_perfetto
 
         print(f"wrote {write_perfetto(run_dir, perfetto):,} records; open {perfetto} in ui.perfetto.dev")
         return
@@ -351,26 +352,6 @@ def track(run_dir: RunDir) -> None:
         print(f"{kind}: {state.problem or f'all {state.sent} points were sent'}; {state.url}")
 
 
-@app.command()
-def push(
-    run_dir: RunDir,
-    name: Annotated[
-        str, typer.Argument(metavar="OWNER/NAME", help="model on the hub, made if there is none")
-    ],
-    export: Annotated[
-        str, typer.Option(help="best, or a name in D/exports; by default the newest step's")
-    ] = "",
-    revision: Annotated[str, typer.Option(metavar="BRANCH", help="branch; main by default")] = "",
-    private: Annotated[
-        bool, typer.Option("--private/--public", help="for a model that is not there yet")
-    ] = True,
-) -> None:
-    """Upload an exported model to the Hugging Face hub."""
-    from services.tools.push import push_export
-
-    print(push_export(run_dir, name, export, revision, private))
-
-
 @app.command("eval")
 def evaluate(
     run_dir: RunDir,
@@ -388,6 +369,9 @@ def evaluate(
     overrides = _given({"eval.prompts": prompts, "eval.samples": samples})
     configure_logging("eval")
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
+
+
+app.command()(push)
 
 
 def _given(options: Mapping[str, object]) -> list[str]:

@@ -29,13 +29,19 @@ from aiohttp import hdrs, web
 from services.bus.config import is_loopback
 from services.monitor.answers import json_answer, number_in, reward_in
 from services.monitor.history import warning_event
-from services.monitor.logs import FOLDER, read_log
 from services.monitor.run_numbers import RunNumbers
+from services.observability.printable import printable
 from services.run_record.samples import SampleBrowser
 from services.run_record.sentences import TOPICS
 from services.run_record.tail import EventTail
 from services.settings.sections import Settings
 
+LOGS = "logs"
+"""Folder of the run directory with a log of each service."""
+MAX_BYTES = 64 << 10
+"""Bytes that are read of a log, the last ones."""
+MAX_LOGS = 200
+"""Names that are offered."""
 MAX_EVENTS = 100
 """Sentences in one answer."""
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
@@ -127,7 +133,7 @@ class Pages:
 
     async def _serve_logs(self, request: web.Request) -> web.Response:
         name = request.query.get("name", "")
-        return json_answer(await asyncio.to_thread(read_log, self._run_dir / FOLDER, name))
+        return json_answer(await asyncio.to_thread(read_log, self._run_dir / LOGS, name))
 
     async def _serve_targets(self, _: web.Request) -> web.Response:
         return json_answer([self._target(process) for process in self._state().get("processes", ())])
@@ -160,3 +166,22 @@ class Pages:
 def _read_assets() -> dict[str, bytes]:
     folder = resources.files("services.monitor").joinpath("assets")
     return {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
+
+
+def read_log(folder: Path, name: str) -> dict[str, Any]:
+    """Return the end of a log, by whole lines; a name that is no log's means the newest one.
+
+    Returns:
+        `names` of all logs, `name` (empty if there is none) and `text`.
+    """
+    logs = {path.name: path for path in sorted(folder.glob("*.log"))[:MAX_LOGS] if path.is_file()}
+    if not logs:
+        return {"names": [], "name": "", "text": ""}
+    if name not in logs:
+        name = max(logs, key=lambda known: logs[known].stat().st_mtime_ns)
+    with logs[name].open("rb") as file:
+        skipped = max(0, file.seek(0, 2) - MAX_BYTES)
+        file.seek(skipped)
+        data = file.read(MAX_BYTES)
+    text = data.partition(b"\n")[2] if skipped else data
+    return {"names": list(logs), "name": name, "text": printable(text.decode(errors="replace"))}

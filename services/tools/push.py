@@ -1,13 +1,25 @@
-"""Uploads an exported model of a run to the Hugging Face hub."""
+"""Defines `tether push`, which uploads an exported model of a run to the Hugging Face hub."""
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from protocol.errors import SettingsError
-from protocol.host.hub import is_hub_name, upload_model
-from trainer.storage.checksums import check_model_files
 
 EXPORTS = "exports"
 """Folder of a run directory with a model for each kept checkpoint."""
+
+
+def push(
+    run_dir: Annotated[Path, typer.Argument(metavar="D", help="run directory, such as runs/demo")],
+    name: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="model, made if there is none")],
+    export: Annotated[str, typer.Option(help="best, or a name in D/exports; by default the newest")] = "",
+    revision: Annotated[str, typer.Option(metavar="BRANCH", help="branch; main by default")] = "",
+    private: Annotated[bool, typer.Option("--private/--public", help="of a model that is made")] = True,
+) -> None:
+    """Upload an exported model to the Hugging Face hub."""
+    print(push_export(run_dir, name, export, revision, private))
 
 
 def push_export(run_dir: Path, name: str, export: str, revision: str, private: bool) -> str:
@@ -23,6 +35,9 @@ def push_export(run_dir: Path, name: str, export: str, revision: str, private: b
     Raises:
         SettingsError: there is no such export, a file of it is damaged, or the hub refuses it.
     """
+    from protocol.host.hub import is_hub_name, upload_model
+    from trainer.storage.checksums import check_model_files
+
     if not is_hub_name(name):
         raise SettingsError(f"{name!r} is not OWNER/NAME, the name of a model on the hub")
     known = {path.name: path for path in sorted((run_dir / EXPORTS).glob("*step_*[0-9a-f]")) if path.is_dir()}

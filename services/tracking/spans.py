@@ -24,7 +24,7 @@ class TraceSpan(NamedTuple):
     begin_us: int
     """Unix time, microseconds."""
     end_us: int
-    """The same; `begin_us` for an instant."""
+    """Unix time, microseconds: `begin_us` for an instant."""
     facts: Mapping[str, Any]
 
 
@@ -48,9 +48,9 @@ class SpanReader:
     def items(self, file: str, data: bytes, ordinal: int) -> list[TraceSpan]:
         """Return the spans that a line of a file ends."""
         if file == EVENTS:
-            return self._spans(self._records.of_event(decode_line(data)))
+            return self._spans(self._records.event_records(decode_line(data)))
         step = parse_line(data)
-        return [] if step is None else self._spans(self._records.of_step(step))
+        return [] if step is None else self._spans(self._records.step_records(step))
 
     def version_of(self, item: TraceSpan) -> None:
         """Return None: spans are not drawn over versions."""

@@ -2,15 +2,18 @@
 
 Records are those of the Trace Event Format: `ph` X is a slice, i an instant, C a counter, M a name; `ts` and
 `dur` are microseconds. Times are the ledger server's for groups and the trainer's for the parts of a step.
-`services.tools.perfetto` writes them to a file, `services.tracking.spans` makes spans of them.
+`write_perfetto` writes them to a file, `services.tracking.spans` makes spans of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from protocol.host.atomic_file import written_aside
+from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.events import (
     AcceptEvent,
     AppliedEvent,
@@ -30,6 +33,9 @@ from services.ledger.event_log.events import (
     TakeEvent,
     UnhaltEvent,
 )
+from services.ledger.event_log.reader import read_events
+from services.run_record.steps import FILE as METRICS
+from services.run_record.steps import read_steps
 
 Record = dict[str, Any]
 PARTS = ("wait", "train", "publish", "checkpoint", "other")
@@ -90,6 +96,23 @@ class _Tracks:
         }
 
 
+def write_perfetto(run_dir: Path, out: Path) -> int:
+    """Write the trace of a run, and return how many records it has.
+
+    Raises:
+        SettingsError: there is no event log, or a line of it is not an event.
+        OSError: `out` cannot be written.
+    """
+    count = 0
+    with written_aside(out) as aside, aside.open("wb") as file:
+        file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        for record in trace_records(read_events(run_dir / FILE), read_steps(run_dir / METRICS)):
+            file.write((b",\n" if count else b"") + msgspec.json.encode(record))
+            count += 1
+        file.write(b"\n]}\n")
+    return count
+
+
 class TraceRecords:
     """Records of a run's trace, made from one line of its files after the other."""
 
@@ -103,12 +126,12 @@ class TraceRecords:
         """Number of each track that has a name -> the name."""
         return {pid: name for name, pid in self._tracks.pids.items()}
 
-    def of_step(self, line: Mapping[str, Any]) -> Iterator[Record]:
+    def step_records(self, line: Mapping[str, Any]) -> Iterator[Record]:
         """Yield the records of a step's line in metrics.jsonl."""
         yield from self._tracks.pid(TRAINER)
         yield from _step_records(self._tracks.pids[TRAINER], line)
 
-    def of_event(self, event: LedgerEvent) -> Iterator[Record]:
+    def event_records(self, event: LedgerEvent) -> Iterator[Record]:
         """Yield the records of an event of the log; events come oldest first."""
         self._last_ms = event.time_ms
         yield from self._tracks.pid(TRAINER)
@@ -130,9 +153,9 @@ def trace_records(events: Iterable[LedgerEvent], steps: Iterable[Mapping[str, An
     """
     records = TraceRecords()
     for line in steps:
-        yield from records.of_step(line)
+        yield from records.step_records(line)
     for event in events:
-        yield from records.of_event(event)
+        yield from records.event_records(event)
     yield from records.rest()
 
 

@@ -1,8 +1,6 @@
 """The page in a real Chromium: it shows what metrics.jsonl says, in any window, and asks nobody else."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,7 +10,21 @@ import pytest
 from protocol.messages import StepReport
 from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import read_steps
-from tests.services.monitor.chromium import Page, chromium
+from tests.services.monitor.chromium import chromium
+from tests.services.monitor.drawn import (
+    LEGEND,
+    PAINTED,
+    PANEL_OF,
+    PLACES,
+    PLOT,
+    READY,
+    TEXTS_OF,
+    TOO_WIDE,
+    fits,
+    legend,
+    opened,
+    tile,
+)
 from tests.services.monitor.runs import (
     monitored,
     offline_settings,
@@ -25,64 +37,8 @@ from tests.services.monitor.runs import (
 WINDOWS = pytest.mark.parametrize(
     ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 )
-READY = "document.body?.dataset.ready === 'yes' && document.querySelectorAll('.chart').length > 5"
-LEGEND = """(id) => document.querySelector(`.legend [data-series="${id}"]`)"""
-SHOWN = """(id) => {
-  const item = document.querySelector(`.legend [data-series="${id}"]`);
-  return item && [item.dataset.value, item.lastChild.textContent];
-}"""
-TOO_WIDE = """[...document.querySelectorAll('main *')]
-  .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.scroll'))
-  .map((e) => String(e.className))"""
-PAINTED = """[...document.querySelectorAll('canvas')].every((c) => c.width > 100 &&
-  c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v) => v > 0))"""
-UNLABELLED = """[...document.querySelectorAll('button, select, [role=img]')]
-  .filter((e) => !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length))
-  .map((e) => e.outerHTML)"""
-TEXTS_OF = """[...document.querySelectorAll('{}')].map((e) => e.textContent)"""
-PLOT = """(() => {
-  const box = document.querySelector('[data-panel=reward] .u-over').getBoundingClientRect();
-  return [box.left, box.top, box.width, box.height];
-})()"""
-PLACES = (
-    """JSON.stringify([...document.querySelectorAll('.panel')].map((e) => [e.offsetTop, e.offsetHeight]))"""
-)
-PANEL_OF = (
-    """(id) => document.querySelector(`[data-series="${id}"]`)?.closest('.chart').dataset.panel ?? null"""
-)
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@asynccontextmanager
-async def opened(
-    tmp_path: Path,
-    run_dir: Path,
-    width: int,
-    scheme: str,
-    *,
-    hurry: bool = False,
-    other: Path | None = None,
-) -> AsyncIterator[tuple[Page, str]]:
-    """The page of a run, drawn; `other` is laid over it."""
-    async with monitored(offline_settings(run_dir), other) as url, chromium(tmp_path / "profile") as new_tab:
-        page = await new_tab()
-        if hurry:
-            await page.hurry()
-        await page.open(url, width=width, scheme=scheme)
-        await page.until(READY)
-        yield page, url
-
-
-async def legend(page: Page, series: str) -> tuple[float, str]:
-    """The value that a chart's legend shows: the number as it is, and as text."""
-    found = await page.evaluate(f"({SHOWN})({json.dumps(series)})")
-    assert found, f"no legend of {series}"
-    return float(found[0]), found[1]
-
-
-async def tile(page: Page, name: str) -> float:
-    return float(await page.evaluate(f"document.querySelector('[data-tile={name}]').dataset.value"))
 
 
 @WINDOWS
@@ -133,18 +89,6 @@ async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme:
         await fits(page, width, scheme)
         assert page.failures == []
         assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
-
-
-async def fits(page: Page, width: int, scheme: str) -> None:
-    """Nothing is wider than the window, charts are painted, colors are those of the scheme."""
-    assert await page.evaluate("document.documentElement.scrollWidth") <= width
-    assert await page.evaluate(TOO_WIDE) == []
-    assert await page.evaluate(PAINTED)
-    light = await page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, light.removeprefix("rgb(").removesuffix(")").split(","))) > 380) == (
-        scheme == "light"
-    )
-    assert await page.evaluate(UNLABELLED) == []
 
 
 async def test_legend_follows_the_mouse(tmp_path: Path) -> None:
@@ -372,34 +316,6 @@ async def test_settings_logs_and_samples_of_a_reward_are_on_the_page(tmp_path: P
         )
         await page.until("document.getElementById('samples').textContent.includes('has a reward from 98')")
         assert await page.evaluate(TOO_WIDE) == []
-        assert page.failures == []
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-async def test_a_second_run_is_laid_over_the_first(tmp_path: Path, width: int) -> None:
-    first, second = recorded_run(tmp_path / "a"), recorded_run(tmp_path / "b")
-    first, second = first.rename(tmp_path / "small_steps"), second.rename(tmp_path / "large_steps")
-    (second / "metrics.jsonl").unlink()
-    write_lines(second / "metrics.jsonl", (step_line(step, moon_phase=0.5) for step in range(12)))
-    append_evaluation(second, Evaluation(version=9, set="held_out", greedy=0.75))
-    append_evaluation(first, Evaluation(version=6, set="held_out", greedy=0.5))
-    settings = msgspec.json.decode((second / "settings.json").read_bytes())
-    settings["optimizer"]["lr"] = 0.125
-    (second / "settings.json").write_bytes(msgspec.json.encode(settings))
-    last = read_steps(second / "metrics.jsonl")[-1]
-    async with opened(tmp_path, first, width, "dark", other=second) as (page, _):
-        await page.until(f"({LEGEND})('other.eval_held_out_greedy') !== null")
-        for name in ("reward_mean", "loss", "lag_mean"):
-            assert (await legend(page, f"other.{name}"))[0] == pytest.approx(last[name], rel=1e-6)
-            assert await page.evaluate(f"({PANEL_OF})('other.{name}') === ({PANEL_OF})('{name}')")
-        assert (await legend(page, "other.eval_held_out_greedy"))[0] == 0.75
-        assert (await legend(page, "eval_held_out_greedy"))[0] == 0.5
-        assert await page.evaluate(TEXTS_OF.format("#compared b")) == ["small_steps", "large_steps"]
-        assert await tile(page, "reward_mean") == read_steps(first / "metrics.jsonl")[-1]["reward_mean"]
-        await page.evaluate("document.getElementById('settings').open = true")
-        await page.until("document.querySelector('#setting-rows tr')?.textContent.includes('/')")
-        assert (await page.evaluate(TEXTS_OF.format("#setting-rows tr:first-child > *")))[0] == "optimizer.lr"
-        await fits(page, width, "dark")
         assert page.failures == []
 
 

@@ -55,7 +55,7 @@ def test_the_newest_export_is_one_commit_and_another_follows_by_name(hub: HubSer
         (NAME, "best", "no export best in .*there are: adapter_step_00000020, step_00000010, step_00000020"),
     ],
 )
-def test_what_cannot_be_pushed_is_refused(run_dir: Path, name: str, export: str, says: str) -> None:
+def test_an_export_that_is_not_there_is_refused(run_dir: Path, name: str, export: str, says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         push_export(run_dir, name, export, "", True)
 

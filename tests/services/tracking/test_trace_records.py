@@ -1,7 +1,16 @@
-"""Tests the trace of a run: a log with each way that a group can end."""
+"""Tests the trace of a run: the recorded one's, and a log with each way that a group can end."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
 
 from protocol.lifecycle import GroupState
 from protocol.staleness import Policy
+from services.cli import app
 from services.ledger.event_log.events import (
     AcceptEvent,
     AppliedEvent,
@@ -14,7 +23,9 @@ from services.ledger.event_log.events import (
     ReleaseEvent,
     TakeEvent,
 )
+from services.run_record.steps import read_steps
 from services.tracking.trace_records import trace_records
+from tests.services.monitor.runs import recorded_run
 
 
 def lease(group: int, at_ms: int, holder: str = "rollout.0.ab") -> LeaseEvent:
@@ -95,3 +106,35 @@ def test_an_engines_version_is_an_instant_on_its_worker() -> None:
     applied = AppliedEvent(time_ms=5, engine="rollout.1.cd", epoch="e", version=3)
     (instant,) = [record for record in trace_records([applied], []) if record["ph"] == "i"]
     assert (instant["name"], instant["ts"]) == ("serves version 3", 5000)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return recorded_run(tmp_path / "run")
+
+
+def test_the_command_writes_a_file_with_every_step_and_group(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.json"
+    answer = CliRunner().invoke(app, ["trace", str(run_dir), "--perfetto", str(out)])
+    assert answer.exit_code == 0, answer.output
+    records: list[dict[str, Any]] = json.loads(out.read_text())["traceEvents"]
+    lines = read_steps(run_dir / "metrics.jsonl")
+    trained = [record for record in records if record["name"].startswith("train ")]
+    assert [record["name"] for record in trained] == [f"train {line['step']}" for line in lines]
+    assert [record["dur"] / 1e6 for record in trained] == pytest.approx(
+        [line["train_s"] for line in lines], abs=1e-6
+    )
+    ends = [r for r in records if r["ph"] == "X" and r["args"].get("outcome") == "trained"]
+    assert len(ends) == sum(line["groups"] for line in lines)
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for record in records:
+        if record["ph"] == "X" and record["tid"]:
+            lanes.setdefault((record["pid"], record["tid"]), []).append((record["ts"], record["dur"]))
+    for spans in lanes.values():
+        spans.sort()
+        assert all(a + length <= b for (a, length), (b, _) in pairwise(spans))
+
+
+def test_the_command_needs_a_group_or_a_file(run_dir: Path) -> None:
+    answer = CliRunner().invoke(app, ["trace", str(run_dir)])
+    assert "GROUP, or --perfetto FILE" in str(answer.exception)
