@@ -122,9 +122,7 @@ def size(
 
 @app.command("check-model")
 def check_model(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="model directory with config.json and safetensors")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="has config.json and safetensors")],
     tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="tensor ranks")] = 1,
     pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="pipeline stages")] = 1,
     vpp: Annotated[int, typer.Option("--vpp", min=1, metavar="N", help="chunks of a pipeline stage")] = 1,
@@ -175,9 +173,7 @@ def status(run_dir: RunDir, as_json: AsJson = False) -> None:
 @app.command()
 def monitor(
     run_dir: RunDir,
-    other: Annotated[
-        Path | None, typer.Argument(metavar="[D2]", help="a second run, laid over the first in all charts")
-    ] = None,
+    other: Annotated[Path | None, typer.Argument(metavar="[D2]", help="run laid over the first")] = None,
     host: Annotated[
         str | None, typer.Option(help="address to serve on; 127.0.0.1 by default, others need a key")
     ] = None,
@@ -256,9 +252,7 @@ def trace(
 @app.command()
 def samples(
     run_dir: RunDir,
-    step: Annotated[
-        int | None, typer.Option(help="the step that trained them; by default the newest")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="that trained them; by default the newest")] = None,
     group: Annotated[
         int | None, typer.Option(help="only this prompt group, also before it is trained")
     ] = None,
@@ -329,9 +323,7 @@ def scale(
 
 @app.command()
 def keys(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="directory that services read as bus.curve_dir")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="services read it as bus.curve_dir")],
 ) -> None:
     """Make the CURVE keys that services need off loopback. A directory that already has keys is refused."""
     from services.bus.curve import create_keys

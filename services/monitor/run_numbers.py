@@ -1,4 +1,4 @@
-"""Serves what the page draws of a run over its steps, and its settings: of a second run, too."""
+"""Serves the numbers of a run over its steps, and its settings: of a second run, too."""
 
 import asyncio
 from collections.abc import Callable, Sequence

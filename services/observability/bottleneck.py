@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 BUSY = 0.8
-"""Share of the time from which a part counts as what the others wait for."""
+"""Share of the time from which a part counts as a bottleneck."""
 LEAST_STEPS = 3
 """Steps from which shares mean anything."""
 ENGINES, REWARDS, TRAINER = "engines", "rewards", "trainer"

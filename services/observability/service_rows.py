@@ -138,7 +138,7 @@ def _work_of(peer: Peer, waits: Mapping[str, float]) -> tuple[str, float | None]
 
 
 def wait_text(role: str, what: str) -> str:
-    """Return what a process of a role waits for as text, such as "waits for rewards"."""
+    """Return a wait of a process as text, such as "waits for rewards"."""
     known = (text for known, begin, _, text in _PHRASES if known == role and what.startswith(begin))
     return next(known, f"waits for {what}")
 

@@ -40,13 +40,13 @@ class TrackerOptions:
 
 
 class LineReader(Protocol):
-    """Reads what a library gets from lines of the run's files."""
+    """Reader of a library's items in the run's files."""
 
     files: tuple[str, ...]
     """Names in the run directory."""
 
     def items(self, file: str, data: bytes, ordinal: int) -> list[Any]:
-        """Return what a line of a file is to the library; `ordinal` is the number of the next item."""
+        """Return the items of a line of a file; `ordinal` is the number of the first one."""
 
     def version_of(self, item: Any) -> int | None:
         """Return the version of an item that is a step's; None of any other."""
@@ -61,7 +61,7 @@ class Tracker(Protocol):
     """Where a person finds it: a URL, a folder or a command."""
 
     def log(self, points: Sequence[Any]) -> None:
-        """Add what the kind's `LineReader` returns, in order, most often points.
+        """Add items of the kind's `LineReader` in order: spans, or else points.
 
         The version of a point that came before was made again and replaces what came after it.
         """
