@@ -41,6 +41,10 @@ from trainer.storage.remote import RemoteDirectory
 
 SHOWN = 1000
 """Characters of the first prompt that are shown."""
+NARROW = 0.01
+"""Clip up to which a clip is narrow."""
+NARROW_CLIPS = {"gspo": "3e-4 and 4e-4"}
+"""Algorithm whose paper has narrow clips -> these, below and above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
+        f"learns   {settings.algorithm.name}, lr {settings.optimizer.lr:g}{_clips(settings)}",
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
         f"{parallel.world_size} rank(s): {ranks}{_on(services.trainer_gpus)}{_on_hosts(settings)}",
         *([f"critic   {settings.critic_dir}"] if settings.needs_critic else []),
@@ -152,6 +157,13 @@ def _stream(settings: Settings, source: PromptSource) -> str:
     passes, steps = settings.prompts.passes, source.size // settings.bound.groups_per_step
     ends = f", which end after step {steps:,}" if steps < settings.run.steps else ""
     return f"{source.size:,} in {passes} pass{'es' if passes > 1 else ''}{ends}"
+
+
+def _clips(settings: Settings) -> str:
+    """Return how far the loss clips ratios, and the clips of the algorithm's paper if they are far narrower."""
+    algorithm, own = settings.algorithm, NARROW_CLIPS.get(settings.algorithm.name, "")
+    wide = f" (the paper has {own}: a name sets no number)" if own and algorithm.clip_low > NARROW else ""
+    return f", clips {algorithm.clip_low:g} and {algorithm.clip_high:g}{wide}"
 
 
 def _held_out(settings: Settings, source: PromptSource) -> str:

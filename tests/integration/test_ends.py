@@ -103,7 +103,7 @@ def test_setting_refused_at_the_start_of_an_engine_ends_the_run_at_once(tmp_path
     with tether_up(*arguments(run_dir, run, *sets), output=output) as up:
         assert up.wait(120) == 2, output.read_text()
     text = output.read_text()
-    assert text.splitlines()[-1].startswith("tether: tether rollout: vLLM cannot serve ")
+    assert text.splitlines()[-1].startswith("tether: rollout: vLLM cannot serve ")
     assert "No common block size for 7" in text.splitlines()[-1]
     assert "Traceback" not in text
     assert (run_dir / "logs/rollout.0.log").read_text().count("process.failed") == 1

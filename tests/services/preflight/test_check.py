@@ -305,9 +305,14 @@ def test_check_run_tries_the_users_reward_on_a_real_row(tmp_path: Path, function
             ["prompts.held_out=8", "prompts.passes=0"],
             "6 held out (2 of 8 repeat others, or occur in training)",
         ),
+        (["algorithm.name=gspo"], "clips 0.2 and 0.2 (the paper has 3e-4 and 4e-4"),
+        (
+            ["algorithm.name=gspo", "algorithm.clip_low=3e-4"],
+            "learns   gspo, lr 0.0015, clips 0.0003 and 0.2\n",
+        ),
     ],
 )
-def test_describe_run_counts_prompts_that_are_not_trained(
+def test_describe_run_says_which_prompts_are_not_trained_and_how_far_ratios_go(
     tmp_path: Path, overrides: list[str], words: str
 ) -> None:
     settings = demo(tmp_path / "run", *overrides)
