@@ -160,7 +160,7 @@ def _stream(settings: Settings, source: PromptSource) -> str:
 
 
 def _clips(settings: Settings) -> str:
-    """Return how far the loss clips ratios, and the clips of the algorithm's paper if they are far narrower."""
+    """Return how far the loss clips ratios, and the paper's clips if they are far narrower."""
     algorithm, own = settings.algorithm, NARROW_CLIPS.get(settings.algorithm.name, "")
     wide = f" (the paper has {own}: a name sets no number)" if own and algorithm.clip_low > NARROW else ""
     return f", clips {algorithm.clip_low:g} and {algorithm.clip_high:g}{wide}"

@@ -308,7 +308,7 @@ def test_check_run_tries_the_users_reward_on_a_real_row(tmp_path: Path, function
         (["algorithm.name=gspo"], "clips 0.2 and 0.2 (the paper has 3e-4 and 4e-4"),
         (
             ["algorithm.name=gspo", "algorithm.clip_low=3e-4"],
-            "learns   gspo, lr 0.0015, clips 0.0003 and 0.2\n",
+            "gspo, lr 0.0015, clips 0.0003 and 0.2\n",
         ),
     ],
 )
