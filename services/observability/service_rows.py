@@ -20,6 +20,7 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.ROLLOUT, "engine start", STARTS, "starts its engine"),
     (Role.EVALUATION, "engine start", STARTS, "starts its engine"),
     (Role.ROLLOUT, "the first weights", WAITS, "waits for the trainer's weights"),
+    (Role.ROLLOUT, "a lease: the engine serves no version", WAITS, "waits for the trainer's weights"),
     (Role.ROLLOUT, "acknowledgement of group", WAITS, "waits for rewards"),
     (Role.ROLLOUT, "a lease: bound", WAITS, "waits for the trainer's next step (staleness bound)"),
     (Role.ROLLOUT, "a lease: pending", WAITS, "waits for the new bound to be in force"),
