@@ -21,7 +21,7 @@ _FOREIGN = re.compile(r"[^\w./ -]")
 
 
 class PointReader:
-    """Reads the points of a run."""
+    """Reader of a run's points."""
 
     files = (METRICS, EVALUATIONS)
 

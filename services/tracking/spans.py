@@ -29,7 +29,7 @@ class TraceSpan(NamedTuple):
 
 
 class SpanReader:
-    """Makes spans of lines; remembers the groups whose slices have begun."""
+    """Reader of spans, which remembers the groups whose slices have begun."""
 
     files = (EVENTS, METRICS)
 

@@ -11,9 +11,12 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from protocol.errors import TetherError
+from services.settings.load import run_settings
 from services.tracking.registry import open_tracker
 from services.tracking.spans import TraceSpan, span_id, trace_id
+from services.tracking.tracked_run import TrackedRun
 from tests.contracts.tracker_suite import options
+from tests.services.monitor.runs import recorded_run
 
 SPAN = TraceSpan(
     "group 7", "group 7", "rollout.0", 1_000_000, 3_500_000, {"version": 2, "no": None, "t": [1]}
@@ -105,3 +108,24 @@ def test_offline_spans_are_lines_of_json_with_ids_in_hex(tmp_path: Path) -> None
     (span,) = first["resourceSpans"][0]["scopeSpans"][0]["spans"]
     assert span["traceId"] == f"{trace_id(tracker.run_id, SPAN):032x}"
     assert (span["spanId"], span["name"]) == (f"{span_id(tracker.run_id, SPAN):016x}", "group 7")
+
+
+def test_a_run_is_sent_whole_and_once(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    settings = run_settings(run_dir, ["tracking.kind=opentelemetry", "tracking.offline=true"])
+    for _ in range(2):
+        run = TrackedRun("opentelemetry", settings)
+        run.finish()
+        assert run.state.problem == ""
+    lines = (run_dir / "tracking/opentelemetry/traces.jsonl").read_text().splitlines()
+    spans = [
+        span
+        for line in lines
+        for resource in json.loads(line)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+    assert len(spans) == run.state.sent == len({(span["traceId"], span["spanId"]) for span in spans})
+    names = [span["name"] for span in spans]
+    assert names.count("train 3") == 1
+    assert names.count("group 3") >= 3
