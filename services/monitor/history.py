@@ -158,8 +158,9 @@ class History:
         with self._lock:
             lines, is_on = list(self._recent), run_state == "running"
             newest_s = lines[-1].get("time") if lines else None
-            is_known = is_on and isinstance(newest_s, (int, float))
-            each = step_seconds(lines, time.time() - newest_s) if is_known else None
+            each = None
+            if is_on and isinstance(newest_s, (int, float)):
+                each = step_seconds(lines, time.time() - newest_s)
             return {
                 "rate": "" if each is None else rate_text(each, left),
                 "bottleneck": (PartTimes(lines) if is_on else self._times).bottleneck(),

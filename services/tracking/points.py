@@ -23,7 +23,7 @@ _FOREIGN = re.compile(r"[^\w./ -]")
 class PointReader:
     """Reader of a run's points."""
 
-    files = (METRICS, EVALUATIONS)
+    files: tuple[str, ...] = (METRICS, EVALUATIONS)
 
     def __init__(self, run_dir: Path, samples_every: int = 0) -> None:
         """`samples_every` steps a point has samples; 0: none has."""

@@ -31,7 +31,7 @@ class TraceSpan(NamedTuple):
 class SpanReader:
     """Reader of spans, which remembers the groups whose slices have begun."""
 
-    files = (EVENTS, METRICS)
+    files: tuple[str, ...] = (EVENTS, METRICS)
 
     def __init__(self, run_dir: Path, offsets: Mapping[str, int]) -> None:
         """Read the lines before `offsets` (file -> bytes) again: slices that end after them began there."""

@@ -27,7 +27,7 @@ def lines(count: int = 5, **fields: Any) -> list[dict[str, Any]]:
     ],
 )  # fmt: skip
 def test_the_busy_part_is_named_with_all_shares_and_its_remedy(
-    fields: dict[str, float], named: str, remedy: str
+    fields: dict[str, Any], named: str, remedy: str
 ) -> None:
     sentence = PartTimes(lines(**fields)).bottleneck()
     assert sentence.startswith(f"bottleneck: {named}: ")
