@@ -336,7 +336,7 @@ async def test_a_link_leads_to_the_samples_of_a_step(tmp_path: Path) -> None:
     async with monitored(offline_settings(run_dir)) as url, chromium(tmp_path / "profile") as new_tab:
         page = await new_tab()
         await page.open(f"{url}#step=2", width=1280, scheme="light")
-        await page.until("document.getElementById('sample-step').value === '2'")
+        await page.until("document.getElementById('sample-step')?.value === '2'")
         await page.evaluate(
             "(() => { const box = document.getElementById('sample-step'); box.value = '4';"
             "box.dispatchEvent(new Event('change')); })()"
