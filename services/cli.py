@@ -173,7 +173,7 @@ def status(run_dir: RunDir, as_json: AsJson = False) -> None:
 @app.command()
 def monitor(
     run_dir: RunDir,
-    other: Annotated[Path | None, typer.Argument(metavar="[D2]", help="run laid over the first")] = None,
+    other: Annotated[Path | None, typer.Argument(metavar="D2", help="run laid over the first")] = None,
     host: Annotated[
         str | None, typer.Option(help="address to serve on; 127.0.0.1 by default, others need a key")
     ] = None,
