@@ -118,7 +118,7 @@ def test_a_run_whose_event_log_was_deleted_ends_at_once_and_says_what_to_do(tmp_
         path.rename(aside)
         assert up.wait(120) == 2
     last = output.read_text().splitlines()[-1]
-    assert last.startswith(f"tether: tether ingest: {path} ends at event 0, and the ledger begins at event ")
+    assert last.startswith(f"tether: ingest: {path} ends at event 0, and the ledger begins at event ")
     assert "Put the whole file back and start the run again" in last
     assert last.endswith(f"at the newest of {run_dir / 'exports'}")
     assert (run_dir / "logs/ingest.log").read_text().count("process.failed") == 1
