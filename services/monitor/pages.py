@@ -79,8 +79,10 @@ class Pages:
 
     def read_piece(self) -> bool:
         """Read a bounded piece of the run's new lines; return whether there is more at once."""
-        readers = [self.tail, self.history, *([self._other.history] if self._other else [])]
-        return any([reader.read_more() for reader in readers])
+        more = self.tail.read_more()
+        for numbers in filter(None, (self._numbers, self._other)):
+            more = numbers.history.read_more() or more
+        return more
 
     def routes(self) -> dict[str, Callable[[web.Request], Any]]:
         """Return handlers by path."""
