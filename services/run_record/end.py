@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,16 @@ class RunEnd(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def recording_end(run_dir: Path) -> Iterator[None]:
+def recording_end(run_dir: Path, was_full: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Note when the block ends, and the error that ended it; while it runs there is no note.
 
+    Args:
+        run_dir: the run directory.
+        was_full: tells whether its disk was full when it was looked at last.
+
     Raises:
-        SettingsError: the block failed while the disk of the run directory is full, whatever the error says:
-            the ledger's server, which writes there, does not answer then.
+        SettingsError: the block failed while the disk is or was full, whatever the error says: the ledger's
+            server, which writes there, does not answer then, and gives room back as it ends.
     """
     path = run_dir / FILE
     path.unlink(missing_ok=True)
@@ -53,8 +57,9 @@ def recording_end(run_dir: Path) -> Iterator[None]:
     except Exception as failure:
         cause = innermost(failure)
         error = str(cause) if isinstance(cause, TetherError) else f"{type(cause).__name__}: {cause}"
-        if is_full(run_dir):
-            raise SettingsError(f"{_full(run_dir)} ({error})") from failure
+        if was_full() or is_full(run_dir):
+            error = f"{_full(run_dir)} ({error})"
+            raise SettingsError(error) from failure
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide what ended the run

@@ -56,7 +56,7 @@ class Progress:
         self._began = time.monotonic()
         self._evaluations = LineFollower(run_dir / EVALUATIONS)
         self._evaluations.read_rest()
-        self._is_full = False
+        self.is_full = False
         """Whether the disk of the run directory was full when it was read last."""
 
     def note(self, text: str) -> None:
@@ -124,11 +124,11 @@ class Progress:
     async def _print_disk(self, peers: Sequence[Peer]) -> None:
         """Print when the disk of the run directory is full, or a process waits for it, and when that ends."""
         full = await asyncio.to_thread(is_full, self._run_dir) or waits_for_room(peers)
-        if full and not self._is_full:
+        if full and not self.is_full:
             self.note(f"{describe_full(self._run_dir)}: the run waits until there is room")
-        elif self._is_full and not full:
+        elif self.is_full and not full:
             self.note(f"the disk of {self._run_dir} has room again")
-        self._is_full = full
+        self.is_full = full
 
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
         return await describe_waits(ledger, children)

@@ -144,3 +144,9 @@ def test_the_bottleneck_of_an_ended_run_is_of_all_its_steps(run_dir: Path) -> No
         run_dir / "metrics.jsonl", (step_line(step, **(busy if step < 300 else idle)) for step in range(320))
     )
     assert "bottleneck: engines (busy 90%" in render_run_status(read_status(run_dir))
+
+
+def test_a_disk_that_was_full_is_named_though_it_has_room_again(run_dir: Path) -> None:
+    with pytest.raises(SettingsError, match="is full: make room"), recording_end(run_dir, lambda: True):
+        raise TetherError("the ledger does not answer")
+    assert ended(run_dir)["why"].startswith(f"the disk of {run_dir} is full: make room, then start")
