@@ -43,7 +43,7 @@ def recording_end(run_dir: Path, was_full: Callable[[], bool] = lambda: False) -
 
     Args:
         run_dir: the run directory.
-        was_full: tells whether its disk was full when it was looked at last.
+        was_full: tells whether its disk was full when it was read last.
 
     Raises:
         SettingsError: the block failed while the disk is or was full, whatever the error says: the ledger's
