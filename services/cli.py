@@ -16,6 +16,7 @@ import typer
 from protocol.errors import SettingsError, TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
+from services.tools.push import push
 
 if TYPE_CHECKING:
     from services.settings.sections import Settings
@@ -121,9 +122,7 @@ def size(
 
 @app.command("check-model")
 def check_model(
-    directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="model directory with config.json and safetensors")
-    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="has config.json and safetensors")],
     tp: Annotated[int, typer.Option("--tp", min=1, metavar="N", help="tensor ranks")] = 1,
     pp: Annotated[int, typer.Option("--pp", min=1, metavar="N", help="pipeline stages")] = 1,
     vpp: Annotated[int, typer.Option("--vpp", min=1, metavar="N", help="chunks of a pipeline stage")] = 1,
@@ -177,6 +176,7 @@ def status(run_dir: RunDir, as_json: AsJson = False) -> None:
 @app.command()
 def monitor(
     run_dir: RunDir,
+    other: Annotated[Path | None, typer.Argument(metavar="D2", help="run laid over the first")] = None,
     host: Annotated[
         str | None, typer.Option(help="address to serve on; 127.0.0.1 by default, others need a key")
     ] = None,
@@ -186,7 +186,8 @@ def monitor(
     from services.monitor import run_monitor
     from services.settings.load import run_settings
 
-    run_monitor(run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"]), host, port)
+    settings = run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"])
+    run_monitor(settings, host, port, None if other is None else run_settings(other).run_dir)
 
 
 @app.command()
@@ -238,7 +239,7 @@ def trace(
 ) -> None:
     """Show one group's life with times, and the model's text, from the run's files alone."""
     if perfetto is not None:
-        from services.tools.perfetto import write_perfetto
+        from services.tracking.trace_records import write_perfetto
 
         print(f"wrote {write_perfetto(run_dir, perfetto):,} records; open {perfetto} in ui.perfetto.dev")
         return
@@ -254,9 +255,7 @@ def trace(
 @app.command()
 def samples(
     run_dir: RunDir,
-    step: Annotated[
-        int | None, typer.Option(help="the step that trained them; by default the newest")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="that trained them; by default the newest")] = None,
     group: Annotated[
         int | None, typer.Option(help="only this prompt group, also before it is trained")
     ] = None,
@@ -365,6 +364,9 @@ def evaluate(
     overrides = _given({"eval.prompts": prompts, "eval.samples": samples})
     configure_logging("eval")
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
+
+
+app.command()(push)
 
 
 def _given(options: Mapping[str, object]) -> list[str]:

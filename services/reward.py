@@ -62,7 +62,7 @@ async def serve(process: Process) -> None:
         process.edges |= {ROLLOUTS.name: receiver.snapshot, SCORED.name: sender.snapshot}
         process.info["endpoints"] = {ROLLOUTS.name: receiver.endpoint}
         meter = BusyMeter()
-        process.on_heartbeat.append(lambda: process.info.update(busy_s=round(meter.seconds(), 3)))
+        process.on_heartbeat.append(lambda: process.info.update(meter.reading()))
         await process.register()
         async with asyncio.TaskGroup() as tasks:
             accepting = tasks.create_task(

@@ -1,4 +1,4 @@
-"""A hub on this machine: the part of the Hugging Face hub's HTTP interface that its client uses to fetch.
+"""A hub on this machine: the part of the Hugging Face hub's HTTP interface that its client uses.
 
 The client is the real one. `HubServer` serves directories as repositories, each with commits and branches.
 """
@@ -6,6 +6,7 @@ The client is the real one. `HubServer` serves directories as repositories, each
 import hashlib
 import json
 import threading
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,10 @@ class HubServer:
     repositories: dict[tuple[str, str], Repository] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     gated: set[str] = field(default_factory=set)
+    writers: set[str] = field(default_factory=set)
+    """Tokens that may write."""
+    private: set[str] = field(default_factory=set)
+    """Repositories that were made private."""
     url: str = ""
 
     def repository(self, kind: str, name: str) -> Repository:
@@ -106,6 +111,44 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
+
+    def do_POST(self) -> None:
+        """Make a repository or a branch, or add a commit, as the client uploads files that are small."""
+        path = unquote(urlparse(self.path).path).strip("/")
+        self.server_hub.requests.append(f"POST /{path}")
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        status, headers, answer = self._made(path.split("/")[1:], body)
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(answer))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def _made(self, parts: list[str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        if not self.server_hub.writers & {self.headers.get("Authorization", "").removeprefix("Bearer ")}:
+            return 401, {}, b"{}"
+        if parts == ["repos", "create"]:
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if ("model", name) in self.server_hub.repositories:
+                return 409, {}, json.dumps({"url": f"{self.server_hub.url}/{name}"}).encode()
+            self.server_hub.repository("model", name).commit({})
+            self.server_hub.private |= {name} if asked["visibility"] == "private" else set()
+            return _json({"url": f"{self.server_hub.url}/{name}"})
+        name, verb, revision = "/".join(parts[1:3]), parts[3], parts[4]
+        repository = self.server_hub.repository("model", name)
+        if verb == "branch":
+            repository.branches.setdefault(revision, repository.branches["main"])
+            return _json({})
+        if verb == "preupload":
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            asked_files = json.loads(body)["files"]
+            return _json({"files": [{"path": item["path"], **how} for item in asked_files]})
+        lines = [json.loads(line) for line in body.splitlines()]
+        files = [line["value"] for line in lines if line["key"] == "file"]
+        added = {file["path"]: b64decode(file["content"]) for file in files}
+        sha = repository.commit({**repository.commits[repository.branches[revision]], **added}, revision)
+        return _json({"commitUrl": f"{self.server_hub.url}/{name}/commit/{sha}", "commitOid": sha})
 
     def _answer(self, *, with_body: bool) -> None:
         path = unquote(urlparse(self.path).path).strip("/")

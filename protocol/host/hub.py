@@ -1,4 +1,4 @@
-"""Fetches models and data sets from the Hugging Face hub into its cache on this host, each at one commit.
+"""Fetches models and data sets from the Hugging Face hub, each at one commit, and uploads models.
 
 The client is huggingface_hub, which reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE itself. It is
 imported where a name of the hub is used, and nowhere else.
@@ -120,6 +120,40 @@ def fetch(kind: Kind, name: str, commit: str, files: Sequence[str] = ()) -> Path
         return Path(snapshot_download(name, repo_type=kind, revision=commit, **_patterns(kind, files)))
     except Exception as error:
         raise _refusal(kind, name, commit, error) from error
+
+
+def upload_model(directory: Path, name: str, revision: str, message: str, private: bool) -> str:
+    """Upload a directory as one commit to a model on the hub, which is made if there is none.
+
+    Args:
+        directory: files of the model; those that the hub has and it lacks stay there.
+        name: OWNER/NAME.
+        revision: branch, which is made if there is none. Empty: main.
+        message: of the commit.
+        private: whether a model that is made is private.
+
+    Returns:
+        The URL of the commit.
+
+    Raises:
+        SettingsError: the hub refuses it, or was not reached.
+    """
+    from huggingface_hub import HfApi, constants
+
+    hub = HfApi()
+    try:
+        hub.create_repo(name, private=private, exist_ok=True)
+        if revision:
+            hub.create_branch(name, branch=revision, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=name, folder_path=directory, revision=revision or None, commit_message=message
+        )
+        return str(commit.commit_url)
+    except Exception as error:  # the client's own errors, its HTTP library's errors, and OSError
+        raise SettingsError(
+            f"{directory} was not uploaded to {constants.ENDPOINT}/{name}: {_line(error)}; log in by "
+            "`hf auth login`, or set HF_TOKEN, with an account that may write there"
+        ) from error
 
 
 def _patterns(kind: Kind, files: Sequence[str] = ()) -> dict[str, Any]:

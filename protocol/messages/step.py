@@ -218,3 +218,5 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Verifier -> mean score of a sample, before weighting."""
     score_s: float | None = None
     """Mean time to score a group of this step."""
+    reward_busy: float | None = None
+    """As `engine_busy`, of reward services: share of time in which they had groups to score."""

@@ -143,7 +143,8 @@ class SupervisedProcess:
                 break
             last_line = self._last_line()
             if code == EXIT_SETTINGS:
-                raise SettingsError(last_line or f"{self.spec.name}: wrong settings, see {self.log_path}")
+                said = last_line.removeprefix("tether ")
+                raise SettingsError(said or f"{self.spec.name}: wrong settings, see {self.log_path}")
             now = time.monotonic()
             self._deaths.append(now)
             while self._deaths and now - self._deaths[0] > RESTART_WINDOW_S:

@@ -11,7 +11,7 @@ from protocol.topics import Role
 from services.settings.sections import Settings
 
 CREDENTIAL = re.compile(
-    r"(^|_)(KEYS?|[A-Z]*APIKEY|TOKENS?|SECRETS?|[A-Z]*PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIALS?|PAT|CONNECTION_STRING)(_|$)"
+    r"(^|_)(KEYS?|[A-Z]*APIKEY|TOKENS?|SECRETS?|[A-Z]*PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIALS?|PAT|CONNECTION_STRING|HEADERS)(_|$)"
 )
 """Words in the names of variables with credentials."""
 WORKING_DIRECTORIES = ("PWD", "OLDPWD")
@@ -20,7 +20,7 @@ READS_MODELS = frozenset({Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.EVALUATI
 USERS_CODE = frozenset({Role.ROLLOUT, Role.REWARD, Role.EVALUATION})
 """Services that run environments and rewards of the user, which may need any credential."""
 HOLDERS = {
-    ("WANDB_", "MLFLOW_", "DATABRICKS_", "TRACKIO_"): frozenset({Role.TRACKING}),
+    ("WANDB_", "MLFLOW_", "DATABRICKS_", "TRACKIO_", "OTEL_"): frozenset({Role.TRACKING}),
     ("HF_", "HUGGING_FACE_", "HUGGINGFACE_"): READS_MODELS,
     ("AWS_", "GOOGLE_", "GCS_", "AZURE_"): frozenset({Role.TRAINER}),
 }

@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from services.observability.bottleneck import PartTimes
 from services.observability.durations import rate_text, seconds_text
 from services.observability.printable import printable
 from services.observability.service_rows import MISSING, STARTS, WAITS, WORKS, ServiceRow
@@ -60,6 +61,8 @@ def render_view(view: RunView) -> RenderableType:
     parts: list[RenderableType] = [_headline(view), _bar(view), _services(view.services)]
     if view.lines:
         parts.append(_steps(view.lines[-SHOWN_STEPS:]))
+    if sentence := PartTimes(view.lines).bottleneck():
+        parts.append(Text(sentence))
     parts += [Text(f"! {printable(line)}", style="bold yellow") for line in view.warnings]
     return Group(*parts)
 
@@ -101,7 +104,7 @@ def _services(rows: Sequence[ServiceRow]) -> Table:
 
 def _steps(lines: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for heading in ("step", *(heading for heading, _, _ in COLUMNS)):
+    for heading in ("version", *(heading for heading, _, _ in COLUMNS)):
         table.add_column(heading, justify="right")
     for line in lines:
         cells = [number(line, name, form if name != "lag_max" else "d") for _, name, form in COLUMNS]

@@ -89,7 +89,7 @@ async def run_up(settings: Settings, progress: Progress, compose: Callable[[], S
         original = await asyncio.to_thread(settings_of_fetched, settings, compose)
         settings = await asyncio.to_thread(pin_names, original)
         spec = await asyncio.to_thread(prepare, settings, local=True)
-        with recording_end(run_dir):
+        with recording_end(run_dir, lambda: progress.is_full):
             outcome = await _run_prepared(original, settings, spec, progress)
         await asyncio.to_thread(plot_run, run_dir)
     return outcome

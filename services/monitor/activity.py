@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from protocol.topics import Role
 from services.ledger.interface import Peer
+from services.observability.service_rows import wait_text
 
 WINDOW_S = 120.0
 """Samples older than this are forgotten."""
@@ -59,8 +60,8 @@ class Activity:
         """Return the shares of a process's time, each from 0 to 1.
 
         Returns:
-            `working` (None where it is not known), `waits` (what it waited for -> share, numbers left out),
-            `window_s` (seconds between the first sample and the last).
+            `working` (None where it is not known), `waits` (such as "waits for rewards" -> share; numbers are
+            left out), `window_s` (seconds between the first sample and the last).
         """
         samples = list(self._samples.get(incarnation, ()))
         if not samples:
@@ -93,5 +94,5 @@ def _sample(peer: Peer, now: float) -> ActivitySample:
     return ActivitySample(
         now,
         float(busy) if isinstance(busy, (int, float)) else None,
-        frozenset(_NUMBER.sub("N", str(name))[:120] for name in names),
+        frozenset(_NUMBER.sub("N", wait_text(peer.role, str(name)))[:120] for name in names),
     )

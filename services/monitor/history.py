@@ -7,21 +7,26 @@ each point remembers the revision of its last change, so a reader gets the chang
 
 import secrets
 import threading
+import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from services.observability.bottleneck import PartTimes
+from services.observability.durations import rate_text
 from services.run_record.lines import FollowedLine, LineFollower
 from services.run_record.steps import (
     MAX_LAGS,
     MAX_SERIES,
+    RATE_STEPS,
     combine,
     is_sum,
     numbers_of,
     parse_line,
     rounded,
+    step_seconds,
 )
 
 MAX_POINTS = 2000
@@ -143,6 +148,24 @@ class History:
         with self._lock:
             return list(self._warnings)
 
+    def pace(self, run_state: str, left: int) -> dict[str, str]:
+        """Return `rate`, as the live view has it while steps are made, and `bottleneck`, for `/status.json`.
+
+        Args:
+            run_state: of the run; the bottleneck of a run that is not running is over all its steps.
+            left: steps that are not made yet.
+        """
+        with self._lock:
+            lines, is_on = list(self._recent), run_state == "running"
+            newest_s = lines[-1].get("time") if lines else None
+            each = None
+            if is_on and isinstance(newest_s, (int, float)):
+                each = step_seconds(lines, time.time() - newest_s)
+            return {
+                "rate": "" if each is None else rate_text(each, left),
+                "bottleneck": (PartTimes(lines) if is_on else self._times).bottleneck(),
+            }
+
     @property
     def last(self) -> dict[str, Any]:
         """The newest step's line; empty before there is one."""
@@ -159,6 +182,8 @@ class History:
         self._last: dict[str, Any] = {}
         self._last_step = -1
         self._warnings: deque[dict[str, Any]] = deque(maxlen=MAX_WARNINGS)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RATE_STEPS)
+        self._times = PartTimes()
         self.is_complete = False
 
     def _add(self, followed: FollowedLine) -> None:
@@ -175,6 +200,8 @@ class History:
                 return
         self._last, self._last_step = line, step
         self._warnings.extend(_warnings_of(line))
+        self._recent.append(line)
+        self._times.add(line)
         start = step // self._width * self._width
         if not self._points or self._points[-1].start != start:
             self._points.append(Point(start, followed.offset))

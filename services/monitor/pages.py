@@ -1,14 +1,19 @@
 """Serves the page and its data: read-only, small answers, each the change since the reader last asked.
 
-| path | answer | |---|---| | / | the page | | /assets/NAME | its code and style, without data of the run | |
-/status.json | state of the run, processes, engines, groups | | /steps.json?after=REVISION | points of the
-history that changed since (see `services.monitor.history`) | | /events.json?after=NUMBER&topics=run,versions
-| the newest events, and warnings of steps, as sentences | | /versions.json?after=NUMBER | who served which
-version when | | /evaluations.json?after=NUMBER | scores of versions on held-out sets | |
-/samples.json?step=STEP&group=GROUP | samples of one group, with
-`least` and `most` those of such rewards | | /settings.json | settings that the run was last started with | |
-/logs.json?name=NAME | the end of a log | | /targets.json | addresses of every process's
-/metrics, for Prometheus (`http_sd_configs`) |
+| path | answer |
+|---|---|
+| / | the page |
+| /assets/NAME | its code and style, without data of the run |
+| /status.json | state of the run, its pace, processes, engines, groups |
+| /steps.json?after=REVISION | points of the history that changed since (see `services.monitor.history`) |
+| /events.json?after=NUMBER&topics=run,versions | the newest events, and warnings of steps, as sentences |
+| /versions.json?after=NUMBER | who served which version when |
+| /evaluations.json?after=NUMBER | scores of versions on held-out sets |
+| /samples.json?step=STEP&group=GROUP | samples of one group, with `least` and `most` those of such rewards |
+| /settings.json | settings that the run was last started with |
+| /logs.json?name=NAME | the end of a log |
+| /other/steps.json, evaluations.json, settings.json | those of a second run, to be laid over the first |
+| /targets.json | addresses of every process's /metrics, for Prometheus (`http_sd_configs`) |
 """
 
 import asyncio
@@ -18,18 +23,17 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 from aiohttp import hdrs, web
 
 from protocol.network.addresses import is_loopback
-from services.monitor.history import History, warning_event
+from services.monitor.answers import json_answer, number_in, reward_in
+from services.monitor.history import warning_event
+from services.monitor.run_numbers import RunNumbers
 from services.observability.printable import printable
-from services.run_record.evaluations import ScoredVersions
 from services.run_record.samples import SampleBrowser
 from services.run_record.sentences import TOPICS
 from services.run_record.tail import EventTail
-from services.settings.load import shown_settings
 from services.settings.sections import Settings
 
 LOGS = "logs"
@@ -38,31 +42,32 @@ MAX_BYTES = 64 << 10
 """Bytes that are read of a log, the last ones."""
 MAX_LOGS = 200
 """Names that are offered."""
-
 MAX_EVENTS = 100
 """Sentences in one answer."""
-LOGS = "logs"
-"""Folder of the run directory with a log of each service."""
-MAX_BYTES = 64 << 10
-"""Bytes that are read of a log, the last ones."""
-MAX_LOGS = 200
-"""Names that are offered."""
-COMPRESS_FROM = 1000
-"""Bytes from which an answer is compressed."""
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
 
 class Pages:
     """The data read of one run, and the handlers that serve it."""
 
-    def __init__(self, settings: Settings, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Store the arguments. `state` returns the answer of /status.json."""
+    def __init__(
+        self, settings: Settings, state: Callable[[], Mapping[str, Any]], other: Path | None = None
+    ) -> None:
+        """Store the arguments.
+
+        Args:
+            settings: of the run.
+            state: returns the answer of /status.json.
+            other: directory of a run that is laid over this one.
+        """
         run_dir = self._run_dir = settings.run_dir
         self._metrics_host = settings.bus.host
-        self.history = History(run_dir / "metrics.jsonl")
         self.tail = EventTail(run_dir)
+        self._numbers = RunNumbers(run_dir, self.tail.bounds)
+        self.history = self._numbers.history
+        self._other = None if other is None else RunNumbers(other)
+        self._names = {"compared": [run_dir.name, other.name]} if other else {}
         self._samples = SampleBrowser(run_dir, self.tail)
-        self._scores = ScoredVersions(run_dir)
         self._state = state
         self._assets = _read_assets()
 
@@ -75,20 +80,21 @@ class Pages:
     def read_piece(self) -> bool:
         """Read a bounded piece of the run's new lines; return whether there is more at once."""
         more = self.tail.read_more()
-        return self.history.read_more() or more
+        for numbers in filter(None, (self._numbers, self._other)):
+            more = numbers.history.read_more() or more
+        return more
 
     def routes(self) -> dict[str, Callable[[web.Request], Any]]:
         """Return handlers by path."""
         return {
+            **self._numbers.routes(),
+            **(self._other.routes("/other/") if self._other else {}),
             "/": self._serve_page,
             "/assets/{name}": self._serve_asset,
             "/status.json": self._serve_status,
-            "/steps.json": self._serve_steps,
             "/events.json": self._serve_events,
             "/versions.json": self._serve_versions,
-            "/evaluations.json": self._serve_evaluations,
             "/samples.json": self._serve_samples,
-            "/settings.json": self._serve_settings,
             "/logs.json": self._serve_logs,
             "/targets.json": self._serve_targets,
         }
@@ -100,45 +106,39 @@ class Pages:
         return self._asset(request, request.match_info["name"])
 
     async def _serve_status(self, _: web.Request) -> web.Response:
-        return _json(self._state())
-
-    async def _serve_steps(self, request: web.Request) -> web.Response:
-        after = _number(request, "after")
-        answer = await asyncio.to_thread(self.history.since, after)
-        return _json({**answer, "bounds": self.tail.bounds()})
+        state = self._state()
+        if state:
+            pace = self.history.pace(state["run_state"], state["steps"] - state["version"])
+            state = {**state, **pace, **self._names}
+        return json_answer(state)
 
     async def _serve_events(self, request: web.Request) -> web.Response:
         topics = request.query.get("topics", ",".join(TOPICS)).split(",")
-        answer = self.tail.sentences(_number(request, "after"), topics, MAX_EVENTS)
-        return _json(
+        answer = self.tail.sentences(number_in(request, "after"), topics, MAX_EVENTS)
+        return json_answer(
             {**answer, "warnings": await asyncio.to_thread(self._warnings) if "run" in topics else []}
         )
 
     def _warnings(self) -> list[dict[str, Any]]:
         """Return the newest warnings of steps, and of held-out sets whose scores have fallen, as events."""
-        fallen = [warning_event(row.time, text) for row, text in self._scores.fallen()]
+        fallen = [warning_event(row.time, text) for row, text in self._numbers.scores.fallen()]
         return [*self.history.warnings(), *fallen]
 
     async def _serve_versions(self, request: web.Request) -> web.Response:
-        return _json(self.tail.versions(_number(request, "after")))
-
-    async def _serve_evaluations(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self._scores.since, _number(request, "after")))
+        return json_answer(self.tail.versions(number_in(request, "after")))
 
     async def _serve_samples(self, request: web.Request) -> web.Response:
-        step = _number(request, "step") if "step" in request.query else None
-        group = _number(request, "group") if "group" in request.query else None
-        rewards = _reward(request, "least", -math.inf), _reward(request, "most", math.inf)
-        return _json(await asyncio.to_thread(self._samples.open, step, group, rewards))
-
-    async def _serve_settings(self, _: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(shown_settings, self._run_dir))
+        step = number_in(request, "step") if "step" in request.query else None
+        group = number_in(request, "group") if "group" in request.query else None
+        rewards = reward_in(request, "least", -math.inf), reward_in(request, "most", math.inf)
+        return json_answer(await asyncio.to_thread(self._samples.open, step, group, rewards))
 
     async def _serve_logs(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(read_log, self._run_dir / LOGS, request.query.get("name", "")))
+        name = request.query.get("name", "")
+        return json_answer(await asyncio.to_thread(read_log, self._run_dir / LOGS, name))
 
     async def _serve_targets(self, _: web.Request) -> web.Response:
-        return _json([self._target(process) for process in self._state().get("processes", ())])
+        return json_answer([self._target(process) for process in self._state().get("processes", ())])
 
     def _target(self, process: Mapping[str, Any]) -> dict[str, Any]:
         """Return one process for Prometheus; off loopback it is reached by the name of its machine."""
@@ -168,38 +168,6 @@ class Pages:
 def _read_assets() -> dict[str, bytes]:
     folder = resources.files("services.monitor").joinpath("assets")
     return {item.name: item.read_bytes() for item in folder.iterdir() if item.is_file()}
-
-
-def _json(value: Any) -> web.Response:
-    body = msgspec.json.encode(value)
-    answer = web.Response(body=body, content_type="application/json", charset="utf-8")
-    if len(body) >= COMPRESS_FROM:
-        answer.enable_compression()
-    return answer
-
-
-def _number(request: web.Request, name: str) -> int:
-    """Return a number of the query, 0 if it is not given.
-
-    Raises:
-        web.HTTPBadRequest: it is no number.
-    """
-    text = request.query.get(name, "0")
-    if not text.isdecimal() or len(text) > 16:
-        raise web.HTTPBadRequest(text=f"{name} must be a number of at most 16 digits\n")
-    return int(text)
-
-
-def _reward(request: web.Request, name: str, default: float) -> float:
-    """Return a reward of the query, `default` if it is not given.
-
-    Raises:
-        web.HTTPBadRequest: it is no number.
-    """
-    try:
-        return float(request.query.get(name, default))
-    except ValueError:
-        raise web.HTTPBadRequest(text=f"{name} must be a number\n") from None
 
 
 def read_log(folder: Path, name: str) -> dict[str, Any]:

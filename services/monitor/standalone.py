@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -28,12 +29,15 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StandaloneMonitor:
     """A monitor that is no process of the run: it registers nowhere, and needs only files."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Store the arguments. With `settings.ledger.retry_s` = 0 a ledger that is away is not waited for."""
+    def __init__(self, settings: Settings, other: Path | None = None) -> None:
+        """Store the arguments. With `settings.ledger.retry_s` = 0 a ledger that is away is not waited for.
+
+        `other` is the directory of a run that is laid over this one.
+        """
         self._settings = settings
         self._live: dict[str, Any] = {}
         """The ledger's last answer; empty while it does not answer."""
-        self._pages = Pages(settings, self._describe)
+        self._pages = Pages(settings, self._describe, other)
         self._registry = CollectorRegistry()
         self._gauges = RunGauges(self._registry)
 
@@ -82,27 +86,30 @@ class StandaloneMonitor:
         return self._live or recorded_state(self._settings, self._pages.history.last, self._pages.tail)
 
 
-async def _run_until_signal(settings: Settings) -> None:
+async def _run_until_signal(settings: Settings, other: Path | None) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for signum in STOP_SIGNALS:
         loop.add_signal_handler(signum, stop.set)
-    await StandaloneMonitor(settings).run(stop, _announce)
+    await StandaloneMonitor(settings, other).run(stop, _announce)
 
 
 def _announce(url: str) -> None:
     print(f"page {url}  (Ctrl-C ends it)", flush=True)
 
 
-def run_monitor(settings: Settings, host: str | None = None, port: int | None = None) -> None:
+def run_monitor(
+    settings: Settings, host: str | None = None, port: int | None = None, other: Path | None = None
+) -> None:
     """Serve the page of a run until Ctrl-C or SIGTERM.
 
     Args:
         settings: those that the run was last started with.
         host: address to serve on; None: loopback. The run's own `monitor.host` is for its own monitor.
         port: None or 0: any free one.
+        other: directory of a run that is laid over this one in all charts.
 
     Raises:
         SettingsError: the address cannot be bound, or needs a key that cannot be read or made.
     """
     monitor = dataclasses.replace(settings.monitor, host=host or "127.0.0.1", port=port or 0)
-    asyncio.run(_run_until_signal(dataclasses.replace(settings, monitor=monitor)))
+    asyncio.run(_run_until_signal(dataclasses.replace(settings, monitor=monitor), other))

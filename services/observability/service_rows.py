@@ -20,6 +20,7 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.ROLLOUT, "engine start", STARTS, "starts its engine"),
     (Role.EVALUATION, "engine start", STARTS, "starts its engine"),
     (Role.ROLLOUT, "the first weights", WAITS, "waits for the trainer's weights"),
+    (Role.ROLLOUT, "a lease: the engine serves no version", WAITS, "waits for the trainer's weights"),
     (Role.ROLLOUT, "acknowledgement of group", WAITS, "waits for rewards"),
     (Role.ROLLOUT, "a lease: bound", WAITS, "waits for the trainer's next step (staleness bound)"),
     (Role.ROLLOUT, "a lease: pending", WAITS, "waits for the new bound to be in force"),
@@ -135,6 +136,12 @@ def _work_of(peer: Peer, waits: Mapping[str, float]) -> tuple[str, float | None]
         if generating > 0:
             return f"generates {generating} group{'s' if generating > 1 else ''}", None
     return None
+
+
+def wait_text(role: str, what: str) -> str:
+    """Return a wait of a process as text, such as "waits for rewards"."""
+    known = (text for known, begin, _, text in _PHRASES if known == role and what.startswith(begin))
+    return next(known, f"waits for {what}")
 
 
 def _phrase(role: str, what: str, count: int) -> tuple[str, str]:

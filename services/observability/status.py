@@ -160,6 +160,8 @@ def render_status(status: Mapping[str, Any]) -> str:
         )
     if status.get("last_step"):
         lines += [_pace(status), _staleness(status["last_step"])]
+    if status.get("bottleneck"):
+        lines.append(status["bottleneck"])
     lines += warnings_of(status)
     if status["dropped_by_reason"]:
         lines.append(f"dropped: {drops(status)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from rollout.environments.registry import make_environment
-from rollout.prompts.base import Prompt, PromptSource
+from rollout.prompts.base import Prompt, PromptSource, source_settings
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from rollout.render import PromptTooLong
@@ -42,6 +42,10 @@ from trainer.storage.remote import RemoteDirectory
 
 SHOWN = 1000
 """Characters of the first prompt that are shown."""
+NARROW = 0.01
+"""Clip up to which a clip is narrow."""
+NARROW_CLIPS = {"gspo": "3e-4 and 4e-4"}
+"""Algorithm whose paper has narrow clips -> these, below and above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +128,13 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     mixed = " + ".join(entry.name for entry in prompts.mixture)
     return [
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{origin}",
-        f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {prompts.held_out:,} held out"
+        f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {_held_out(settings, source)}"
         + _left_out(settings, model, source),
         f"first    {_first_prompt(settings, model, first_prompts(source))}",
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
+        f"learns   {settings.algorithm.name}, lr {settings.optimizer.lr:g}{_clips(settings)}",
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
         f"{parallel.world_size} rank(s): {ranks}{_on(services.trainer_gpus)}{_on_hosts(settings)}",
         *([f"critic   {settings.critic_dir}"] if settings.needs_critic else []),
@@ -154,6 +159,22 @@ def _stream(settings: Settings, source: PromptSource) -> str:
     passes, steps = settings.prompts.passes, source.size // settings.bound.groups_per_step
     ends = f", which end after step {steps:,}" if steps < settings.run.steps else ""
     return f"{source.size:,} in {passes} pass{'es' if passes > 1 else ''}{ends}"
+
+
+def _clips(settings: Settings) -> str:
+    """Return how far the loss clips ratios, and the paper's clips if they are far narrower."""
+    algorithm, own = settings.algorithm, NARROW_CLIPS.get(settings.algorithm.name, "")
+    wide = f" (the paper has {own}: a name sets no number)" if own and algorithm.clip_low > NARROW else ""
+    return f", clips {algorithm.clip_low:g} and {algorithm.clip_high:g}{wide}"
+
+
+def _held_out(settings: Settings, source: PromptSource) -> str:
+    """Return how many prompts are held out, and how many of those asked for occur elsewhere."""
+    prompts = settings.prompts
+    sources = [source_settings(prompts, entry) for entry in prompts.mixture] or [prompts]
+    held_out, asked = len(source.held_out()), sum(entry.held_out for entry in sources)
+    repeated = f" ({asked - held_out:,} of {asked:,} repeat others, or occur in training)"
+    return f"{held_out:,} held out{repeated if held_out < asked else ''}"
 
 
 def _left_out(settings: Settings, model: ModelFacts, source: PromptSource) -> str:

@@ -2,15 +2,16 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from protocol.errors import TetherError
+from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import try_lock
+from protocol.host.full_disk import describe_full, is_full
 from services.ledger.event_log.archiver import FILE as EVENTS
 from services.run_record.evaluations import FILE as EVALUATIONS
 from services.run_record.halts import explain_halt
@@ -37,8 +38,17 @@ class RunEnd(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def recording_end(run_dir: Path) -> Iterator[None]:
-    """Note when the block ends, and the error that ended it; while it runs there is no note."""
+def recording_end(run_dir: Path, was_full: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Note when the block ends, and the error that ended it; while it runs there is no note.
+
+    Args:
+        run_dir: the run directory.
+        was_full: tells whether its disk was full when it was read last.
+
+    Raises:
+        SettingsError: the block failed while the disk is or was full, whatever the error says: the ledger's
+            server, which writes there, does not answer then, and gives room back as it ends.
+    """
     path = run_dir / FILE
     path.unlink(missing_ok=True)
     error = ""
@@ -47,6 +57,9 @@ def recording_end(run_dir: Path) -> Iterator[None]:
     except Exception as failure:
         cause = innermost(failure)
         error = str(cause) if isinstance(cause, TetherError) else f"{type(cause).__name__}: {cause}"
+        if was_full() or is_full(run_dir):
+            error = f"{_full(run_dir)} ({error})"
+            raise SettingsError(error) from failure
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
@@ -116,21 +129,24 @@ def describe_ended_run(settings: Settings) -> dict[str, Any]:
     """
     tail = EventTail(settings.run_dir).read_all()
     logged, last = tail.state(), read_last(settings.run_dir / STEPS)
-    facts = recorded_state(settings, last, tail)
+    facts = {**recorded_state(settings, last, tail), "run_dir": str(settings.run_dir)}
     end = read_end(settings.run_dir)
     state, why = _how(facts, logged, end.error if end else "")
     newest_ms = max(int(logged.get("time_ms", 0)), int(last.get("time", 0) * 1000))
     halted_ms = int(logged.get("halted_ms", 0)) if logged["halted"] else 0
     return {
         **facts,
-        **step_facts(settings.run_dir),
+        **step_facts(settings.run_dir, is_over=True),
         "run_state": state,
         "why": why,
         "ended": end.time if end and not halted_ms else (halted_ms or newest_ms) / 1000 or None,
         "last_step": dict(last) or None,
         "results": [name for name in RESULTS if (settings.run_dir / name).exists()],
-        "run_dir": str(settings.run_dir),
     }
+
+
+def _full(run_dir: Path) -> str:
+    return f"{describe_full(run_dir)}: make room, then start the same command again"
 
 
 def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tuple[str, str]:
@@ -147,4 +163,6 @@ def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tup
         return "drained", "it was drained"
     if error:
         return "failed", error
+    if is_full(Path(facts["run_dir"])):  # there was no room for a note of the error
+        return "failed", _full(Path(facts["run_dir"]))
     return "stopped", "it was interrupted; the same `tether up` continues from the last step"

@@ -21,7 +21,7 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
         "fix the verifier, or raise reward.timeout_s if it is slow",
     ),
     "prompt": (
-        "prompts could not be rendered or generated",
+        "prompts are longer than render.max_prompt_tokens, or cannot be rendered or generated",
         "logs/rollout.*.log",
         "fix the prompts or [render], or shorten them to fit engine.max_model_len",
     ),
@@ -58,6 +58,8 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
     ),
 }
 """Drop reason, or the error that led to it -> cause, place of more details, remedy."""
+_BY_SETTING = ("stale", "straggler", NO_SIGNAL)
+"""Drop reasons that settings ask for."""
 
 
 def describe_halt(halted: str) -> str:
@@ -91,3 +93,13 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
         f"the run halted for the reason {reason!r}: {cause}, {RULES.get(reason, RULE)}; see {place}; "
         f"{remedy}, {AGAIN}"
     )
+
+
+def explain_drops(counts: Mapping[str, int]) -> list[str]:
+    """Return a sentence for each drop reason (-> groups) that no setting asks for: cause, place, remedy."""
+    return [
+        f"groups left out for the reason {reason!r}: {count}; {cause}; see {place}; {remedy}"
+        for reason, count in counts.items()
+        if count and reason not in _BY_SETTING
+        for cause, place, remedy in [_CAUSES.get(reason, ("they failed", "the logs", "fix the cause"))]
+    ]

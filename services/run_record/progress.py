@@ -12,6 +12,7 @@ from protocol.errors import TetherError
 from protocol.host.full_disk import describe_full, is_full
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus, Peer
+from services.observability.bottleneck import PartTimes
 from services.observability.printable import printable
 from services.observability.service_rows import (
     MISSING,
@@ -24,6 +25,7 @@ from services.observability.service_rows import (
 from services.observability.start_parts import describe_start
 from services.run_record.evaluations import FILE as EVALUATIONS
 from services.run_record.evaluations import describe_evaluation, fallen_scores, parse_evaluation
+from services.run_record.halts import explain_drops
 from services.run_record.lines import LineFollower
 from services.run_record.steps import FILE, count_skipped, parse_line, read_steps
 
@@ -54,7 +56,7 @@ class Progress:
         self._began = time.monotonic()
         self._evaluations = LineFollower(run_dir / EVALUATIONS)
         self._evaluations.read_rest()
-        self._is_full = False
+        self.is_full = False
         """Whether the disk of the run directory was full when it was read last."""
 
     def note(self, text: str) -> None:
@@ -89,13 +91,19 @@ class Progress:
     def finish(self, status: LedgerStatus) -> None:
         """Print the last steps and how the run ended."""
         self.print_last()
-        skipped = count_skipped(read_steps(self._run_dir / FILE))
+        steps = read_steps(self._run_dir / FILE)
+        skipped = count_skipped(steps)
         without = f" (but for {skipped}, which changed no weights)" if skipped.steps else ""
         self.note(
             f"{'done' if status.done else 'stopped'} at version {status.version} of {status.steps} "
             f"after {time.monotonic() - self._began:.0f} s: "
             f"{status.trained} groups trained{without}, {status.dropped} dropped, {status.active} in flight"
         )
+        for line in (*explain_drops(status.dropped_by_reason), PartTimes(steps).bottleneck()):
+            self.note(line)
+        newest = max((self._run_dir / "exports").glob("step_*"), default=None)
+        model = f"; the model is {newest}" if newest else ""
+        self.note(f"see it with `tether monitor {self._run_dir}`{model}")
 
     def _print_evaluations(self) -> None:
         for line in self._evaluations.read_rest():
@@ -116,11 +124,11 @@ class Progress:
     async def _print_disk(self, peers: Sequence[Peer]) -> None:
         """Print when the disk of the run directory is full, or a process waits for it, and when that ends."""
         full = await asyncio.to_thread(is_full, self._run_dir) or waits_for_room(peers)
-        if full and not self._is_full:
+        if full and not self.is_full:
             self.note(f"{describe_full(self._run_dir)}: the run waits until there is room")
-        elif self._is_full and not full:
+        elif self.is_full and not full:
             self.note(f"the disk of {self._run_dir} has room again")
-        self._is_full = full
+        self.is_full = full
 
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
         return await describe_waits(ledger, children)
@@ -208,7 +216,7 @@ def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
     """Return the line that is printed of a step; a number that was not measured is a dash."""
     rate = token_rate(line)
     return (
-        f"step {line['version']:>4}/{steps}  reward {number(line, 'reward_mean', '6.3f')}  "
+        f"version {line['version']:>4}/{steps}  reward {number(line, 'reward_mean', '6.3f')}  "
         f"lag {number(line, 'lag_mean', '.2f')} max {number(line, 'lag_max', 'd')}  "
         f"{'-' if rate is None else f'{rate:.0f}':>8} tokens/s  "
         f"wait {number(line, 'wait_s', '.2f')} s  train {number(line, 'train_s', '.2f')} s  "

@@ -17,6 +17,7 @@ import msgspec
 from protocol.codec import decode_payload
 from protocol.messages import StepReport
 from services.ledger.event_log.hash_chain import LINK, append
+from services.observability.bottleneck import PartTimes
 from services.observability.status import SkippedSteps
 from services.run_record.lines import LineFollower, read_parsed
 
@@ -115,13 +116,14 @@ def count_skipped(lines: Iterable[Mapping[str, Any]]) -> SkippedSteps:
     return SkippedSteps(len(groups), sum(groups))
 
 
-def step_facts(run_dir: Path) -> dict[str, Any]:
+def step_facts(run_dir: Path, is_over: bool = False) -> dict[str, Any]:
     """Return what metrics.jsonl adds to `collect_status`, as JSON types.
 
     Returns:
         `skipped_steps`, `skipped_groups`, and `last_step`: reward, rate and staleness of the last step, or
         None before there is a step, and `seconds_per_step`, the time since the last one included once it is
-        longer; None before there are two.
+        longer; None before there are two. `bottleneck` is a sentence about the last steps, of a run that is
+        over about all of them; empty before there are some.
     """
     lines = read_steps(run_dir / FILE)
     skipped = count_skipped(lines)
@@ -130,6 +132,7 @@ def step_facts(run_dir: Path) -> dict[str, Any]:
         "skipped_groups": skipped.groups,
         "seconds_per_step": step_seconds(lines, time.time() - lines[-1].get("time", 0.0)) if lines else None,
         "last_step": {name: lines[-1].get(name) for name in STALENESS} if lines else None,
+        "bottleneck": PartTimes(lines if is_over else lines[-RATE_STEPS:]).bottleneck(),
     }
 
 

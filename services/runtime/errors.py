@@ -9,7 +9,7 @@ import sys
 import textwrap
 from typing import Any
 
-from protocol.errors import SettingsError, Unavailable
+from protocol.errors import SettingsError, TetherError, Unavailable
 from services.observability.printable import one_line, printable
 
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
@@ -56,4 +56,5 @@ def describe_error(error: BaseException) -> tuple[str, int]:
     error = innermost(error)
     if isinstance(error, (SettingsError, Unavailable)):
         return one_line(str(error)), EXIT_SETTINGS
-    return one_line(f"{type(error).__name__}: {error}"), EXIT_FAILED
+    kind = "" if type(error) is TetherError else f"{type(error).__name__}: "
+    return one_line(f"{kind}{error}"), EXIT_FAILED

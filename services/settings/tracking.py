@@ -10,8 +10,14 @@ from pydantic import BeforeValidator
 from protocol.errors import SettingsError
 from protocol.paths import set_first
 
-Kind = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-"""Library, by the name of its module, which the extra of the package has, too."""
+Kind = Literal["tensorboard", "wandb", "mlflow", "trackio", "opentelemetry"]
+"""Library, by the name of the package's extra for it."""
+SPANS: Kind = "opentelemetry"
+"""The kind that gets spans in place of numbers."""
+MODULES: dict[Kind, str] = {SPANS: "opentelemetry.exporter.otlp.proto.http"}
+"""Kind -> the module that it imports, where that has another name."""
+TABLES = ("wandb", "trackio")
+"""Kinds that get tables of samples."""
 
 
 def _as_list(value: Any) -> Any:
@@ -23,8 +29,8 @@ class TrackingConfig:
     """Section `[tracking]`: libraries that get the numbers of every step and evaluation."""
 
     kind: Annotated[tuple[Kind, ...], BeforeValidator(_as_list)] = set_first(())
-    """Libraries, several at once: `wandb`, `tensorboard`, `trackio`, `mlflow`; one may be given as a string.
-    Empty: none."""
+    """Libraries, several at once: `wandb`, `tensorboard`, `trackio`, `mlflow`, and `opentelemetry`, which
+    gets spans in place of numbers; one may be given as a string. Empty: none."""
     project: str = "tether"
     """Project (wandb, trackio) or experiment (mlflow) that the run belongs to."""
     name: str = ""
@@ -34,6 +40,9 @@ class TrackingConfig:
     offline: bool = False
     """Whether all data stays in RUN_DIR/tracking: wandb and trackio do not send, mlflow ignores
     MLFLOW_TRACKING_URI. tensorboard always writes there."""
+    samples_every: Annotated[int, Interval(ge=0, le=10**9)] = 0
+    """Steps from one table of samples to the next, in wandb and trackio: prompts, completions, rewards. 0: no
+    text is sent."""
     flush_s: Annotated[float, Interval(ge=0, le=3600)] = 15.0
     """Seconds in which remaining points are sent at the end of a run; the rest waits for the next start."""
 
@@ -45,5 +54,12 @@ def check_kinds(config: TrackingConfig) -> None:
 
 
 def missing_libraries(config: TrackingConfig) -> list[str]:
-    """Return the kinds whose library is not installed here; none is imported."""
-    return [kind for kind in config.kind if find_spec(kind) is None]
+    """Return the kinds whose library is not installed here; none is imported, but for parents of a module."""
+    return [kind for kind in config.kind if not _is_there(MODULES.get(kind, kind))]
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent of it
+        return False

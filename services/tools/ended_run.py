@@ -23,6 +23,7 @@ def render_ended_run(facts: Mapping[str, Any]) -> str:
     reasons = drops(facts)
     if counts:
         lines.append(f"groups: {', '.join(counts)}" + (f" ({reasons})" if reasons else ""))
+    lines += [facts["bottleneck"]] if facts["bottleneck"] else []
     lines += warnings_of(facts)
     directory = Path(facts["run_dir"])
     lines.append(f"results in {directory}: {', '.join(facts['results']) or 'none'}")

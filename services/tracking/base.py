@@ -17,6 +17,8 @@ class TrackedPoint(NamedTuple):
     """Unix seconds."""
     numbers: Mapping[str, float]
     """Name such as train/reward_mean or eval/SET/greedy -> finite number."""
+    samples: Sequence[Sequence[Any]] = ()
+    """Rows of `sample_table.COLUMNS`, for libraries that show tables; others leave them out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,19 @@ class TrackerOptions:
     """Lowest version that may still come after the points that were sent; None for a new run."""
 
 
+class LineReader(Protocol):
+    """Reader of a library's items in the run's files."""
+
+    files: tuple[str, ...]
+    """Names in the run directory."""
+
+    def items(self, file: str, data: bytes, ordinal: int) -> list[Any]:
+        """Return the items of a line of a file; `ordinal` is the number of the first one."""
+
+    def version_of(self, item: Any) -> int | None:
+        """Return the version of an item that is a step's; None of any other."""
+
+
 class Tracker(Protocol):
     """One run in a tracking library. Methods block; any exception means that the tracker is opened again."""
 
@@ -45,8 +60,11 @@ class Tracker(Protocol):
     url: str
     """Where a person finds it: a URL, a folder or a command."""
 
-    def log(self, points: Sequence[TrackedPoint]) -> None:
-        """Add points in order; a version that came before was made again and replaces what came after it."""
+    def log(self, points: Sequence[Any]) -> None:
+        """Add items of the kind's `LineReader` in order: spans, or else points.
+
+        The version of a point that came before was made again and replaces what came after it.
+        """
 
     def close(self) -> None:
         """Send the remaining points and close the run; it can be opened again."""

@@ -3,6 +3,7 @@
 import os
 
 from protocol.choices import Entry, Registry, load
+from services.settings.tracking import SPANS
 from services.tracking.base import Tracker, TrackerOptions
 
 TRACKERS = Registry(
@@ -11,6 +12,7 @@ TRACKERS = Registry(
         "wandb": Entry("services.tracking.wandb:WandbTracker"),
         "mlflow": Entry("services.tracking.mlflow:MlflowTracker"),
         "trackio": Entry("services.tracking.trackio:TrackioTracker"),
+        SPANS: Entry("services.tracking.opentelemetry:OpenTelemetryTracker"),
     }
 )
 

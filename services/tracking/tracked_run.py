@@ -15,14 +15,15 @@ import msgspec
 from services.run_record.lines import LineFollower
 from services.settings.load import shown_settings
 from services.settings.sections import Settings
-from services.tracking.base import TrackedPoint, Tracker, TrackerOptions
-from services.tracking.points import flat_settings, point_of
+from services.settings.tracking import SPANS, TABLES
+from services.tracking.base import LineReader, Tracker, TrackerOptions
+from services.tracking.points import PointReader, flat_settings
 from services.tracking.registry import open_tracker
+from services.tracking.spans import SpanReader
 from services.tracking.state import FOLDER, read_state, write_state
 
 log = logging.getLogger("tether.tracking")
 
-FILES = ("metrics.jsonl", "eval.jsonl")
 CHUNK_BYTES = 1 << 18
 """Bytes of a file that are sent at once."""
 RETRY_S = (5.0, 300.0)
@@ -49,6 +50,7 @@ class TrackedRun:
         self._tracker: Tracker | None = None
         self._delay_s, self._retry_at = RETRY_S[0], float("-inf")
         self.state = read_state(settings.run_dir, kind)
+        self._reader: LineReader
         self._followers = self._follow()
 
     def advance(self) -> bool:
@@ -56,7 +58,7 @@ class TrackedRun:
         if self._clock() < self._retry_at:
             return False
         try:
-            more = any([self._send_piece(name) for name in FILES])
+            more = any([self._send_piece(name) for name in self._followers])
         except (Exception, SystemExit) as error:
             self._fail(error)
             return False
@@ -76,13 +78,11 @@ class TrackedRun:
 
     def _send_piece(self, name: str) -> bool:
         lines, more = self._followers[name].read()
-        points: list[TrackedPoint] = []
+        points: list[Any] = []
         for line in lines:
-            point = point_of(name, line.data, self.state.sent + len(points))
-            if point is not None:
-                points.append(point)
+            points += self._reader.items(name, line.data, self.state.sent + len(points))
         if points:
-            self._log(points, is_step=name == FILES[0])
+            self._log(points)
         if self._followers[name].offset != self.state.offsets.get(name, 0):
             self._save(
                 offsets={**self.state.offsets, name: self._followers[name].offset},
@@ -91,7 +91,7 @@ class TrackedRun:
             )
         return more
 
-    def _log(self, points: list[TrackedPoint], is_step: bool) -> None:
+    def _log(self, points: list[Any]) -> None:
         if self._tracker is None:
             self._tracker = self._open_library(self.kind, self._options())
             self._save(run_id=self._tracker.run_id, url=self._tracker.url)
@@ -100,8 +100,9 @@ class TrackedRun:
             )
         self._tracker.log(points)
         self._delay_s = RETRY_S[0]
-        if is_step:
-            self.state = msgspec.structs.replace(self.state, version=points[-1].version)
+        version = self._reader.version_of(points[-1])
+        if version is not None:
+            self.state = msgspec.structs.replace(self.state, version=version)
 
     def _options(self) -> TrackerOptions:
         config, run_dir = self._settings.tracking, self._settings.run_dir
@@ -137,10 +138,12 @@ class TrackedRun:
             self._save(problem=text)
 
     def _follow(self) -> dict[str, LineFollower]:
-        offsets = self.state.offsets
+        """Follow the reader's files from where the state says."""
+        offsets, run_dir = self.state.offsets, self._settings.run_dir
+        every = self._settings.tracking.samples_every if self.kind in TABLES else 0
+        is_spans = self.kind == SPANS
+        self._reader = SpanReader(run_dir, offsets) if is_spans else PointReader(run_dir, every)
         return {
-            name: LineFollower(
-                self._settings.run_dir / name, chunk_bytes=CHUNK_BYTES, offset=offsets.get(name, 0)
-            )
-            for name in FILES
+            name: LineFollower(run_dir / name, chunk_bytes=CHUNK_BYTES, offset=offsets.get(name, 0))
+            for name in self._reader.files
         }

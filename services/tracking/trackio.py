@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Sequence
 
 from services.tracking.base import TrackedPoint, TrackerOptions
+from services.tracking.sample_table import COLUMNS
 
 DIRECTORY = "TRACKIO_DIR"
 """Variable that says where trackio keeps its databases; it is read when trackio is imported."""
@@ -35,8 +36,12 @@ class TrackioTracker:
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
         """Add points."""
+        from trackio import Table
+
         for point in points:
-            self._run.log(dict(point.numbers), step=point.version)
+            rows = [list(row) for row in point.samples]
+            table = {"samples": Table(columns=list(COLUMNS), data=rows)} if rows else {}
+            self._run.log({**point.numbers, **table}, step=point.version)
 
     def close(self) -> None:
         """Write the remaining points."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import wandb
 
 from services.tracking.base import TrackedPoint, TrackerOptions
+from services.tracking.sample_table import COLUMNS
 
 X_AXIS = "version"
 
@@ -35,7 +36,9 @@ class WandbTracker:
     def log(self, points: Sequence[TrackedPoint]) -> None:
         """Add points; wandb ignores those whose ordinal it has already."""
         for point in points:
-            self._run.log({**point.numbers, X_AXIS: point.version}, step=point.ordinal)
+            rows = [list(row) for row in point.samples]
+            table = {"samples": wandb.Table(list(COLUMNS), rows)} if rows else {}
+            self._run.log({**point.numbers, **table, X_AXIS: point.version}, step=point.ordinal)
 
     def close(self) -> None:
         """Send the remaining points; wandb waits for its server."""

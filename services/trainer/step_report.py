@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from protocol.lifecycle import NO_SIGNAL
 from protocol.messages import AnyMessage, StepReport, WeightApplied, WeightFailed
+from protocol.topics import Role
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
@@ -94,7 +95,7 @@ class StepReporter:
         """Store the arguments; `device` is the name of each rank's GPU, empty for a CPU."""
         self._process = process
         self._pause_ms: float | None = None
-        self._busy = BusyShare()
+        self._busy = {role: BusyShare() for role in (Role.ROLLOUT, Role.REWARD)}
         self._before: LedgerStatus | None = None
         """The ledger's status at the last report."""
         self._devices = [device] * process.settings.parallel.world_size
@@ -128,18 +129,21 @@ class StepReporter:
         epoch: str,
         times: StepTimes,
         status: LedgerStatus,
-        engines: Sequence[Peer],
+        peers: Sequence[Peer],
         warnings: tuple[str, ...] = (),
     ) -> StepReport:
         """Return the report of a step. Counts and shares in it are of the time since the last one.
 
         `epoch` is the trainer's, `times` cover the time since the last report, `status` is the ledger's
-        before the commit, and `engines` are the registered rollout workers; `warnings` are added to the
-        step's own.
+        before the commit, and `peers` are the registered processes; `warnings` are added to the step's
+        own.
         """
         pause_ms, self._pause_ms = self._pause_ms, None
         before, self._before = self._before or status, status
-        busy = self._busy.since_last({peer.incarnation: peer.info for peer in engines})
+        busy = {
+            role: share.since_last({peer.incarnation: peer.info for peer in peers if peer.role == role})
+            for role, share in self._busy.items()
+        }
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
         values = {**fields_of(step.plan.stats), **fields_of(step.stats), **fields_of(times)}
@@ -161,7 +165,8 @@ class StepReporter:
             mfu=model_flops_utilization(step.flops, times.train_s, self._devices),
             pause_ms=pause_ms,
             time=time.time(),
-            engine_busy=busy,
+            engine_busy=busy[Role.ROLLOUT],
+            reward_busy=busy[Role.REWARD],
             batch_digest=step.plan.digest,
             **self._filtered(status, before, len(step.taken.groups)),
             warnings=warnings,

@@ -143,19 +143,19 @@ class TrainLoop:
         with self._process.working(f"publishes version {version}"), self._clock.part("publish"):
             manifest = await self._publish(version) if publishes else None
             digest = manifest.digest if manifest else await self._runner.digest()
-        engines = await self._process.ledger.peers(Role.ROLLOUT)
+        peers = await self._process.ledger.peers()
         before = await self._process.ledger.status()
         report = self._reporter.report(
             step,
             epoch=self._run.epoch,
             times=self._clock.lap(),
             status=before,
-            engines=engines,
+            peers=peers,
             warnings=self._checkpointer.warnings(),
         )
         status = await self._commit(step, digest, manifest, report)
         self._model = ModelVersion(version, digest, manifest or self._model.published)
-        await self._announce(manifest, report, status, engines)
+        await self._announce(manifest, report, status, peers)
         with self._clock.part("checkpoint"):
             await self._snapshots.take(version, digest, is_last=status.done)
             is_due = report.version % self._process.settings.trainer.checkpoint_every == 0
@@ -284,12 +284,12 @@ class TrainLoop:
         manifest: WeightManifest | None,
         report: StepReport,
         status: LedgerStatus,
-        engines: Sequence[Peer],
+        peers: Sequence[Peer],
     ) -> None:
         """Tell engines of a published version, log its step, and retire versions that no engine serves."""
         if manifest:
             self._run.broadcaster.publish(manifest, epoch=self._run.epoch)
         await until_written(self._process, partial(self._run.steps.append, report))
-        alive = {peer.incarnation for peer in engines}
+        alive = {peer.incarnation for peer in peers}
         served = {version for engine, (_, version) in status.engines.items() if engine in alive}
         self._runner.sender.retire(frozenset({self._model.published.version} | served))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from services.settings.tracking import TABLES
 from services.tracking.base import TrackedPoint, TrackerOptions
 from services.tracking.registry import open_tracker
 from tests.integration.command import until
@@ -75,7 +76,30 @@ def steps_made_again_are_taken(kind: str, directory: Path, read: Callable[[Path,
     assert dict(sorted(found, key=lambda item: item[0])) == {1: 0.125, 2: 0.75, 3: 0.875}, found
 
 
-PROPERTIES = (values_come_back, run_is_continued_without_repeating_a_step, steps_made_again_are_taken)
+def samples_do_not_hide_numbers(kind: str, directory: Path, read: Callable[[Path, str], Values]) -> None:
+    """Libraries with tables keep each text of each sample; all of them keep the numbers."""
+    rows = [(0, 7, "2+2=", f"4 é {n}", 1.0, '{"math": 1.0}', 3, "stop") for n in range(3)]
+    tracker = open_tracker(kind, options(directory))
+    tracker.log([point(0)._replace(samples=rows), point(1)])
+    tracker.close()
+    assert read(directory / "kind", tracker.run_id)[REWARD] == [(1, 0.125), (2, 0.25)]
+    if kind in TABLES:
+        kept = b"".join(path.read_bytes() for path in (directory / "kind").rglob("*") if path.is_file())
+        for row in rows:
+            assert any(spelling in kept for spelling in spellings(str(row[3]))), row
+
+
+def spellings(text: str) -> list[bytes]:
+    """The text as JSON files may have it."""
+    return [text.encode(), json.dumps(text)[1:-1].encode()]
+
+
+PROPERTIES = (
+    values_come_back,
+    run_is_continued_without_repeating_a_step,
+    steps_made_again_are_taken,
+    samples_do_not_hide_numbers,
+)
 
 
 # -- readers: independent of the writers

@@ -103,7 +103,7 @@ def test_setting_refused_at_the_start_of_an_engine_ends_the_run_at_once(tmp_path
     with tether_up(*arguments(run_dir, run, *sets), output=output) as up:
         assert up.wait(120) == 2, output.read_text()
     text = output.read_text()
-    assert text.splitlines()[-1].startswith("tether: tether rollout: vLLM cannot serve ")
+    assert text.splitlines()[-1].startswith("tether: rollout: vLLM cannot serve ")
     assert "No common block size for 7" in text.splitlines()[-1]
     assert "Traceback" not in text
     assert (run_dir / "logs/rollout.0.log").read_text().count("process.failed") == 1
@@ -118,7 +118,7 @@ def test_a_run_whose_event_log_was_deleted_ends_at_once_and_says_what_to_do(tmp_
         path.rename(aside)
         assert up.wait(120) == 2
     last = output.read_text().splitlines()[-1]
-    assert last.startswith(f"tether: tether ingest: {path} ends at event 0, and the ledger begins at event ")
+    assert last.startswith(f"tether: ingest: {path} ends at event 0, and the ledger begins at event ")
     assert "Put the whole file back and start the run again" in last
     assert last.endswith(f"at the newest of {run_dir / 'exports'}")
     assert (run_dir / "logs/ingest.log").read_text().count("process.failed") == 1

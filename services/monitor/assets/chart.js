@@ -103,7 +103,7 @@ export class Chart {
         { ...axis, size: 26, gap: 4, space: 60, incrs: WHOLE },
         { ...axis, size: 54, gap: 6, space: 32, values: (_, ticks) => this.ticks(ticks), ...(this.extra ? { incrs: WHOLE } : {}) },
       ],
-      series: [{}, ...lines, ...extra, ...bands.flatMap(() => [hidden, hidden]), ...smooth.map((i) => ({ stroke: color(this.series[i].color), width: 1.75, points: { show: false } }))],
+      series: [{}, ...lines, ...extra, ...bands.flatMap(() => [hidden, hidden]), ...smooth.map((i) => ({ stroke: color(this.series[i].color), width: 1.75, dash: dashOf(this.series[i]), spanGaps: true, points: { show: false } }))],
       bands: this.panel.stack
         ? this.series.slice(1).map((item, i) => ({ series: [i + 2, i + 1], fill: faded(item.color, 0.55) }))
         : bands.map(([i], k) => ({ series: [first + 2 * k, first + 2 * k + 1], fill: faded(this.series[i].color, 0.16) })),
@@ -119,7 +119,8 @@ export class Chart {
     const stroke = isFaint ? faded(item.color, 0.38) : color(item.color);
     const isSparse = item.points;
     return {
-      stroke: item.hiddenLine ? "transparent" : stroke, width: this.panel.stack || isFaint ? 1 : 1.75, spanGaps: Boolean(isSparse),
+      stroke: item.hiddenLine ? "transparent" : stroke, width: this.panel.stack || isFaint ? 1 : 1.75, dash: dashOf(item),
+      spanGaps: Boolean(isSparse) || this.series.some((shown) => shown.isOther),
       points: { show: isSparse || undefined, size: isSparse ? 7 : 5, fill: stroke },
       fill: this.panel.stack && item === this.series[0] ? faded(item.color, 0.55) : undefined,
     };
@@ -144,7 +145,7 @@ export class Chart {
   }
 
   makeLegend() {
-    const items = this.series.map((item) => ({ id: item.id, label: item.label, color: item.color, look: item.hiddenLine ? "none" : "line" }));
+    const items = this.series.map((item) => ({ id: item.id, label: item.label, color: item.color, look: item.hiddenLine ? "none" : item.isOther ? "dashed" : "line" }));
     if (this.extra) items.push({ id: "bound", label: "bound", color: "bound", look: "dashed" });
     replace(this.legend, items.map((item) =>
       el("li", { "data-series": item.id, "data-value": "" },
@@ -195,6 +196,8 @@ export class Chart {
     this.element.remove();
   }
 }
+
+const dashOf = (item) => (item.isOther ? [5, 4] : undefined);
 
 const WHOLE = [1, 2, 5].flatMap((digit) => [...Array(16).keys()].map((power) => digit * 10 ** power)).sort((a, b) => a - b);
 

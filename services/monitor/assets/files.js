@@ -19,10 +19,13 @@ async function pollFile(name) {
   if (byId(name).open) await SHOW[name]();
 }
 
+/** Shows the settings; of two runs the ones that differ come first, with both values. */
 async function showSettings() {
-  const answer = await ask("settings.json");
-  const rows = Object.entries(answer).flatMap(([section, table]) => Object.entries(table).flatMap(([key, value]) => flat(`${section}.${key}`, value)));
-  replace(byId("setting-rows"), rows.map(([key, value]) => el("tr", { "data-setting": key }, el("th", { scope: "row", text: key }), el("td", { text: value }))));
+  const runs = await Promise.all(["", ...(byId("compared").hidden ? [] : ["other/"])].map((folder) => ask(`${folder}settings.json`)));
+  const values = runs.map((answer) => new Map(Object.entries(answer).flatMap(([section, table]) => Object.entries(table).flatMap(([key, value]) => flat(`${section}.${key}`, value)))));
+  const rows = [...new Set(values.flatMap((known) => [...known.keys()]))].map((key) => [key, [...new Set(values.map((known) => known.get(key) ?? "–"))]]);
+  rows.sort((a, b) => b[1].length - a[1].length);
+  replace(byId("setting-rows"), rows.map(([key, shown]) => el("tr", { "data-setting": key }, el("th", { scope: "row", text: key }), el("td", { text: shown.join(" / ") }))));
   filterSettings();
 }
 

@@ -2,17 +2,17 @@
 
 import { ask, receivedBytes } from "./api.js";
 import { Chart } from "./chart.js";
+import { laidOver } from "./compare.js";
 import { byId, setText } from "./dom.js";
-import { addEvaluations, pollEvaluations } from "./evaluations.js";
 import { pollEvents, startEvents } from "./events.js";
 import { pollFiles, startFiles } from "./files.js";
 import { bytes } from "./format.js";
+import { History } from "./history.js";
 import { startLook } from "./look.js";
 import { otherPanels, PANELS, seriesOf } from "./panels.js";
 import { showDrops, showEngines, showProcesses } from "./processes.js";
 import { startRange } from "./range.js";
 import { retrySamples, startSamples } from "./samples.js";
-import { Store } from "./store.js";
 import { showState, showTiles } from "./summary.js";
 import { onTheme, startTheme } from "./theme.js";
 import { servedVersions, showVersions, startTimeline } from "./timeline.js";
@@ -21,7 +21,9 @@ const POLL_MS = 2000;
 const SLOW_EVERY = 3; // rounds between two questions for events and versions
 const OVER_EVERY = 5; // rounds between two rounds of a run that is over
 
-const store = new Store();
+const run = new History();
+const store = run.store;
+let other = null; // history of the run that is laid over this one
 const charts = new Map();
 let state = null;
 let versions = 0;
@@ -29,15 +31,19 @@ let round = 0;
 
 function drawCharts() {
   const panels = [...PANELS, ...otherPanels(store)];
-  const wanted = new Map(panels.map((panel) => [panel.id, [panel, seriesOf(panel, store)]]).filter(([, [, series]]) => series.length));
+  const shown = other?.store.length ? laidOver(store, other.store) : store;
+  const wanted = new Map(panels.map((panel) => [panel.id, [panel, seriesOf(panel, shown)]]).filter(([, [panel, series]]) => series.length && !isNothing(panel, series, shown)));
   for (const [id, [panel, series]] of wanted) {
     if (!charts.has(id)) charts.set(id, new Chart(panel, document.querySelector(`[data-section="${panel.section}"]`)));
-    charts.get(id).update(store, series);
+    charts.get(id).update(shown, series);
   }
   for (const [id, chart] of charts) if (!wanted.has(id)) { chart.remove(); charts.delete(id); }
   order(panels);
-  byId("other").hidden = !panels.some((panel) => panel.section === "other");
+  byId("other").hidden = ![...charts.values()].some((chart) => chart.panel.section === "other");
 }
+
+/** Whether a chart of losses would show that there were none. */
+const isNothing = (panel, series, shown) => panel.section === "losses" && !series.some((item) => shown.values(item.name).some(Boolean));
 
 /** Charts come in the order of the table, whenever their fields turned up; the timeline and the reasons stay last. */
 function order(panels) {
@@ -45,22 +51,16 @@ function order(panels) {
 }
 
 async function pollSteps() {
-  let changed = store.merge(await ask("steps.json", { after: store.revision }));
-  if (changed === null) changed = store.merge(await ask("steps.json", { after: 0 }));
-  if (changed) addEvaluations(store);
-  if (changed && store.length) drawCharts();
-}
-
-async function pollScores() {
-  if (!(await pollEvaluations())) return;
-  addEvaluations(store);
-  if (store.length) drawCharts();
+  const isSlow = round % SLOW_EVERY === 0;
+  const changed = await Promise.all([run.poll(isSlow), other?.poll(isSlow)]);
+  if (changed.some(Boolean) && store.length) drawCharts();
 }
 
 async function pollState() {
   const answer = await ask("status.json");
   if (!answer.run_state) return; // the monitor has not asked the ledger yet
   state = answer;
+  if (state.compared) other ??= new History("other/");
   showState(state);
 }
 
@@ -81,7 +81,7 @@ function show() {
 
 async function poll() {
   const questions = [pollSteps(), pollState()];
-  if (round % SLOW_EVERY === 0) questions.push(pollEvents(), pollVersions(), pollScores(), pollFiles());
+  if (round % SLOW_EVERY === 0) questions.push(pollEvents(), pollVersions(), pollFiles());
   const failed = (await Promise.allSettled(questions)).find((result) => result.status === "rejected");
   round += 1;
   setText(byId("link"), failed ? "connection lost" : "");
@@ -93,7 +93,7 @@ async function poll() {
   setText(byId("traffic"), `read-only · ${bytes(receivedBytes())} in the last minute`);
 }
 
-const isOver = () => state && store.complete && (state.source === "files" || state.run_state === "done");
+const isOver = () => state && store.complete && (!state.compared || other?.store.complete) && (state.source === "files" || state.run_state === "done");
 
 async function pollForever() {
   for (let tick = 0; ; tick += 1) {

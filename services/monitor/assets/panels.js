@@ -1,6 +1,7 @@
 // The table of charts: which fields of a step each one draws. A chart without any measured field is not shown;
 // fields that no chart names get one each under "Other measurements".
 
+import { OTHER, otherOf } from "./compare.js";
 import { milliseconds, number, percent, seconds } from "./format.js";
 
 const share = { format: percent, zero: true };
@@ -79,7 +80,7 @@ export const PANELS = [
       })),
   },
   { id: "mfu", section: "speed", title: "Trainer's use of its GPUs", ...share, max: 1, help: "Share of their best, while it trains (MFU).", series: [{ name: "mfu", label: "MFU", color: "c3" }] },
-  { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do.", series: [{ name: "engine_busy", label: "busy", color: "c3", points: true }, { match: /^engine_busy_/, color: "c1" }] },
+  { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do, and the same of rewards.", series: [{ name: "engine_busy", label: "engines", color: "c3", points: true }, { name: "reward_busy", label: "rewards", color: "c5", points: true }, { match: /^engine_busy_/, color: "c1" }] },
   { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { name: "score_s", label: "scoring", color: "c5" }, { match: /^generate_s_/, color: "c2" }] },
   { id: "pause", raw: true, section: "freshness", title: "Pause for an update", zero: true, format: milliseconds, help: "Longest of any engine.", series: [{ name: "pause_ms", label: "longest", color: "c5" }, { match: /^pause_ms_/, color: "c2" }] },
   { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }, { name: "filtered_groups", label: "without signal", color: "c4" }, { match: /^dropped_for_/, color: "c1" }] },
@@ -126,7 +127,7 @@ export function seriesOf(panel, store) {
     return matches(item.match, store, named).map((name, i) => ({
       ...item, id: name, name, label: name.replaceAll("_", " "), color: i ? `c${((Number(item.color[1]) + i - 1) % 6) + 1}` : item.color,
     }));
-  });
+  }).flatMap((item) => [item, ...(panel.stack || item.hiddenLine ? [] : otherOf(item, store))]);
 }
 
 /** Returns panels for fields that no panel of the table draws. */
@@ -142,5 +143,5 @@ export function otherPanels(store) {
 }
 
 function matches(pattern, store, named) {
-  return Object.keys(store.columns).filter((name) => !USED.has(name) && !named.has(name) && pattern.test(name) && store.has(name)).sort();
+  return Object.keys(store.columns).filter((name) => !name.startsWith(OTHER) && !USED.has(name) && !named.has(name) && pattern.test(name) && store.has(name)).sort();
 }

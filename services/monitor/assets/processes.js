@@ -3,7 +3,14 @@
 import { byId, el, replace, setText } from "./dom.js";
 import { count, milliseconds, number, percent } from "./format.js";
 
-const WAIT_COLORS = ["c2", "c5", "c4", "c6"];
+const FROM_GROUPS = "waits for rollouts and rewards";
+const WAIT_COLORS = ["c2", "c5", "c4", "c6", "c1"];
+const waits = [FROM_GROUPS]; // what was waited for so far: the same has one color in all rows
+
+function colorOf(what) {
+  if (!waits.includes(what)) waits.push(what);
+  return WAIT_COLORS[waits.indexOf(what) % WAIT_COLORS.length];
+}
 
 /** Shows a bar for each process: working, what it waits for, and the rest. */
 export function showProcesses(state, store) {
@@ -19,9 +26,9 @@ function titleOf(process) {
 }
 
 function sharesOf(process) {
-  const { working, waits } = process.time;
+  const { working, waits: shares } = process.time;
   const parts = working === null ? [] : [["working", working, "c3"]];
-  Object.entries(waits).forEach(([what, share], i) => parts.push([`waits for ${what.replaceAll("group N", "a group")}`, share, WAIT_COLORS[i % WAIT_COLORS.length]]));
+  for (const [what, share] of Object.entries(shares)) parts.push([what.replaceAll("group N", "a group"), share, colorOf(what)]);
   return parts;
 }
 
@@ -31,7 +38,7 @@ function wholeRun(store) {
   const all = sums.reduce((a, b) => a + b, 0);
   if (!all) return null;
   const [train, publish, wait] = sums.map((sum) => sum / all);
-  return row("trainer, all steps", [["training", train, "c3"], ["publishing", publish, "c1"], ["waits for groups", wait, "c2"]], "from metrics.jsonl");
+  return row("trainer, all steps", [["training", train, "c3"], ["publishing", publish, "c1"], [FROM_GROUPS, wait, colorOf(FROM_GROUPS)]], "from metrics.jsonl");
 }
 
 function row(name, parts, title) {

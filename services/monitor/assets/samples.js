@@ -9,18 +9,27 @@ let asked = 0;
 
 /** Wires the form and shows the newest step. */
 export function startSamples() {
-  byId("sample-step").addEventListener("change", (event) => load(event.target.value, null));
-  byId("sample-group").addEventListener("change", (event) => load(shown.step, event.target.value));
+  byId("sample-step").addEventListener("change", (event) => choose(event.target.value, null));
+  byId("sample-group").addEventListener("change", (event) => choose(shown.step, event.target.value));
   for (const name of ["least", "most"]) byId(`sample-${name}`).addEventListener("change", () => load(shown.step, shown.group));
-  byId("sample-newest").addEventListener("click", () => load(null, null));
+  byId("sample-newest").addEventListener("click", () => { link(""); load(null, null); });
   byId("sample-form").addEventListener("submit", (event) => event.preventDefault());
-  load(null, null);
+  const linked = new URLSearchParams(location.hash.slice(1));
+  load(linked.get("step"), linked.get("group"));
 }
 
 /** Asks again while nothing could be shown yet. */
 export function retrySamples() {
   if (shown.step === null) load(null, null);
 }
+
+/** Shows a group, and leaves it in the page's URL: a link to it. */
+function choose(step, group) {
+  link(`#step=${step}${group === null ? "" : `&group=${group}`}`);
+  load(step, group);
+}
+
+const link = (hash) => history.replaceState(null, "", location.pathname + location.search + hash);
 
 async function load(step, group) {
   const turn = ++asked;
@@ -34,8 +43,8 @@ async function load(step, group) {
 
 function show(answer) {
   shown = { step: answer.step, group: answer.group };
-  choose(byId("sample-step"), answer.steps.toReversed().map((step) => [step, String(step)]), answer.step);
-  choose(byId("sample-group"), answer.groups.map((item) => [item.group, `${item.group} · ${number(item.reward_mean)} · ${item.prompt.slice(0, 28)}`]), answer.group);
+  offer(byId("sample-step"), answer.steps.toReversed().map((step) => [step, String(step)]), answer.step);
+  offer(byId("sample-group"), answer.groups.map((item) => [item.group, `${item.group} · ${number(item.reward_mean)} · ${item.prompt.slice(0, 28)}`]), answer.group);
   if (!answer.samples.length) {
     replace(byId("samples"), el("p", { class: "empty", text: `There is nothing to show: ${answer.reason}.` }));
     return;
@@ -43,15 +52,16 @@ function show(answer) {
   replace(byId("samples"),
     el("div", { class: "prompt" }, el("span", { text: "Prompt" }), el("pre", { text: answer.prompt })),
     answer.task ? el("p", { class: "task", text: answer.task }) : null,
-    answer.samples.map((sample) => card(sample)));
+    answer.samples.map((sample) => card(sample, Math.max(1, ...answer.samples.map((other) => other.reward ?? 0)))));
 }
 
-function choose(select, choices, value) {
+function offer(select, choices, value) {
   replace(select, choices.map(([choice, label]) => el("option", { value: choice, text: label, selected: choice === value })));
   select.disabled = !choices.length;
 }
 
-function card(sample) {
+/** `best` is the reward that is as green as can be: 1, or the largest of the group. */
+function card(sample, best) {
   const reward = sample.reward;
   const level = reward === null ? "" : reward > 0 ? "good" : reward < 0 ? "bad" : "";
   const facts = [
@@ -61,7 +71,7 @@ function card(sample) {
     ...(Object.keys(sample.components).length > 1 ? Object.entries(sample.components).map(([name, value]) => `${name} ${number(value)}`) : []),
   ];
   return el("div", { class: "sample" },
-    el("b", { class: `score ${level}`, text: number(reward), "data-value": reward ?? "" }),
+    el("b", { class: `score ${level}`, text: number(reward), "data-value": reward ?? "", style: { "--part": `${Math.round((100 * Math.max(0, reward ?? 0)) / best)}%` } }),
     el("div", {}, el("pre", { text: sample.text || "(empty)" }), sample.is_cut ? el("em", { text: "cut off here" }) : null,
       el("small", { text: facts.filter(Boolean).join(" · ") }),
       sample.branches.length ? branchList(sample.branches) : null,

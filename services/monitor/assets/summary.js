@@ -15,7 +15,13 @@ export function showState(state) {
   const pill = byId("state");
   setText(pill, word);
   pill.className = `pill ${STATES.find(([pattern]) => pattern.test(word))[1]}`;
-  setText(byId("version"), `version ${state.version.toLocaleString("en-US")} of ${state.steps.toLocaleString("en-US")}`);
+  setText(byId("version"), [`version ${state.version.toLocaleString("en-US")} of ${state.steps.toLocaleString("en-US")}`, state.rate].filter(Boolean).join(" · "));
+  byId("bottleneck").hidden = !state.bottleneck;
+  setText(byId("bottleneck"), state.bottleneck ?? "");
+  byId("compared").hidden = !state.compared;
+  if (state.compared && !byId("compared").children.length) {
+    replace(byId("compared"), state.compared.map((name, i) => el("li", {}, el("i", { class: `swatch ${i ? "dashed" : ""}`, style: { "--swatch": "var(--ink)" } }), el("b", { text: name }))));
+  }
   byId("progress").style.setProperty("width", `${Math.min(100, (100 * state.version) / Math.max(1, state.steps))}%`);
   const notice = byId("notice");
   notice.hidden = !state.run_state.startsWith("halted");

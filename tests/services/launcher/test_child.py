@@ -209,7 +209,7 @@ def test_a_service_that_has_run_well_for_a_while_is_started_at_once_again() -> N
 
 async def test_wrong_settings_are_not_tried_again(make: Callable[..., SupervisedProcess]) -> None:
     child = make("2 tether worker: setting x is wrong")
-    with pytest.raises(SettingsError, match=r"^tether worker: setting x is wrong$"):
+    with pytest.raises(SettingsError, match=r"^worker: setting x is wrong$"):
         await child.keep_running()
     assert child.restarts == 0
 

@@ -22,6 +22,8 @@ JUDGED = replace(
     [
         ("WANDB_API_KEY", {Role.TRACKING}),
         ("MLFLOW_TRACKING_PASSWORD", {Role.TRACKING}),
+        ("OTEL_EXPORTER_OTLP_HEADERS", {Role.TRACKING}),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", ALL),
         ("HF_TOKEN", {Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.EVALUATION}),
         ("AWS_SECRET_ACCESS_KEY", {Role.TRAINER}),
         ("MY_JUDGE", {Role.REWARD, Role.EVALUATION}),

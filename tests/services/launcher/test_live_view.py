@@ -45,7 +45,7 @@ def test_view_of_a_run_has_rate_remaining_time_and_steps() -> None:
     assert "demo running  E=1 B=8 mask  1 min 15 s" in text
     assert "3/33  2.0 s a step  ETA 1 min 0 s  200 tokens/s" in text
     rows = [row.split() for row in text.splitlines()]
-    assert ["step", "reward", "lag", "max", "lag", "tokens", "loss", "wait", "s", "train", "s"] in rows
+    assert ["version", "reward", "lag", "max", "lag", "tokens", "loss", "wait", "s", "train", "s"] in rows
     assert ["3", "0.250", "0.50", "1", "300", "-0.0123", "0.5", "1.0"] in rows
 
 

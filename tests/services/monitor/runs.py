@@ -100,12 +100,12 @@ def offline_settings(run_dir: Path, *overrides: str) -> Settings:
 
 
 @asynccontextmanager
-async def monitored(settings: Settings) -> AsyncIterator[str]:
-    """The URL of the page of a run, served while the block runs."""
+async def monitored(settings: Settings, other: Path | None = None) -> AsyncIterator[str]:
+    """The URL of the page of a run, with another one laid over it, served while the block runs."""
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(StandaloneMonitor(settings).run(stop, url.set_result), name="monitor")
+        tasks.create_task(StandaloneMonitor(settings, other).run(stop, url.set_result), name="monitor")
         try:
             yield await url
         finally:

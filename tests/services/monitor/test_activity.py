@@ -28,7 +28,7 @@ def test_busy_time_is_measured_and_the_rest_waits() -> None:
         activity.observe([peer("rollout", busy_s=0.75 * second, waits={"a lease: bound": 1.0})])
     shares = activity.shares("rollout.1")
     assert shares["working"] == pytest.approx(0.75)
-    assert shares["waits"] == {"a lease: bound": pytest.approx(0.25)}
+    assert shares["waits"] == {"waits for the trainer's next step (staleness bound)": pytest.approx(0.25)}
     assert shares["window_s"] == 20
 
 
@@ -40,7 +40,7 @@ def test_trainer_works_when_it_does_not_wait() -> None:
         activity.observe([peer("trainer", waits={f"groups: {second} of 8": 1.0} if second % 4 == 0 else {})])
     shares = activity.shares("trainer.1")
     assert shares["working"] == pytest.approx(0.75)
-    assert shares["waits"] == {"groups: N of N": pytest.approx(0.25)}
+    assert shares["waits"] == {"waits for rollouts and rewards": pytest.approx(0.25)}
 
 
 def test_work_of_others_is_not_known() -> None:

@@ -1,5 +1,6 @@
 """The history of a run: exact while it is short, bounded when it is long, and sent in increments."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +172,33 @@ def test_drops_are_drawn_by_reason(tmp_path: Path) -> None:
     read(history)
     columns = history.since(0)["columns"]
     assert (columns["dropped_for_stale"], columns["dropped_for_attempts"]) == ([None, 2], [None, 0])
+
+
+def test_pace_is_of_the_last_steps_while_the_run_is_on_and_of_all_once_it_is_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_lines(
+        path,
+        (
+            step_line(
+                step, engine_busy=0.99, reward_busy=0.0, time=4.0 * step, step_s=4.0, other_s=0.0, train_s=0.1
+            )
+            for step in range(30)
+        ),
+    )
+    history = History(path)
+    history.read_more()
+    write_lines(
+        path,
+        (
+            step_line(
+                step, engine_busy=0.0, reward_busy=1.0, time=time.time(), step_s=4.0, other_s=0.0, train_s=0.1
+            )
+            for step in range(30, 55)
+        ),
+    )
+    history.read_more()
+    on, over = history.pace("running", 10), history.pace("done", 0)
+    assert on["bottleneck"].startswith("bottleneck: rewards")
+    assert over["bottleneck"].startswith("bottleneck: none")
+    assert "ETA" in on["rate"]
+    assert over["rate"] == ""

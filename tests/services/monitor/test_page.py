@@ -1,8 +1,6 @@
 """The page in a real Chromium: it shows what metrics.jsonl says, in any window, and asks nobody else."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,7 +10,21 @@ import pytest
 from protocol.messages import StepReport
 from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import read_steps
-from tests.services.monitor.chromium import Page, chromium
+from tests.services.monitor.chromium import chromium
+from tests.services.monitor.drawn import (
+    LEGEND,
+    PAINTED,
+    PANEL_OF,
+    PLACES,
+    PLOT,
+    READY,
+    TEXTS_OF,
+    TOO_WIDE,
+    fits,
+    legend,
+    opened,
+    tile,
+)
 from tests.services.monitor.runs import (
     monitored,
     offline_settings,
@@ -25,58 +37,8 @@ from tests.services.monitor.runs import (
 WINDOWS = pytest.mark.parametrize(
     ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 )
-READY = "document.body?.dataset.ready === 'yes' && document.querySelectorAll('.chart').length > 5"
-LEGEND = """(id) => document.querySelector(`.legend [data-series="${id}"]`)"""
-SHOWN = """(id) => {
-  const item = document.querySelector(`.legend [data-series="${id}"]`);
-  return item && [item.dataset.value, item.lastChild.textContent];
-}"""
-TOO_WIDE = """[...document.querySelectorAll('main *')]
-  .filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest('.scroll'))
-  .map((e) => String(e.className))"""
-PAINTED = """[...document.querySelectorAll('canvas')].every((c) => c.width > 100 &&
-  c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some((v) => v > 0))"""
-UNLABELLED = """[...document.querySelectorAll('button, select, [role=img]')]
-  .filter((e) => !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length))
-  .map((e) => e.outerHTML)"""
-TEXTS_OF = """[...document.querySelectorAll('{}')].map((e) => e.textContent)"""
-PLOT = """(() => {
-  const box = document.querySelector('[data-panel=reward] .u-over').getBoundingClientRect();
-  return [box.left, box.top, box.width, box.height];
-})()"""
-PLACES = (
-    """JSON.stringify([...document.querySelectorAll('.panel')].map((e) => [e.offsetTop, e.offsetHeight]))"""
-)
-PANEL_OF = (
-    """(id) => document.querySelector(`[data-series="${id}"]`)?.closest('.chart').dataset.panel ?? null"""
-)
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@asynccontextmanager
-async def opened(
-    tmp_path: Path, run_dir: Path, width: int, scheme: str, *, hurry: bool = False
-) -> AsyncIterator[tuple[Page, str]]:
-    """The page of a run, drawn."""
-    async with monitored(offline_settings(run_dir)) as url, chromium(tmp_path / "profile") as new_tab:
-        page = await new_tab()
-        if hurry:
-            await page.hurry()
-        await page.open(url, width=width, scheme=scheme)
-        await page.until(READY)
-        yield page, url
-
-
-async def legend(page: Page, series: str) -> tuple[float, str]:
-    """The value that a chart's legend shows: the number as it is, and as text."""
-    found = await page.evaluate(f"({SHOWN})({json.dumps(series)})")
-    assert found, f"no legend of {series}"
-    return float(found[0]), found[1]
-
-
-async def tile(page: Page, name: str) -> float:
-    return float(await page.evaluate(f"document.querySelector('[data-tile={name}]').dataset.value"))
 
 
 @WINDOWS
@@ -101,12 +63,11 @@ async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme:
             "generate_s",
             "pause_ms",
             "engine_busy",
-            "dropped_groups",
-            "wasted_tokens",
-            "masked_tokens",
         ):
             assert (await legend(page, name))[0] == pytest.approx(last[name], rel=1e-6), name
         assert (await legend(page, "bound"))[0] == 1
+        assert not any(line["dropped_groups"] or line["wasted_tokens"] for line in steps)
+        assert await page.evaluate(f"({PANEL_OF})('dropped_groups')") is None  # nothing was lost
         await page.until(f"({LEGEND})('eval_held_out_greedy') !== null")
         assert (await legend(page, "eval_held_out_greedy"))[0] == 0.75
         assert await page.evaluate(f"({PANEL_OF})('eval_held_out_greedy')") == "reward"
@@ -128,18 +89,6 @@ async def test_page_shows_what_the_files_say(tmp_path: Path, width: int, scheme:
         await fits(page, width, scheme)
         assert page.failures == []
         assert {urlsplit(asked).netloc for asked in page.requests} == {urlsplit(url).netloc}
-
-
-async def fits(page: Page, width: int, scheme: str) -> None:
-    """Nothing is wider than the window, charts are painted, colors are those of the scheme."""
-    assert await page.evaluate("document.documentElement.scrollWidth") <= width
-    assert await page.evaluate(TOO_WIDE) == []
-    assert await page.evaluate(PAINTED)
-    light = await page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, light.removeprefix("rgb(").removesuffix(")").split(","))) > 380) == (
-        scheme == "light"
-    )
-    assert await page.evaluate(UNLABELLED) == []
 
 
 async def test_legend_follows_the_mouse(tmp_path: Path) -> None:
@@ -368,3 +317,28 @@ async def test_settings_logs_and_samples_of_a_reward_are_on_the_page(tmp_path: P
         await page.until("document.getElementById('samples').textContent.includes('has a reward from 98')")
         assert await page.evaluate(TOO_WIDE) == []
         assert page.failures == []
+
+
+async def test_the_bottleneck_is_named(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    (run_dir / "metrics.jsonl").unlink()
+    shares = {"engine_busy": 0.1, "reward_busy": 0.97, "train_s": 0.1, "step_s": 2.0}
+    write_lines(run_dir / "metrics.jsonl", (step_line(step, **shares) for step in range(6)))
+    async with opened(tmp_path, run_dir, 390, "light") as (page, _):
+        await page.until("!document.getElementById('bottleneck').hidden")
+        shown = await page.evaluate("document.getElementById('bottleneck').textContent")
+        assert shown.startswith("bottleneck: rewards (busy 97%; ")
+        await fits(page, 390, "light")
+
+
+async def test_a_link_leads_to_the_samples_of_a_step(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    async with monitored(offline_settings(run_dir)) as url, chromium(tmp_path / "profile") as new_tab:
+        page = await new_tab()
+        await page.open(f"{url}#step=2", width=1280, scheme="light")
+        await page.until("document.getElementById('sample-step')?.value === '2'")
+        await page.evaluate(
+            "(() => { const box = document.getElementById('sample-step'); box.value = '4';"
+            "box.dispatchEvent(new Event('change')); })()"
+        )
+        assert await page.evaluate("location.hash") == "#step=4"

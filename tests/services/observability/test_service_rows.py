@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.ledger.interface import Peer
-from services.observability.service_rows import ServiceRow, describe_process, service_rows
+from services.observability.service_rows import ServiceRow, describe_process, service_rows, wait_text
 
 
 def peer(role: str, name: str = "x", **info: Any) -> Peer:
@@ -43,6 +43,11 @@ def peer(role: str, name: str = "x", **info: Any) -> Peer:
             "waits",
             "x: waits for the trainer's next step (staleness bound), 8 s so far",
         ),
+        (
+            peer("rollout", waits={"a lease: the engine serves no version": 8.0}),
+            "waits",
+            "x: waits for the trainer's weights, 8 s so far",
+        ),
         (peer("rollout", waits={"something new": 2.0}), "waits", "x: waits for something new, 2 s so far"),
         (peer("reward"), "waits", "x: waits for rollouts"),
         (
@@ -57,6 +62,12 @@ def peer(role: str, name: str = "x", **info: Any) -> Peer:
 def test_process_is_told_in_a_sentence(process: Peer, state: str, sentence: str) -> None:
     row = describe_process("x", process)
     assert (row.state, row.sentence()) == (state, sentence)
+
+
+def test_a_wait_is_told_without_what_changes_in_it() -> None:
+    assert wait_text("rollout", "acknowledgement of group 9") == "waits for rewards"
+    assert wait_text("trainer", "groups: not_enough: 3 of 8") == "waits for rollouts and rewards"
+    assert wait_text("rollout", "something new") == "waits for something new"
 
 
 def test_rows_have_the_order_of_what_is_expected_and_name_what_is_missing() -> None:

@@ -184,8 +184,9 @@ async def test_progress_prints_every_step_once_and_how_it_ended(tmp_path: Path, 
     progress._print_steps(restarts=2)
     progress.finish(await driver.ledger.status())
     lines = out.getvalue().splitlines()
-    assert len(lines) == 3
-    assert lines[0].startswith("step    1/100  reward  0.250  lag 0.00 max 1        10 tokens/s")
+    assert len(lines) == 4
+    assert lines[3] == f"see it with `tether monitor {tmp_path}`"
+    assert lines[0].startswith("version    1/100  reward  0.250  lag 0.00 max 1        10 tokens/s")
     assert lines[0].endswith("restarts 2")
     assert "publish 0.00 s" in lines[1]
     assert lines[2].startswith("stopped at version 0 of 100 after ")
@@ -202,9 +203,9 @@ def test_progress_prints_steps_that_a_rewind_made_again(tmp_path: Path) -> None:
         progress._print_steps(restarts=0)
     progress._print_steps(restarts=0)
     assert [line.split("/")[0] for line in out.getvalue().splitlines()] == [
-        "step    2",
-        "step    1",
-        "step    2",
+        "version    2",
+        "version    1",
+        "version    2",
     ]
 
 
@@ -217,7 +218,7 @@ async def test_progress_is_quiet_about_nothing(tmp_path: Path) -> None:
 def test_a_step_without_measurements_has_dashes_instead_of_numbers() -> None:
     line = {"step": 0, "version": 1, "epoch": "e1", "reward_mean": None, "trained_tokens": 5, "train_s": 0.0}
     text = describe_step(line, 9, 0)
-    assert text.startswith("step    1/9  reward -  lag - max -         - tokens/s  wait - s  train 0.00 s")
+    assert text.startswith("version    1/9  reward -  lag - max -         - tokens/s  wait - s  train 0.00 s")
 
 
 @pytest.mark.parametrize(

@@ -301,9 +301,18 @@ def test_check_run_tries_the_users_reward_on_a_real_row(tmp_path: Path, function
             ["render.max_prompt_tokens=2", "prompts.passes=1"],
             "held out; 3 of the first 10 are longer than 2 tokens",
         ),
+        (
+            ["prompts.held_out=8", "prompts.passes=0"],
+            "6 held out (2 of 8 repeat others, or occur in training)",
+        ),
+        (["algorithm.name=gspo"], "clips 0.2 and 0.2 (the paper has 3e-4 and 4e-4"),
+        (
+            ["algorithm.name=gspo", "algorithm.clip_low=3e-4"],
+            "gspo, lr 0.0015, clips 0.0003 and 0.2\n",
+        ),
     ],
 )
-def test_describe_run_counts_prompts_that_are_not_trained(
+def test_describe_run_says_which_prompts_are_not_trained_and_how_far_ratios_go(
     tmp_path: Path, overrides: list[str], words: str
 ) -> None:
     settings = demo(tmp_path / "run", *overrides)

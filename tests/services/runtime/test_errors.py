@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, TetherError
 from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, LineFormatter, describe_error
 
 FORGED = "evil\n12:00:00 ingest E forged.line \x1b[31m\u2028x\r"
@@ -45,3 +45,5 @@ def test_an_error_is_described_in_one_line() -> None:
     for error, code in ((SettingsError(FORGED), EXIT_SETTINGS), (RuntimeError(FORGED), EXIT_FAILED)):
         line, found = describe_error(ExceptionGroup("", [error]))
         assert (len(line.splitlines()), found) == (1, code)
+    assert describe_error(TetherError("the run halted")) == ("the run halted", EXIT_FAILED)
+    assert describe_error(KeyError("x")) == ("KeyError: 'x'", EXIT_FAILED)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, TetherError
+from protocol.host import full_disk
 from services.launcher.scaling import run_lock
 from services.ledger.event_log.archiver import FILE
 from services.run_record.end import describe_ended_run, recording_end
@@ -14,7 +15,7 @@ from services.run_record.steps import read_last
 from services.settings.load import run_settings
 from services.tools.ended_run import render_ended_run
 from services.tools.run_commands import change_bound, drain_run, read_status, render_run_status
-from tests.services.monitor.runs import recorded_run
+from tests.services.monitor.runs import recorded_run, step_line, write_lines
 
 
 @pytest.fixture
@@ -121,3 +122,31 @@ def test_changes_of_a_run_that_is_over_are_refused(run_dir: Path) -> None:
         assert f"`tether {name}` changes a run that is on" in str(refused.value)
         assert "\n" not in str(refused.value)
     assert sorted(path.name for path in run_dir.iterdir()) == before
+
+
+def test_a_run_that_a_full_disk_ended_says_so(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(full_disk, "LEAST_BYTES", 1 << 70)
+    with (
+        pytest.raises(SettingsError, match=r"is full: make room.*the ledger does not answer"),
+        recording_end(run_dir),
+    ):
+        raise TetherError("the ledger does not answer")
+    (run_dir / "ended.json").unlink()  # there was no room for it
+    facts = ended(run_dir)
+    assert (facts["run_state"], facts["why"][:21]) == ("failed", f"the disk of {run_dir}"[:21])
+
+
+def test_the_bottleneck_of_an_ended_run_is_of_all_its_steps(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").unlink()
+    busy = {"engine_busy": 0.95, "step_s": 10.0, "train_s": 1.0, "publish_s": 0.0}
+    idle = {**busy, "engine_busy": 0.1, "reward_busy": 1.0}
+    write_lines(
+        run_dir / "metrics.jsonl", (step_line(step, **(busy if step < 300 else idle)) for step in range(320))
+    )
+    assert "bottleneck: engines (busy 90%" in render_run_status(read_status(run_dir))
+
+
+def test_a_disk_that_was_full_is_named_though_it_has_room_again(run_dir: Path) -> None:
+    with pytest.raises(SettingsError, match="is full: make room"), recording_end(run_dir, lambda: True):
+        raise TetherError("the ledger does not answer")
+    assert ended(run_dir)["why"].startswith(f"the disk of {run_dir} is full: make room, then start")

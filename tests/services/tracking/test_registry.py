@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from services.settings.tracking import Kind
+from services.settings.tracking import SPANS, Kind
 from services.tracking.registry import TRACKERS
 from tests.contracts import tracker_suite
 from tests.integration.loop import ROOT
@@ -23,7 +23,7 @@ def tracking_python() -> str:
 
 
 def test_every_kind_has_a_tracker_and_a_reader() -> None:
-    assert set(get_args(Kind)) == set(TRACKERS) == set(tracker_suite.READERS)
+    assert set(get_args(Kind)) == set(TRACKERS) == {*tracker_suite.READERS, SPANS}
 
 
 @pytest.mark.parametrize("holds", tracker_suite.PROPERTIES, ids=lambda check: check.__name__)

@@ -53,11 +53,13 @@ def report(
     status: LedgerStatus = STATUS,
     lengths: tuple[tuple[int, ...], ...] = (),
     engine: Mapping[str, Any] | None = None,
+    reward: Mapping[str, Any] | None = None,
     **stats: float,
 ) -> Any:
     step = TrainedStep(Taken(0, ()), PLAN, StepStats(trained_tokens=2, **stats), 989e12, lengths)  # type: ignore[arg-type]
-    engines = [] if engine is None else [Peer("rollout", "rollout.0.a", engine)]
-    return made.report(step, epoch="e1", times=TIMES, status=status, engines=engines)
+    infos = (("rollout", engine), ("reward", reward))
+    peers = [Peer(role, f"{role}.0.a", info) for role, info in infos if info is not None]
+    return made.report(step, epoch="e1", times=TIMES, status=status, peers=peers)
 
 
 def test_report_has_nulls_where_nobody_measured() -> None:
@@ -107,10 +109,11 @@ def test_drops_are_counted_by_reason_and_length() -> None:
     assert report(made, status=now).dropped_by_reason == {"stale": 0, "attempts": 0}
 
 
-def test_engine_is_busy_between_its_own_heartbeats() -> None:
+def test_engines_and_rewards_are_busy_between_their_own_heartbeats() -> None:
     made = reporter()
     beats = [{"busy_at_s": t, "busy_s": b} for t, b in ((0, 0), (0, 0), (5, 5), (5, 5), (10, 7.5))]
     assert [report(made, engine=beat).engine_busy for beat in beats] == [None, None, 1.0, None, 0.5]
+    assert [report(made, reward=beat).reward_busy for beat in beats] == [None, None, 1.0, None, 0.5]
 
 
 @pytest.mark.parametrize(

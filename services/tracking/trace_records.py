@@ -1,7 +1,8 @@
-"""Writes a run's log as a trace that ui.perfetto.dev opens: every step, group, version and halt on its track.
+"""Makes a trace of a run's files: every step, group, version and halt on the track of its process.
 
-The file has the Trace Event Format's JSON: `ph` X is a slice, i an instant, C a counter, M a name; `ts` and
+Records are those of the Trace Event Format: `ph` X is a slice, i an instant, C a counter, M a name; `ts` and
 `dur` are microseconds. Times are the ledger server's for groups and the trainer's for the parts of a step.
+`write_perfetto` writes them to a file, `services.tracking.spans` makes spans of them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -105,30 +106,57 @@ def write_perfetto(run_dir: Path, out: Path) -> int:
     count = 0
     with written_aside(out) as aside, aside.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        for record in perfetto_records(read_events(run_dir / FILE), read_steps(run_dir / METRICS)):
+        for record in trace_records(read_events(run_dir / FILE), read_steps(run_dir / METRICS)):
             file.write((b",\n" if count else b"") + msgspec.json.encode(record))
             count += 1
         file.write(b"\n]}\n")
     return count
 
 
-def perfetto_records(events: Iterable[LedgerEvent], steps: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
-    """Yield the records of a trace.
+class TraceRecords:
+    """Records of a run's trace, made from one line of its files after the other."""
+
+    def __init__(self) -> None:
+        """Begin without any group."""
+        self._tracks = _Tracks()
+        self._last_ms = 0
+
+    @property
+    def processes(self) -> Mapping[int, str]:
+        """Number of each track that has a name -> the name."""
+        return {pid: name for name, pid in self._tracks.pids.items()}
+
+    def step_records(self, line: Mapping[str, Any]) -> Iterator[Record]:
+        """Yield the records of a step's line in metrics.jsonl."""
+        yield from self._tracks.pid(TRAINER)
+        yield from _step_records(self._tracks.pids[TRAINER], line)
+
+    def event_records(self, event: LedgerEvent) -> Iterator[Record]:
+        """Yield the records of an event of the log; events come oldest first."""
+        self._last_ms = event.time_ms
+        yield from self._tracks.pid(TRAINER)
+        yield from self._tracks.pid(LEDGER)
+        yield from _event_records(self._tracks, event)
+
+    def rest(self) -> Iterator[Record]:
+        """Yield the slices that have not ended."""
+        for group in [*self._tracks.open]:
+            yield from self._tracks.end(group, self._last_ms, "not ended")
+
+
+def trace_records(events: Iterable[LedgerEvent], steps: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
+    """Yield the records of a whole trace.
 
     Args:
         events: of the log, oldest first.
         steps: lines of metrics.jsonl, one for each step.
     """
-    tracks, last_ms = _Tracks(), 0
-    yield from tracks.pid(TRAINER)
-    yield from tracks.pid(LEDGER)
+    records = TraceRecords()
     for line in steps:
-        yield from _step_records(tracks.pids[TRAINER], line)
+        yield from records.step_records(line)
     for event in events:
-        last_ms = event.time_ms
-        yield from _event_records(tracks, event)
-    for group in [*tracks.open]:
-        yield from tracks.end(group, last_ms, "not ended")
+        yield from records.event_records(event)
+    yield from records.rest()
 
 
 def _step_records(pid: int, line: Mapping[str, Any]) -> Iterator[Record]:

@@ -1,4 +1,4 @@
-"""Tests the trace of a run for Perfetto: the recorded run's, and a log with each way that a group can end."""
+"""Tests the trace of a run: the recorded one's, and a log with each way that a group can end."""
 
 import json
 from itertools import pairwise
@@ -24,7 +24,7 @@ from services.ledger.event_log.events import (
     TakeEvent,
 )
 from services.run_record.steps import read_steps
-from services.tools.perfetto import perfetto_records
+from services.tracking.trace_records import trace_records
 from tests.services.monitor.runs import recorded_run
 
 
@@ -41,7 +41,7 @@ def accept(group: int, at_ms: int) -> AcceptEvent:
 
 def slices(*events: LedgerEvent) -> list[tuple[str, int, str, int, int, str]]:
     """Process, lane, name, begin and length in ms, outcome of each slice."""
-    records = list(perfetto_records(events, []))
+    records = list(trace_records(events, []))
     names = {record["pid"]: record["args"]["name"] for record in records if record["ph"] == "M"}
     return [
         (names[r["pid"]], r["tid"], r["name"], r["ts"] // 1000, r["dur"] // 1000, r["args"]["outcome"])
@@ -104,7 +104,7 @@ def test_slices_end_where_a_claim_or_a_rebuild_takes_a_group_back() -> None:
 
 def test_an_engines_version_is_an_instant_on_its_worker() -> None:
     applied = AppliedEvent(time_ms=5, engine="rollout.1.cd", epoch="e", version=3)
-    (instant,) = [record for record in perfetto_records([applied], []) if record["ph"] == "i"]
+    (instant,) = [record for record in trace_records([applied], []) if record["ph"] == "i"]
     assert (instant["name"], instant["ts"]) == ("serves version 3", 5000)
 
 

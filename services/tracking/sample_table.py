@@ -1,0 +1,47 @@
+"""Makes tables of samples for the libraries that show them."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import TetherError
+from services.run_record.group_facts import MAX_TEXT, describe_group
+from services.run_record.samples import SampleBrowser
+from services.run_record.tail import EventTail
+
+log = logging.getLogger("tether.tracking")
+
+COLUMNS = ("step", "group", "prompt", "completion", "reward", "scores", "tokens", "end")
+MAX_ROWS = 32
+"""Samples of one table."""
+
+
+class SampleTables:
+    """Tables of the samples of a run's steps, from its files."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Begin without having read anything."""
+        self._tail = EventTail(run_dir)
+        self._browser = SampleBrowser(run_dir, self._tail)
+
+    def rows(self, step: int) -> Sequence[Sequence[Any]]:
+        """Return a row of `COLUMNS` for each of the step's first samples; none if they are not kept."""
+        self._tail.read_all()
+        rows: list[Sequence[Any]] = []
+        try:
+            for message in self._browser.read_step(step):
+                group = describe_group(message, step, MAX_TEXT, MAX_ROWS - len(rows))
+                rows += [_row(step, group, sample) for sample in group["samples"]]
+                if len(rows) >= MAX_ROWS:
+                    break
+        except TetherError as error:
+            log.warning("tracking.samples step=%d error=%s", step, error)
+        return rows
+
+
+def _row(step: int, group: dict[str, Any], sample: dict[str, Any]) -> Sequence[Any]:
+    scores = json.dumps(sample["components"])
+    text = sample["text"], sample["reward"], scores, sample["tokens"], sample["finish_reason"]
+    return (step, group["group"], group["prompt"], *text)

@@ -1,0 +1,37 @@
+"""Tests the tables of samples: those of the recorded run, and when a point has one."""
+
+from pathlib import Path
+
+import pytest
+
+from services.run_record.samples import find_samples
+from services.run_record.steps import FILE
+from services.tracking.points import PointReader
+from services.tracking.sample_table import COLUMNS, MAX_ROWS, SampleTables
+from tests.services.monitor.runs import recorded_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return recorded_run(tmp_path / "run")
+
+
+def test_rows_are_the_samples_of_the_step(run_dir: Path) -> None:
+    rows = [dict(zip(COLUMNS, row, strict=True)) for row in SampleTables(run_dir).rows(3)]
+    found = find_samples(run_dir, 3, None, MAX_ROWS)
+    assert [(row["step"], row["group"], row["prompt"]) for row in rows] == [
+        (3, group["group"], group["prompt"]) for group in found["groups"] for _ in group["samples"]
+    ]
+    samples = [sample for group in found["groups"] for sample in group["samples"]]
+    assert [(row["completion"], row["reward"]) for row in rows] == [(s["text"], s["reward"]) for s in samples]
+
+
+def test_a_step_without_records_has_no_rows(run_dir: Path) -> None:
+    assert SampleTables(run_dir).rows(99) == []
+
+
+def test_points_have_samples_every_so_many_steps(run_dir: Path) -> None:
+    lines = (run_dir / FILE).read_bytes().splitlines()
+    every_third = [PointReader(run_dir, 3).items(FILE, line, 0)[0] for line in lines]
+    assert [point.version for point in every_third if point.samples] == [3, 6]
+    assert not any(PointReader(run_dir).items(FILE, line, 0)[0].samples for line in lines)
