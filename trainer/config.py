@@ -121,6 +121,10 @@ class TrainerConfig:
     many, over all ranks that share it. 0, or auto: what suits the device and its memory."""
     micro_batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 4096
     """Samples in one forward pass, at most."""
+    share_prefixes: Literal["auto", "off"] = "auto"
+    """megatron: whether tokens that samples of a group begin with alike, such as the prompt or an agent's
+    history, are computed once for all of them: auto (where that saves more than it costs) or off. Both give
+    the same, up to rounding."""
     recompute_granularity: RecomputeGranularity = ""
     """megatron: activations that the backward pass computes again instead of keeping them: none (empty),
     selective (`recompute_modules` of each layer) or full (whole layers)."""

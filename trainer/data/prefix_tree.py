@@ -15,7 +15,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from trainer.batch import Batch
 
 MERGE_COST = 1 / 16
 """Tokens whose computation costs as much as attending to one more stretch costs a token."""
@@ -124,9 +127,19 @@ class Family:
         )
 
 
+def together(lengths: Sequence[int], samples: Sequence[int]) -> list[Family]:
+    """Return a family of the rows of each sample, which share no tokens."""
+    members: dict[int, list[int]] = defaultdict(list)
+    for row, sample in enumerate(samples):
+        members[sample].append(row)
+    return [
+        Family(tuple(one), tuple(lengths[row] for row in one), (0,) * len(one)) for one in members.values()
+    ]
+
+
 def alone(lengths: Sequence[int]) -> list[Family]:
     """Return a family of each row, which shares no tokens."""
-    return [Family((row,), (length,), (0,)) for row, length in enumerate(lengths)]
+    return together(lengths, range(len(lengths)))
 
 
 def find_families(
@@ -145,6 +158,25 @@ def find_families(
     for row, group in enumerate(groups):
         members[group].append(row)
     return [_family(indices, [rows[index] for index in indices], cost) for indices in members.values()]
+
+
+def batch_families(batch: Batch, *, by_experts: bool = False, long: int = 0) -> list[Family]:
+    """Return the families of a batch's samples: those of a group may share tokens.
+
+    Args:
+        batch: on the host.
+        by_experts: whether tokens with other recorded experts are computed otherwise.
+        long: tokens of the longest sample that is computed as short ones are; 0: length makes no difference.
+    """
+    ids, offsets = batch.tokens.numpy()[:, None].view(np.uint8), batch.offsets.tolist()
+    if by_experts and batch.experts is not None:
+        experts = batch.experts.flatten(1).numpy().view(np.uint8)
+        ids = np.concatenate([ids, experts], axis=1)
+    is_long = (batch.lengths > long if long else torch.zeros_like(batch.lengths)).tolist()
+    return find_families(
+        [ids[first : max(end - 1, first)] for first, end in pairwise(offsets)],
+        list(zip(batch.group_index.tolist(), is_long, strict=True)),
+    )
 
 
 def _family(indices: Sequence[int], rows: Sequence[NDArray[Any]], cost: float) -> Family:
@@ -206,9 +238,7 @@ def _worthwhile(lengths: Sequence[int], shared: Sequence[int], cost: float) -> t
     return tuple(kept)
 
 
-def _intervals(
-    lengths: Sequence[int], shared: Sequence[int]
-) -> Iterator[tuple[int, int, int, int, int]]:
+def _intervals(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield (first row, row after the last, start, stop, parent) of each node of a family, then its children.
 
     A node is what successive rows have in common, or the rest of one row; it may have no tokens. The parent

@@ -133,9 +133,10 @@ class MegatronBackend(Backend):
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
-            measures.stats(made.vector, grad_norm=made.norm, skipped=made.skipped),
-            micro_batches=made.micro_batches,
-            padding_share=made.padding_share,
+            measures.stats(made.passes.vector, grad_norm=made.norm, skipped=made.skipped),
+            micro_batches=made.passes.micro_batches,
+            padding_share=made.passes.padding_share,
+            shared_share=made.passes.shared_share,
             loss_scale=made.loss_scale,
             loss_scale_repeats=made.loss_scale_repeats,
             memory_peak_gb=peak,
@@ -156,14 +157,18 @@ class MegatronBackend(Backend):
         return self._memory.tokens
 
     @property
+    def shares_prefixes(self) -> bool:
+        return self._trainer.share_prefixes == "auto"
+
+    @property
     def device_name(self) -> str:
         device = self._position.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
-    def flops(self, lengths: torch.Tensor, trained: int) -> float:
+    def flops(self, lengths: torch.Tensor, shared: torch.Tensor, trained: int) -> float:
         spec, frozen = self._model_spec, bool(self.lora.rank)
-        layers = spec.layer_flops(lengths.double(), frozen=frozen).sum()
-        return float(layers) + spec.head_flops(trained, frozen=frozen)
+        whole, once = (spec.layer_flops(each.double(), frozen=frozen).sum() for each in (lengths, shared))
+        return float(whole - once) + spec.head_flops(trained, frozen=frozen)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._logprobs(self._runner, batch)
@@ -306,6 +311,7 @@ class MegatronBackend(Backend):
             trainer.micro_batch_tokens,
             trainer.micro_batch_size,
             replays_routing=replays_routing,
+            shares_prefixes=self.shares_prefixes,
         )
 
     def _trained_model(self) -> TrainedModel:

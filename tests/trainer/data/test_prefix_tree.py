@@ -50,9 +50,7 @@ def test_what_costs_nothing_is_computed_once(rows: list[list[int]]) -> None:
 
 @settings(deadline=None)
 @given(ROWS, st.integers(1, 20), st.integers(1, 5))
-def test_parts_keep_to_the_limit_and_repeat_the_path(
-    rows: list[list[int]], limit: int, most: int
-) -> None:
+def test_parts_keep_to_the_limit_and_repeat_the_path(rows: list[list[int]], limit: int, most: int) -> None:
     (family,) = families_of(rows, cost=0.0)
     parts = list(family.cut(limit, most))
     by_row, _ = unpacked(rows, parts)

@@ -25,7 +25,7 @@ from trainer.megatron.convert.export import Exporter
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
-from trainer.megatron.forward import Runner
+from trainer.megatron.forward import MadePasses, Runner
 from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
@@ -45,7 +45,7 @@ from trainer.storage.host_state import HostCopies, HostState
 class ValueRunner(Runner):
     """Runs a critic over batches, in the place of log-probabilities with values."""
 
-    def train_values(self, batch: Batch, measures: ValueMeasures) -> tuple[torch.Tensor, int, float]:
+    def train_values(self, batch: Batch, measures: ValueMeasures) -> MadePasses:
         """Run forward and backward over the part, as `train` does."""
         return self._train(batch, partial(_loss, measures), measures)
 
@@ -106,7 +106,7 @@ class MegatronCritic(Critic):
         )
         if not made.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
-        stats = measures.stats(made.vector, grad_norm=made.norm, skipped=made.skipped)
+        stats = measures.stats(made.passes.vector, grad_norm=made.norm, skipped=made.skipped)
         return dataclasses.replace(
             stats, memory_peak_gb=self._peak_gb(), warnings=stats.warnings + made.warnings
         )
@@ -153,7 +153,10 @@ class MegatronCritic(Critic):
         load_checkpoint(model_dir, spec, self._parameters, self._places, position.place)
 
         wrapped = wrap_model(chunks, config, position, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32)
-        self._runner = ValueRunner(wrapped, spec, position, tokens, trainer.micro_batch_size)
+        shares = trainer.share_prefixes == "auto"
+        self._runner = ValueRunner(
+            wrapped, spec, position, tokens, trainer.micro_batch_size, shares_prefixes=shares
+        )
         self._stepper = ModelStepper(self._runner, config, optimizer, tokens=tokens)
 
     def _trained_model(self) -> TrainedModel:

@@ -47,7 +47,9 @@ class FrozenPart(FrozenModel):
         except SettingsError as error:
             raise SettingsError(f"setting {spec.role}.path: {error}") from error
         self._part = whole_part(chunks)
-        self._runner = Runner(chunks, architecture, own, trainer.micro_batch_tokens, trainer.micro_batch_size)
+        limits = trainer.micro_batch_tokens, trainer.micro_batch_size
+        shares = trainer.share_prefixes == "auto"
+        self._runner = Runner(chunks, architecture, own, *limits, shares_prefixes=shares)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._evaluate(self._runner, batch)
