@@ -218,3 +218,9 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Verifier -> mean score of a sample, before weighting."""
     score_s: float | None = None
     """Mean time to score a group of this step."""
+    shared_share: float | None = None
+    """Share of the batch's tokens that were not computed because another sample of the group begins with the
+    same, 0 to 1."""
+    computed_tokens: int | None = None
+    """Tokens that the forward passes of all updates computed, without padding. A sample's last token is never
+    computed."""

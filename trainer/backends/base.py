@@ -69,6 +69,8 @@ class StepStats:
     """Share of padding in the tokens of the forward passes, over all replicas."""
     shared_share: float | None = None
     """Share of the samples' tokens that were not computed because those of another sample stood for them."""
+    computed_tokens: int | None = None
+    """Tokens that the forward passes computed, without padding, over all replicas."""
     memory_peak_gb: float | None = None
     """Largest memory that a rank had allocated on its GPU during the step, GiB."""
     memory_expected_gb: float | None = None

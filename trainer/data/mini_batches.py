@@ -109,7 +109,7 @@ class MiniBatches:
         divisions = [ReplicaDivision.of(one, samples, costs, replicas) for one in own]
         pieces = [sorted(chain(*parts)) for parts in zip(*(one.pieces for one in divisions), strict=True)]
         dearest, total = (sum(join(one.costs) for one in divisions) for join in (max, sum))
-        return pieces, dearest * replicas / total - 1
+        return pieces, dearest * replicas / total - 1 if total else 0.0
 
 
 def _shuffled(count: int, *draw: int) -> Sequence[int]:

@@ -104,6 +104,12 @@ class Family:
         """Tokens that are computed for all of them."""
         return sum(self.lengths) - sum(self.shared)
 
+    @property
+    def keys(self) -> int:
+        """Tokens that its stretches see, counted again for each stretch."""
+        nodes = _intervals(self.lengths, self.shared)
+        return sum(stop for _, _, start, stop, _ in nodes if stop > start)
+
     def cut(self, limit: int, most: int) -> Iterator["Family"]:
         """Yield parts that compute at most `limit` tokens each, for `most` rows; a longer row is alone.
 

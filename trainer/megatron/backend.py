@@ -137,6 +137,7 @@ class MegatronBackend(Backend):
             micro_batches=made.passes.micro_batches,
             padding_share=made.passes.padding_share,
             shared_share=made.passes.shared_share,
+            computed_tokens=made.passes.tokens - made.passes.padding,
             loss_scale=made.loss_scale,
             loss_scale_repeats=made.loss_scale_repeats,
             memory_peak_gb=peak,

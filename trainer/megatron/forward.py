@@ -31,6 +31,7 @@ from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
 from trainer.megatron.layers.spec import attention_terms
+from trainer.megatron.memory.activations import key_share
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
@@ -109,6 +110,9 @@ class Runner:
         ]
         self.loads = torch.zeros(0, 0)
         """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
+        config = self._inner[0].config
+        recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
+        self._key_share = key_share(architecture, recomputed)
         scaled = [rope for rope in architecture.ropes if rope.long_factor]
         self._long_after = max((rope.original_max_position_embeddings for rope in scaled), default=0)
         self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
@@ -137,7 +141,8 @@ class Runner:
         families = alone((batch.lengths - 1).tolist())
         if self.shares_prefixes:
             families = batch_families(batch, by_experts=self.replays_routing, long=self._long_after)
-        return Packing.of(families, self.position, self.micro_batch_tokens, self.micro_batch_size)
+        limits = self.micro_batch_tokens, self.micro_batch_size
+        return Packing.of(families, self.position, *limits, key_share=self._key_share)
 
     def _train(self, batch: Batch, finish: Any, measures: Measures) -> "MadePasses":
         """Run forward and backward; `finish` turns a micro-batch's scores into its loss."""

@@ -6,8 +6,10 @@ the token that follows the last one of a piece.
 Shapes: T tokens of a micro-batch that are inputs on this rank, k of them predict a requested token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from math import ceil
 from typing import TypeVar
 
 import torch
@@ -75,7 +77,13 @@ class Packing:
 
     @classmethod
     def of(
-        cls, families: Sequence[Family], position: Position, micro_batch_tokens: int, micro_batch_size: int
+        cls,
+        families: Sequence[Family],
+        position: Position,
+        micro_batch_tokens: int,
+        micro_batch_size: int,
+        *,
+        key_share: float = 0.0,
     ) -> "Packing":
         """Pack samples.
 
@@ -91,12 +99,12 @@ class Packing:
             position: a rank's place in the layout.
             micro_batch_tokens: tokens of a micro-batch on each rank, at most, unless one sample has more.
             micro_batch_size: samples of a micro-batch, at most.
+            key_share: memory of a key and value, in tokens. Stretches hold copies of those that they share.
         """
         ranks = position.config.context_parallel_size
         budget, stages = micro_batch_tokens * ranks, position.config.pipeline_model_parallel_size
-        packed = _packed(families, budget, micro_batch_size)
-        if stages > 1:
-            packed = _filling_stages(families, budget, micro_batch_size, position)
+        pack_into = partial(_packed, families, most=micro_batch_size, key_share=key_share)
+        packed = pack_into(budget) if stages == 1 else _filling_stages(pack_into, families, budget, position)
         trees = tuple(map(PrefixTree.of, packed))
         return cls(
             tuple(tuple(row for family in one for row in family.rows) for one in packed),
@@ -177,30 +185,48 @@ class Packing:
             yield _micro_batch(part, shift, inputs, division.size, sequences, position, trained=trained)
 
 
-def _packed(families: Sequence[Family], budget: int, most: int) -> list[list[Family]]:
+def _packed(families: Sequence[Family], budget: int, *, most: int, key_share: float) -> list[list[Family]]:
     """Return the families, or parts of them, of each micro-batch."""
-    parts = [part for family in families for part in family.cut(budget, most)]
-    found = pack([part.tokens for part in parts], budget, most, [len(part.rows) for part in parts])
+    parts = [part for family in families for part in _fitting(family, budget, most, key_share)]
+    sizes = [_size(part, key_share) for part in parts]
+    found = pack(sizes, budget, most, [len(part.rows) for part in parts])
     return [[parts[index] for index in one] for one in found] or [[]]
 
 
+def _fitting(family: Family, budget: int, most: int, key_share: float) -> Iterator[Family]:
+    """Yield parts of a family that each fit a micro-batch, or are a single row."""
+    for part in family.cut(budget, most):
+        rows = len(part.rows)
+        if rows == 1 or _size(part, key_share) <= budget:
+            yield part
+            continue
+        for half in (range(rows // 2), range(rows // 2, rows)):
+            yield from _fitting(part.part(half), budget, most, key_share)
+
+
+def _size(family: Family, key_share: float) -> int:
+    """Return the tokens that take as much memory as a family."""
+    return family.tokens + ceil(key_share * (family.keys - family.tokens))
+
+
 def _filling_stages(
-    families: Sequence[Family], budget: int, most: int, position: Position
+    pack_into: Callable[[int], list[list[Family]]],
+    families: Sequence[Family],
+    budget: int,
+    position: Position,
 ) -> list[list[Family]]:
-    """Return what `_packed` does, in as many micro-batches as keep the stages of a pipeline busy.
+    """Pack into as many micro-batches as keep the stages of a pipeline busy.
 
     Stages wait for one micro-batch less than there are stages, with a virtual pipeline for a part of it, and
     a family that is cut computes what its parts share again: the sum of both is the smallest.
     """
-    stages, chunks = (
-        position.config.pipeline_model_parallel_size,
-        position.config.virtual_pipeline_model_parallel_size,
-    )
+    stages = position.config.pipeline_model_parallel_size
+    chunks = position.config.virtual_pipeline_model_parallel_size
     total = sum(family.tokens for family in families)
     limits = [-(-total // (number * stages)) for number in PASSES_OF_A_STAGE]
     best: tuple[float, list[list[Family]]] | None = None
     for limit in (*(max(1, min(limit, budget)) for limit in limits), budget):
-        packed = _packed(families, limit, most)
+        packed = pack_into(limit)
         sizes = [sum(part.tokens for part in one) for one in packed]
         time = sum(sizes) + max(sizes) * (stages - 1) / chunks
         if best is None or time < best[0]:

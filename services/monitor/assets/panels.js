@@ -98,6 +98,7 @@ export const PANELS = [
     ["Size of the batch", { ...perStep, help: "Tokens that forward passes read." }, ["step_tokens", "tokens"]],
     ["Forward passes", { ...perStep, help: "Micro-batches of the busiest replica." }, ["micro_batches", "passes"]],
     ["Padding and imbalance", { ...share, help: "Wasted computation: padding, and the dearest replica over the mean." }, ["padding_share", "padding"], ["imbalance", "imbalance"]],
+    ["Tokens computed once", { ...share, max: 1, help: "Share of tokens that another sample's computation stood for." }, ["shared_share", "shared"]],
     ["Updates of a step", { ...perStep, help: "Of the optimizer: made, and skipped." }, ["updates", "made"], ["updates_skipped", "skipped"]],
     ["Learning rate by sample size", { zero: true, max: 1, help: "Factor of algorithm.ess_scaling." }, ["lr_scale", "factor"]],
     ["Bonus for entropy", { zero: true, help: "Coefficient under algorithm.entropy_target." }, ["entropy_coef", "coefficient"]],

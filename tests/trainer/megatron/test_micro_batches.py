@@ -190,6 +190,13 @@ def test_a_replica_without_samples_takes_part_with_padding(tp: int, cp: int) -> 
     assert len(micro.trained.place) == 0
 
 
+def test_keys_that_stretches_hold_copies_of_take_room() -> None:
+    prompt = Family(tuple(range(8)), (110,) * 8, (0, *[100] * 7))
+    assert prompt.keys == 100 + 8 * 110
+    assert Packing.of([prompt], position(), 200, 100, key_share=0.01).sizes == (180,)
+    assert Packing.of([prompt], position(), 200, 100, key_share=0.1).sizes == (140, 140)
+
+
 def test_a_pipeline_cuts_a_tree_only_if_stages_would_wait_longer() -> None:
     prompt, response = (
         Family(tuple(range(16)), (tokens,) * 16, (0, *[tokens - 10] * 15)) for tokens in (1000, 20)

@@ -3,7 +3,7 @@
 Latent attention keeps keys of low rank and for all heads, and values in their own size and as wide as keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from trainer.megatron.families.numbers import Architecture
@@ -78,6 +78,17 @@ EXPERT_ACTIVATIONS = (
     Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
 )
 """Activations that a layer with experts keeps, if all ranks get as many rows."""
+
+
+def key_share(a: Architecture, without: Collection[str]) -> float:
+    """Return the size of a token's key and value in a layer, relative to all that the layer keeps of a token.
+
+    Args:
+        a: the model.
+        without: modules that are recomputed.
+    """
+    kept = sum(row.elements(a) * (row.item_bytes or 2) for row in ACTIVATIONS if row.module not in without)
+    return 2 * (a.heads if a.latent else a.kv_heads) * (a.head_dim + a.value_dim) / kept
 
 
 def _heads(a: Architecture) -> int:
