@@ -145,8 +145,9 @@ def line(found: dict[str, Any]) -> str:
     """Return a row of the table."""
     rows, shared, same = found["rows"], found["shared"], "" if found["same"] else "  NOT THE SAME STEP"
     return (
-        f"{found['work']:24} tokens {rows['tokens']:7} -> {shared['tokens']:6}  "
-        f"{rows['step_s']:7.3f} s -> {shared['step_s']:7.3f} s  {found['gain']:5.2f} x (aim {found['aim']:g})  "
+        f"{found['work']:23} tokens {rows['tokens']:7} -> {shared['tokens']:6}  "
+        f"{rows['step_s']:7.3f} s -> {shared['step_s']:7.3f} s  "
+        f"{found['gain']:5.2f} x (aim {found['aim']:g})  "
         f"log-probabilities {found['gain_logprobs']:5.2f} x  error {found['logprob_error_mean']:.2g}{same}"
     )
 
