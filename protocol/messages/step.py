@@ -222,5 +222,4 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Share of the batch's tokens that were not computed because another sample of the group begins with the
     same, 0 to 1."""
     computed_tokens: int | None = None
-    """Tokens that the forward passes of all updates computed, without padding. A sample's last token is never
-    computed."""
+    """Tokens that the forward passes of all updates computed, without padding."""

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from trainer.batch import Batch
 
-MERGE_COST = 1 / 16
-"""Tokens whose computation costs as much as attending to one more stretch costs a token."""
+KEYS_COST = 1 / 32
+"""What a shared stretch costs each token behind it, in tokens computed: keys that do not lie behind each other
+are copied, and the gradients of the copies are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def alone(lengths: Sequence[int]) -> list[Family]:
 
 
 def find_families(
-    rows: Sequence[NDArray[Any]], groups: Sequence[Hashable], cost: float = MERGE_COST
+    rows: Sequence[NDArray[Any]], groups: Sequence[Hashable], cost: float = KEYS_COST
 ) -> list[Family]:
     """Return the families of rows, one a group, in the order of their first rows.
 
@@ -158,7 +159,7 @@ def find_families(
     Args:
         rows: for each an array [tokens, ...] that is equal where the computation of a token is.
         groups: for each row the rows with which it may share tokens have the same.
-        cost: as `MERGE_COST`.
+        cost: as `KEYS_COST`.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, group in enumerate(groups):
