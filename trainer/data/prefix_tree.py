@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from trainer.batch import Batch
 
 KEYS_COST = 1 / 32
-"""What a shared stretch costs each token behind it, in tokens computed: keys that do not lie behind each other
-are copied, and the gradients of the copies are added up."""
+"""What a shared stretch costs each token behind it, in tokens computed: the keys before that token are copied,
+and the gradients of the copies are added up."""
 
 
 @dataclass(frozen=True, slots=True)
