@@ -68,7 +68,7 @@ class StepStats:
     padding_share: float | None = None
     """Share of padding in the tokens of the forward passes, over all replicas."""
     shared_share: float | None = None
-    """Share of the samples' tokens that were not computed because those of another sample stood for them."""
+    """Share of the samples' tokens that were not computed because another sample's stood for them."""
     computed_tokens: int | None = None
     """Tokens that the forward passes computed, without padding, over all replicas."""
     memory_peak_gb: float | None = None
@@ -170,7 +170,7 @@ class Backend(ABC):
 
         Args:
             lengths: tokens of each sample, int64 [N].
-            shared: tokens at its start that are computed with those of another sample, int64 [N].
+            shared: tokens at its start that are computed with another sample, int64 [N].
             trained: tokens that carry gradient.
         """
         return None

@@ -13,7 +13,7 @@ import xxhash
 from trainer.algorithms.base import Algorithm
 from trainer.batch import StepTotals
 from trainer.data.batch_stats import StepTally
-from trainer.data.prefix_tree import Family
+from trainer.data.prefix_tree import RowFamily
 from trainer.data.replica_division import Costs, ReplicaDivision
 
 
@@ -87,7 +87,7 @@ class MiniBatches:
         )
 
     def divide(
-        self, families: Sequence[Family], costs: Costs, replicas: int
+        self, families: Sequence[RowFamily], costs: Costs, replicas: int
     ) -> tuple[list[list[int]], float]:
         """Divide each mini-batch between the replicas, as `ReplicaDivision` does.
 
@@ -100,7 +100,7 @@ class MiniBatches:
             For each replica the indices of its rows, ascending; and the share by which the sum of the most
             expensive parts of all mini-batches exceeds the sum of the mean ones.
         """
-        own: list[list[Family]] = [[] for _ in self.totals]
+        own: list[list[RowFamily]] = [[] for _ in self.totals]
         for family, mini_batch in zip(
             families, self.of_row[[family.rows[0] for family in families]].tolist(), strict=True
         ):

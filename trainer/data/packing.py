@@ -25,16 +25,16 @@ def balance(costs: Sequence[float], pieces: int) -> list[list[int]]:
 def pack(
     lengths: Sequence[int], budget: int, most: int, counts: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Pack samples, or what is computed together, into as few micro-batches as first-fit decreasing finds.
+    """Pack samples, or families of them, into as few micro-batches as first-fit decreasing finds.
 
     Args:
         lengths: tokens of each.
-        budget: tokens of a micro-batch; what is longer is one of its own.
+        budget: tokens of a micro-batch; a longer one is alone in it.
         most: samples of a micro-batch.
         counts: samples of each; None: 1.
 
     Returns:
-        For each micro-batch the indices of what is in it. The fullest come first, so that too large a budget
+        For each micro-batch the indices of its members. The fullest come first, so that too large a budget
         runs out of memory at the beginning of a step.
     """
     counts = [1] * len(lengths) if counts is None else counts

@@ -1,11 +1,11 @@
-"""Plans which tokens of a group's rows are computed once: those at the start that rows have in common.
+"""Plans which tokens of a group's rows are computed once: the first ones, as far as rows have them in common.
 
-Rows of a group in lexicographic order are a family: what a row has in common with any row before it, it has
-in common with the row just before. A tree of stretches holds each distinct token once, to any depth: a
-group's prompt, and what an agent's branches repeat of its history.
+Rows of a group in lexicographic order are a family: no earlier row has more in common with a row than the one
+just before it. A tree of stretches holds each distinct token once, to any depth: a group's prompt, and the
+parts of an agent's history that its branches repeat.
 
-Shapes: n rows of a family. A row's tokens are its inputs: all of a sample's but the last, which predicts
-nothing.
+Shapes: n rows of a family. A row's tokens are its inputs: all of a sample's but the last, which has no
+successor.
 """
 
 from collections import defaultdict
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from trainer.batch import Batch
 
 KEYS_COST = 1 / 32
-"""What a shared stretch costs each token behind it, in tokens computed: the keys before that token are copied,
-and the gradients of the copies are added up."""
+"""Cost of a shared stretch for each token behind it, in tokens computed: the keys before that token are
+copied, and the gradients of the copies are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class PrefixTree:
     """For each row the last of its stretches; -1 if it has no tokens."""
 
     @classmethod
-    def of(cls, families: Iterable["Family"]) -> "PrefixTree":
+    def of(cls, families: Iterable["RowFamily"]) -> "PrefixTree":
         """Lay out families one after the other; their rows are numbered in that order."""
         stretches: list[Stretch] = []
         ends: list[int] = []
@@ -89,7 +89,7 @@ class PrefixTree:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class RowFamily:
     """Rows in lexicographic order that are computed together, as far as they begin alike."""
 
     rows: tuple[int, ...]
@@ -111,10 +111,10 @@ class Family:
         nodes = _intervals(self.lengths, self.shared)
         return sum(stop for _, _, start, stop, _ in nodes if stop > start)
 
-    def cut(self, limit: int, most: int) -> Iterator["Family"]:
+    def cut(self, limit: int, most: int) -> Iterator["RowFamily"]:
         """Yield parts that compute at most `limit` tokens each, for `most` rows; a longer row is alone.
 
-        Each part computes what its rows have in common with those of other parts again.
+        Each part computes again the tokens that it shares with rows of other parts.
         """
         first, tokens = 0, 0
         for row, (length, shared) in enumerate(zip(self.lengths, self.shared, strict=True)):
@@ -124,34 +124,34 @@ class Family:
             tokens += length - (shared if row > first else 0)
         yield self.part(range(first, len(self.rows)))
 
-    def part(self, places: Sequence[int]) -> "Family":
+    def part(self, places: Sequence[int]) -> "RowFamily":
         """Return the family of some of its rows, given by ascending places in it."""
         between = (min(self.shared[before + 1 : place + 1]) for before, place in pairwise(places))
-        return Family(
+        return RowFamily(
             tuple(self.rows[place] for place in places),
             tuple(self.lengths[place] for place in places),
             (0, *between),
         )
 
 
-def together(lengths: Sequence[int], samples: Sequence[int]) -> list[Family]:
+def together(lengths: Sequence[int], samples: Sequence[int]) -> list[RowFamily]:
     """Return a family of the rows of each sample, which share no tokens."""
     members: dict[int, list[int]] = defaultdict(list)
     for row, sample in enumerate(samples):
         members[sample].append(row)
     return [
-        Family(tuple(one), tuple(lengths[row] for row in one), (0,) * len(one)) for one in members.values()
+        RowFamily(tuple(one), tuple(lengths[row] for row in one), (0,) * len(one)) for one in members.values()
     ]
 
 
-def alone(lengths: Sequence[int]) -> list[Family]:
+def alone(lengths: Sequence[int]) -> list[RowFamily]:
     """Return a family of each row, which shares no tokens."""
     return together(lengths, range(len(lengths)))
 
 
 def find_families(
     rows: Sequence[NDArray[Any]], groups: Sequence[Hashable], cost: float = KEYS_COST
-) -> list[Family]:
+) -> list[RowFamily]:
     """Return the families of rows, one a group, in the order of their first rows.
 
     They share what saves more than it costs.
@@ -167,8 +167,8 @@ def find_families(
     return [_family(indices, [rows[index] for index in indices], cost) for indices in members.values()]
 
 
-def batch_families(batch: Batch, *, by_experts: bool = False, long: int = 0) -> list[Family]:
-    """Return the families of a batch's samples: those of a group may share tokens.
+def batch_families(batch: Batch, *, by_experts: bool = False, long: int = 0) -> list[RowFamily]:
+    """Return the families of a batch's samples: samples of a group may share tokens.
 
     Args:
         batch: on the host.
@@ -186,14 +186,14 @@ def batch_families(batch: Batch, *, by_experts: bool = False, long: int = 0) -> 
     )
 
 
-def _family(indices: Sequence[int], rows: Sequence[NDArray[Any]], cost: float) -> Family:
+def _family(indices: Sequence[int], rows: Sequence[NDArray[Any]], cost: float) -> RowFamily:
     texts = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=texts.__getitem__) if len(rows) > 1 else [0]
     width = max(1, *(row[:1].nbytes for row in rows))
     shared = [0, *(_in_common(texts[a], texts[b]) // width for a, b in pairwise(order))]
     lengths = [len(rows[place]) for place in order]
     kept = _worthwhile(lengths, shared, cost)
-    return Family(tuple(indices[place] for place in order), tuple(lengths), kept)
+    return RowFamily(tuple(indices[place] for place in order), tuple(lengths), kept)
 
 
 def _in_common(one: bytes, other: bytes) -> int:
@@ -205,7 +205,7 @@ def _in_common(one: bytes, other: bytes) -> int:
 
 @dataclass(slots=True)
 class _Node:
-    """Tokens that successive rows have in common, behind those of its parent."""
+    """Tokens that successive rows have in common, behind its parent's."""
 
     start: int
     stop: int
@@ -264,7 +264,7 @@ def _intervals(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[tuple[
         inner += 1
 
 
-def _lay_out(family: Family, stretches: list[Stretch], ends: list[int]) -> None:
+def _lay_out(family: RowFamily, stretches: list[Stretch], ends: list[int]) -> None:
     """Append a family's stretches and rows."""
     base, last = len(ends), list[int]()
     """`last`: of each node of several rows the stretch that its rows have last."""

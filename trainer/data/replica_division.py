@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from trainer.data.packing import balance
-from trainer.data.prefix_tree import Family
+from trainer.data.prefix_tree import RowFamily
 
 Costs = Callable[[torch.Tensor], torch.Tensor]
 """Returns what sequences of so many tokens (int64 [n]) cost, float64 [n], in any unit."""
@@ -23,12 +23,12 @@ class ReplicaDivision:
 
     @classmethod
     def of(
-        cls, families: Sequence[Family], samples: Sequence[int], costs: Costs, replicas: int
+        cls, families: Sequence[RowFamily], samples: Sequence[int], costs: Costs, replicas: int
     ) -> "ReplicaDivision":
         """Divide families so that the dearest replica has little to do.
 
-        Families stay whole, unless cutting them into parts, which compute again what they share, leaves the
-        dearest replica less. The rows of a sample stay together.
+        Families stay whole, unless the dearest replica has less to do with parts of them, each of which
+        computes shared tokens again. The rows of a sample stay together.
 
         Args:
             families: of whole samples.
@@ -46,7 +46,7 @@ class ReplicaDivision:
         return min(divided, key=lambda division: max(division.costs))
 
 
-def _balanced(units: Sequence[Family], costs: Costs, replicas: int) -> ReplicaDivision:
+def _balanced(units: Sequence[RowFamily], costs: Costs, replicas: int) -> ReplicaDivision:
     """Divide families that stay whole. A token behind others costs what it adds to their sequence."""
     whole, shared = (
         costs(torch.tensor([tokens for unit in units for tokens in getattr(unit, name)], dtype=torch.int64))
@@ -60,7 +60,7 @@ def _balanced(units: Sequence[Family], costs: Costs, replicas: int) -> ReplicaDi
     )
 
 
-def _parts(family: Family, samples: Sequence[int], most: int) -> list[Family]:
+def _parts(family: RowFamily, samples: Sequence[int], most: int) -> list[RowFamily]:
     """Cut a family into `most` parts of about as many samples each, or as many as it has samples."""
     order: dict[int, int] = {}
     for row in family.rows:

@@ -31,7 +31,6 @@ from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
 from trainer.megatron.layers.spec import attention_terms
-from trainer.megatron.memory.activations import key_share
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
@@ -51,7 +50,7 @@ class MadePasses(NamedTuple):
     """Result of a step's passes; equal on every rank. Tokens are inputs of all replicas."""
 
     vector: torch.Tensor
-    """Of the measures, for the whole step."""
+    """Measurements of the whole step."""
     micro_batches: int
     """Forward passes of the busiest replica."""
     tokens: int
@@ -84,6 +83,7 @@ class Runner:
         *,
         replays_routing: bool = False,
         shares_prefixes: bool = False,
+        key_share: float = 0.0,
     ) -> None:
         """Bind to a model.
 
@@ -95,9 +95,11 @@ class Runner:
             micro_batch_size: samples of a micro-batch, at most.
             replays_routing: whether routers choose the experts that the engine recorded.
             shares_prefixes: whether what samples of a group begin with alike is computed once.
+            key_share: memory of a token's key and value, relative to all that is kept of it.
         """
         self.chunks = list(chunks)
         self.replays_routing, self.shares_prefixes = replays_routing, shares_prefixes
+        self._key_share = key_share
         self.architecture = architecture
         self.position = position
         self.micro_batch_tokens = micro_batch_tokens
@@ -110,9 +112,6 @@ class Runner:
         ]
         self.loads = torch.zeros(0, 0)
         """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
-        config = self._inner[0].config
-        recomputed = config.recompute_modules if config.recompute_granularity == "selective" else ()
-        self._key_share = key_share(architecture, recomputed)
         scaled = [rope for rope in architecture.ropes if rope.long_factor]
         self._long_after = max((rope.original_max_position_embeddings for rope in scaled), default=0)
         self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}

@@ -17,7 +17,7 @@ import torch
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
 from trainer.data.packing import fill_groups, pack
-from trainer.data.prefix_tree import Family, PrefixTree
+from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.megatron.layers.attention.context import sum_over_context_ranks
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
 from trainer.megatron.layers.attention.rotary import Rotary
@@ -78,7 +78,7 @@ class Packing:
     @classmethod
     def of(
         cls,
-        families: Sequence[Family],
+        families: Sequence[RowFamily],
         position: Position,
         micro_batch_tokens: int,
         micro_batch_size: int,
@@ -95,7 +95,7 @@ class Packing:
         empty ones added, to fill the last.
 
         Args:
-            families: the samples, by what they share.
+            families: the samples, with the tokens that they share.
             position: a rank's place in the layout.
             micro_batch_tokens: tokens of a micro-batch on each rank, at most, unless one sample has more.
             micro_batch_size: samples of a micro-batch, at most.
@@ -185,7 +185,9 @@ class Packing:
             yield _micro_batch(part, shift, inputs, division.size, sequences, position, trained=trained)
 
 
-def _packed(families: Sequence[Family], budget: int, *, most: int, key_share: float) -> list[list[Family]]:
+def _packed(
+    families: Sequence[RowFamily], budget: int, *, most: int, key_share: float
+) -> list[list[RowFamily]]:
     """Return the families, or parts of them, of each micro-batch."""
     parts = [part for family in families for part in _fitting(family, budget, most, key_share)]
     sizes = [_size(part, key_share) for part in parts]
@@ -193,7 +195,7 @@ def _packed(families: Sequence[Family], budget: int, *, most: int, key_share: fl
     return [[parts[index] for index in one] for one in found] or [[]]
 
 
-def _fitting(family: Family, budget: int, most: int, key_share: float) -> Iterator[Family]:
+def _fitting(family: RowFamily, budget: int, most: int, key_share: float) -> Iterator[RowFamily]:
     """Yield parts of a family that each fit a micro-batch, or are a single row."""
     for part in family.cut(budget, most):
         rows = len(part.rows)
@@ -204,17 +206,17 @@ def _fitting(family: Family, budget: int, most: int, key_share: float) -> Iterat
             yield from _fitting(part.part(half), budget, most, key_share)
 
 
-def _size(family: Family, key_share: float) -> int:
+def _size(family: RowFamily, key_share: float) -> int:
     """Return the tokens that take as much memory as a family."""
     return family.tokens + ceil(key_share * (family.keys - family.tokens))
 
 
 def _filling_stages(
-    pack_into: Callable[[int], list[list[Family]]],
-    families: Sequence[Family],
+    pack_into: Callable[[int], list[list[RowFamily]]],
+    families: Sequence[RowFamily],
     budget: int,
     position: Position,
-) -> list[list[Family]]:
+) -> list[list[RowFamily]]:
     """Pack into as many micro-batches as keep the stages of a pipeline busy.
 
     Stages wait for one micro-batch less than there are stages, with a virtual pipeline for a part of it, and
@@ -224,7 +226,7 @@ def _filling_stages(
     chunks = position.config.virtual_pipeline_model_parallel_size
     total = sum(family.tokens for family in families)
     limits = [-(-total // (number * stages)) for number in PASSES_OF_A_STAGE]
-    best: tuple[float, list[list[Family]]] | None = None
+    best: tuple[float, list[list[RowFamily]]] | None = None
     for limit in (*(max(1, min(limit, budget)) for limit in limits), budget):
         packed = pack_into(limit)
         sizes = [sum(part.tokens for part in one) for one in packed]
@@ -267,9 +269,9 @@ def _micro_batch(
     tokens = torch.zeros(1, size, dtype=torch.int64)
     tokens[0, : len(inputs.tokens)] = part.tokens[inputs.tokens]
     asked = torch.zeros_like(part.loss_mask)
-    asked[inputs.of_rows + 1] = (part.loss_mask if trained else part.sampled_mask)[inputs.of_rows + 1]
+    asked[inputs.row_tokens + 1] = (part.loss_mask if trained else part.sampled_mask)[inputs.row_tokens + 1]
     rows = torch.zeros(len(part.tokens), dtype=torch.int64)
-    rows[inputs.of_rows + 1] = inputs.places
+    rows[inputs.row_tokens + 1] = inputs.places
     place = asked.nonzero()[:, 0]
     row, target = rows[place], part.tokens[place].long()
     if not len(place):
@@ -302,7 +304,7 @@ def _routed(part: Batch, division: Division, inputs: ComputedTokens, position: P
     """Describe the tokens that this rank has in sequence-parallel regions."""
     routed = routed_tokens(
         (part.lengths - 1).tolist(),
-        part.sample_index[inputs.of_rows],
+        part.sample_index[inputs.row_tokens],
         inputs.places,
         division.size,
         part.totals.samples,

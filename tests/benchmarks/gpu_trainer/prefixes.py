@@ -34,7 +34,7 @@ MEAN_ERROR = 0.05
 
 
 def works(divide: int) -> Iterator[tuple[Groups | Branches, float]]:
-    """Yield what is trained, and how much faster it should be if shared."""
+    """Yield batches, and how much faster each should be if shared."""
     for prompt, response, samples, groups, aim in (
         (256, 700, 8, 8, 1.15),
         (1024, 1024, 8, 4, 1.5),

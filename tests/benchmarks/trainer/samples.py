@@ -48,7 +48,7 @@ class Groups:
     response: int
     """Tokens of each."""
     samples: int
-    """Of a group."""
+    """Samples of a group."""
     groups: int
 
     def batch(self, algorithm: Algorithm, *, vocabulary: int) -> Batch:

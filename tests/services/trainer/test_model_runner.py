@@ -166,8 +166,8 @@ async def test_other_ranks_hear_from_rank_0_while_it_waits_for_something_else(
 async def test_flops_are_those_of_all_epochs_of_a_batch(model_dir: Path) -> None:
     async with opened(model_dir, SeenSender) as runner:
         plan, _ = await runner.train(command(0))
-        policy, nothing = runner.executor.models.policy, torch.zeros_like(plan.lengths)
-        once = policy.flops(plan.lengths, nothing, plan.totals.trained_tokens)
+        policy, unshared = runner.executor.models.policy, torch.zeros_like(plan.lengths)
+        once = policy.flops(plan.lengths, unshared, plan.totals.trained_tokens)
         assert once is not None
         assert [runner.flops(plan, epochs) for epochs in (1, 3)] == [once, 3 * once]
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.prefix_tree import KEYS_COST, Family, PrefixTree, alone, find_families
+from trainer.data.prefix_tree import KEYS_COST, PrefixTree, RowFamily, alone, find_families
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=12)
 """Few different tokens: rows that begin alike are frequent, to any depth."""
@@ -12,12 +12,12 @@ ROWS = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=1
 
 def families_of(
     rows: list[list[int]], groups: list[int] | None = None, cost: float = KEYS_COST
-) -> list[Family]:
+) -> list[RowFamily]:
     arrays = [np.array(row, dtype=np.int32) for row in rows]
     return find_families(arrays, groups or [0] * len(rows), cost)
 
 
-def unpacked(rows: list[list[int]], families: list[Family]) -> tuple[dict[int, list[int]], list[int]]:
+def unpacked(rows: list[list[int]], families: list[RowFamily]) -> tuple[dict[int, list[int]], list[int]]:
     """The tokens of each row as its stretches hold them, and all that are computed."""
     tree = PrefixTree.of(families)
     order = [row for family in families for row in family.rows]
@@ -42,7 +42,7 @@ def test_a_tree_holds_every_token_of_its_rows(rows: list[list[int]], groups: int
 
 @settings(deadline=None)
 @given(ROWS)
-def test_what_costs_nothing_is_computed_once(rows: list[list[int]]) -> None:
+def test_sharing_without_a_cost_computes_each_prefix_once(rows: list[list[int]]) -> None:
     (family,) = families_of(rows, cost=0.0)
     prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
     assert family.tokens == len(prefixes)

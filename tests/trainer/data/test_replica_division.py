@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.prefix_tree import Family
+from trainer.data.prefix_tree import RowFamily
 from trainer.data.replica_division import ReplicaDivision
 
 
@@ -12,9 +12,9 @@ def tokens(lengths: torch.Tensor) -> torch.Tensor:
     return lengths.double()
 
 
-def group(first: int, rows: int, prompt: int, response: int) -> Family:
+def group(first: int, rows: int, prompt: int, response: int) -> RowFamily:
     own = tuple(range(first, first + rows))
-    return Family(own, (prompt + response,) * rows, (0, *[prompt] * (rows - 1)))
+    return RowFamily(own, (prompt + response,) * rows, (0, *[prompt] * (rows - 1)))
 
 
 def test_groups_stay_whole_where_there_are_enough() -> None:
@@ -33,7 +33,7 @@ def test_a_group_is_cut_if_a_replica_would_have_too_much() -> None:
 
 
 def test_the_rows_of_a_sample_stay_together() -> None:
-    family = Family((0, 2, 1, 3), (50,) * 4, (0, 10, 10, 10))
+    family = RowFamily((0, 2, 1, 3), (50,) * 4, (0, 10, 10, 10))
     found = ReplicaDivision.of([family], [0, 0, 1, 1], tokens, 4)
     assert sorted(map(sorted, found.pieces)) == [[], [], [0, 1], [2, 3]]
 

@@ -60,7 +60,7 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
 def passes_of(
     directory: Path, batch: Batch, share: str, adapters: LoraConfig = NO_ADAPTERS, **trainer: Any
 ) -> tuple[MadePasses, dict[str, torch.Tensor]]:
-    """What a pass gives: measures, log-probabilities of policy and reference, loads of experts, gradients."""
+    """Results of a pass: measures, log-probabilities of policy and reference, loads of experts, gradients."""
     backend = MegatronBackend(
         directory,
         parallel=ParallelConfig(),

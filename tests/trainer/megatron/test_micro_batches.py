@@ -12,7 +12,7 @@ from tests.trainer.megatron.trees import make_tree
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
 from trainer.data.packing import balance
-from trainer.data.prefix_tree import Family, PrefixTree, alone, batch_families
+from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_families
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.layers.attention.terms import PLAIN
@@ -30,7 +30,7 @@ def position(
     return Position(config, torch.device("cpu"), Place(cp=cp_rank))
 
 
-def apart(lengths: torch.Tensor) -> list[Family]:
+def apart(lengths: torch.Tensor) -> list[RowFamily]:
     """Samples that share no tokens."""
     return alone((lengths - 1).tolist())
 
@@ -39,7 +39,7 @@ def micro_batches(batch: Batch, packing: Packing, place: Position, *, trained: b
     return list(packing.micro_batches(batch, place, [ROTARY], torch.float32, [PLAIN], trained=trained))
 
 
-def families_of(batch: Batch, *, shared: bool) -> list[Family]:
+def families_of(batch: Batch, *, shared: bool) -> list[RowFamily]:
     return batch_families(batch) if shared else apart(batch.lengths)
 
 
@@ -191,7 +191,7 @@ def test_a_replica_without_samples_takes_part_with_padding(tp: int, cp: int) -> 
 
 
 def test_keys_that_stretches_hold_copies_of_take_room() -> None:
-    prompt = Family(tuple(range(8)), (110,) * 8, (0, *[100] * 7))
+    prompt = RowFamily(tuple(range(8)), (110,) * 8, (0, *[100] * 7))
     assert prompt.keys == 100 + 8 * 110
     assert Packing.of([prompt], position(), 200, 100, key_share=0.01).sizes == (180,)
     assert Packing.of([prompt], position(), 200, 100, key_share=0.1).sizes == (140, 140)
@@ -199,14 +199,14 @@ def test_keys_that_stretches_hold_copies_of_take_room() -> None:
 
 def test_a_pipeline_cuts_a_tree_only_if_stages_would_wait_longer() -> None:
     prompt, response = (
-        Family(tuple(range(16)), (tokens,) * 16, (0, *[tokens - 10] * 15)) for tokens in (1000, 20)
+        RowFamily(tuple(range(16)), (tokens,) * 16, (0, *[tokens - 10] * 15)) for tokens in (1000, 20)
     )
     assert len(Packing.of([prompt], position(pp=2), 6400, 100)) == 1
     assert len(Packing.of([response], position(pp=2), 6400, 100)) > 2
 
 
 def test_tokens_of_a_prompt_are_counted_once_and_for_each_sample() -> None:
-    prompt = Family((0, 1, 2), (10, 12, 14), (0, 8, 8))
+    prompt = RowFamily((0, 1, 2), (10, 12, 14), (0, 8, 8))
     packing = Packing.of([prompt], position(tp=4), 100, 100)
     assert (packing.tokens, packing.padding, packing.row_tokens) == (20, 0, 36)
     assert Packing.of([prompt], position(), 15, 100).samples == ((0, 1), (2,))

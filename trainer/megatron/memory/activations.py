@@ -3,9 +3,10 @@
 Latent attention keeps keys of low rank and for all heads, and values in their own size and as wide as keys.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer.config import TrainerConfig
 from trainer.megatron.families.numbers import Architecture
 
 
@@ -80,13 +81,9 @@ EXPERT_ACTIVATIONS = (
 """Activations that a layer with experts keeps, if all ranks get as many rows."""
 
 
-def key_share(a: Architecture, without: Collection[str]) -> float:
-    """Return the size of a token's key and value in a layer, relative to all that the layer keeps of a token.
-
-    Args:
-        a: the model.
-        without: modules that are recomputed.
-    """
+def key_share(a: Architecture, trainer: TrainerConfig) -> float:
+    """Return the size of a token's key and value in a layer, relative to all that the layer keeps of it."""
+    without = trainer.recompute_modules if trainer.recompute_granularity == "selective" else ()
     kept = sum(row.elements(a) * (row.item_bytes or 2) for row in ACTIVATIONS if row.module not in without)
     return 2 * (a.heads if a.latent else a.kv_heads) * (a.head_dim + a.value_dim) / kept
 

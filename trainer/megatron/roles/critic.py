@@ -30,6 +30,7 @@ from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
+from trainer.megatron.memory.activations import key_share
 from trainer.megatron.memory.expected import GIB
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.micro_batches import MicroBatch
@@ -153,9 +154,14 @@ class MegatronCritic(Critic):
         load_checkpoint(model_dir, spec, self._parameters, self._places, position.place)
 
         wrapped = wrap_model(chunks, config, position, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32)
-        shares = trainer.share_prefixes == "auto"
         self._runner = ValueRunner(
-            wrapped, spec, position, tokens, trainer.micro_batch_size, shares_prefixes=shares
+            wrapped,
+            spec,
+            position,
+            tokens,
+            trainer.micro_batch_size,
+            shares_prefixes=trainer.share_prefixes == "auto",
+            key_share=key_share(spec, trainer),
         )
         self._stepper = ModelStepper(self._runner, config, optimizer, tokens=tokens)
 

@@ -1,6 +1,6 @@
 """Gathers the keys and values that queries see which have not all of theirs, so that they can attend to them.
 
-These are queries of stretches behind a shared one, and with context parallelism those of pieces. A rank
+These are queries of stretches behind a shared one, and of the pieces of context parallelism. A rank
 gathers keys and values of all context ranks and lays out the visible ones of each piece, so that a kernel
 takes pieces as it takes sequences: with more keys than queries, whose last keys belong to the queries. Keys
 and values are few compared with the queries that share them, so they are gathered whole; none is handed

@@ -54,7 +54,7 @@ class ComputedTokens:
 
     tokens: torch.Tensor
     """int64 [T]: each as a token of one sample that has it."""
-    of_rows: torch.Tensor
+    row_tokens: torch.Tensor
     """int64 [N]: as a token of every sample that has it."""
     places: torch.Tensor
     """int64 [N]: which of the T that is."""
@@ -75,10 +75,10 @@ class ComputedTokens:
             table += [(row, start, first, piece.tokens) for row in through[piece.sequence]]
             first += piece.tokens
         row, start, place, count = torch.tensor(table, dtype=torch.int64).view(-1, 4).unbind(1)
-        of_rows, places = ranges(offsets[row] + start, count), ranges(place, count)
+        row_tokens, places = ranges(offsets[row] + start, count), ranges(place, count)
         tokens = torch.empty(first, dtype=torch.int64)
-        tokens[places] = of_rows
-        return cls(tokens, of_rows, places)
+        tokens[places] = row_tokens
+        return cls(tokens, row_tokens, places)
 
 
 def pieces_with_padding(division: Division, rank: int) -> list[SequencePiece]:

@@ -21,7 +21,7 @@ LENGTHS = [40, 3, 25, 7, 1, 12]
 
 
 def tree_of(division: Division) -> PrefixTree:
-    """Of sequences that share nothing."""
+    """The stretches of sequences that share no tokens."""
     lengths: dict[int, int] = {}
     for piece in (piece for own in division.pieces for piece in own):
         lengths[piece.sequence] = max(piece.stop, lengths.get(piece.sequence, 0))
@@ -162,7 +162,7 @@ def tree_attention(
         queries, (keys, values) = inputs[0][padded[rank]], (x[torch.cat(padded)] for x in inputs[1:3])
         seen = (seen_rows(x, share.keys) for x in (keys, values))
         found = kernel(queries, *seen, share, terms, *inputs[3:])
-        out = out.index_copy(0, one.of_rows.to(device), found[one.places.to(device)])
+        out = out.index_copy(0, one.row_tokens.to(device), found[one.places.to(device)])
     by_row = dict(zip(family.rows, out.split(list(family.lengths)), strict=True))
     return torch.cat([by_row[row] for row in range(len(rows))])
 
@@ -181,7 +181,7 @@ TREE = [
 def assert_trees_equal(
     kernel: Kernel, rows: list[list[int]], ranks: int, terms: AttentionTerms, atol: float, device: str = "cpu"
 ) -> None:
-    """Values and gradients are those of whole sequences."""
+    """Values and gradients equal whole sequences'."""
     inputs = qkv(1 + max(map(max, rows)), device, torch.float64 if device == "cpu" else torch.bfloat16)
     if terms.sinks:
         inputs.append(torch.randn(4).to(inputs[0]).requires_grad_())
