@@ -33,9 +33,12 @@ class LongTail:
 
 
 def batch_of(tail: LongTail, algorithm: Algorithm, *, vocabulary: int, seed: int = 0) -> Batch:
-    """Return a batch of random tokens, all of the current version, with random advantages."""
+    """Return a batch of random tokens, all of the current version, with random advantages.
+
+    Token 0 is not among them: it is the padding, which Hugging Face does not train.
+    """
     lengths, generator = tail.lengths(seed), torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocabulary, (sum(lengths),), generator=generator)
+    tokens = torch.randint(1, vocabulary, (sum(lengths),), generator=generator)
     masks = [torch.arange(length) >= tail.prompt for length in lengths]
     return _batch(tokens.split(lengths), masks, 8, algorithm, vocabulary)
 
@@ -54,7 +57,7 @@ class Groups:
     def batch(self, algorithm: Algorithm, *, vocabulary: int) -> Batch:
         """Return a batch of random tokens."""
         length, generator = self.prompt + self.response, torch.Generator().manual_seed(0)
-        tokens = torch.randint(vocabulary, (self.groups, self.samples, length), generator=generator)
+        tokens = torch.randint(1, vocabulary, (self.groups, self.samples, length), generator=generator)
         tokens[:, :, : self.prompt] = tokens[:, :1, : self.prompt]
         sampled = torch.arange(length).expand_as(tokens) >= self.prompt
         rows = [row for group in tokens for row in group]
@@ -84,12 +87,12 @@ class Branches:
         may_train = (in_turn >= 0) & (in_turn % self.turn >= self.turn // 2)
         rows, masks = [], []
         for _ in range(self.groups):
-            row, left = torch.randint(vocabulary, (length,), generator=generator), 0
+            row, left = torch.randint(1, vocabulary, (length,), generator=generator), 0
             for branch in range(self.branches):
                 if branch:
                     turn = int(torch.randint(self.turns // 2, self.turns, (1,), generator=generator))
                     left = self.prompt + turn * self.turn
-                    rest = torch.randint(vocabulary, (length - left,), generator=generator)
+                    rest = torch.randint(1, vocabulary, (length - left,), generator=generator)
                     row = torch.cat([row[:left], rest])
                 rows.append(row)
                 masks.append(may_train & (torch.arange(length) >= left))
