@@ -95,7 +95,7 @@ export const PANELS = [
     ["Groups without signal", { ...share, help: "Their rewards are all equal: of the batch, and of all that ended." }, ["frac_reward_zero_std", "in the batch"], ["filtered_share", "filtered"]],
     ["Tokens over the bound", { ...share, help: "Share of sampled tokens that the bound left out." }, ["masked_share", "masked"]],
     ["Prefix cache", { ...share, max: 1, help: "Share of tokens to continue that an engine had cached." }, ["prefix_hit_rate", "found"]],
-    ["Size of the batch", { ...perStep, help: "Tokens that forward passes read." }, ["step_tokens", "tokens"]],
+    ["Size of the batch", { ...perStep, help: "Tokens of all samples, and those that passes computed." }, ["step_tokens", "tokens"], ["computed_tokens", "computed"]],
     ["Forward passes", { ...perStep, help: "Micro-batches of the busiest replica." }, ["micro_batches", "passes"]],
     ["Padding and imbalance", { ...share, help: "Wasted computation: padding, and the dearest replica over the mean." }, ["padding_share", "padding"], ["imbalance", "imbalance"]],
     ["Tokens computed once", { ...share, max: 1, help: "Share of tokens that another sample's computation stood for." }, ["shared_share", "shared"]],
