@@ -153,12 +153,14 @@ class Backend(ABC):
     replicas: Sequence[Sequence[int]] = ((0,),)
     """Ranks of each data-parallel replica; rank 0 is in the first. A batch is cut between them."""
 
-    shares_prefixes: bool = False
-    """Whether what samples of a group begin with alike is computed once."""
-
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return what sequences of these lengths (int64 [N]) cost, float64 [N], in any unit; 0 costs 0."""
         return lengths.double()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether tokens that samples of a group begin with alike are computed once."""
+        return False
 
     @property
     def device_name(self) -> str:

@@ -74,8 +74,8 @@ class ComputedTokens:
             start = tree.stretches[piece.sequence].start + piece.start
             table += [(row, start, first, piece.tokens) for row in through[piece.sequence]]
             first += piece.tokens
-        row, start, place, count = torch.tensor(table, dtype=torch.int64).view(-1, 4).unbind(1)
-        row_tokens, places = ranges(offsets[row] + start, count), ranges(place, count)
+        rows, starts, firsts, counts = torch.tensor(table, dtype=torch.int64).view(-1, 4).unbind(1)
+        row_tokens, places = ranges(offsets[rows] + starts, counts), ranges(firsts, counts)
         tokens = torch.empty(first, dtype=torch.int64)
         tokens[places] = row_tokens
         return cls(tokens, row_tokens, places)
