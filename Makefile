@@ -124,6 +124,7 @@ bench-generation: $(GPU_READY) $(SGLANG_READY)
 bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m tests.benchmarks.gpu.run --out runs/bench-gpu.json $(FLAGS)
 	$(GPU_PYTHON) -m tests.benchmarks.gpu_trainer.run --out runs/bench-trainer-gpu.json
+	$(GPU_PYTHON) -m tests.benchmarks.gpu_trainer.prefixes --out runs/bench-prefixes-gpu.json
 	$(GPU_PYTHON) -m tests.benchmarks.gpu_loop.run --out runs/bench-loop-gpu.json
 
 test-compose: $(VENV)/.ready

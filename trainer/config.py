@@ -129,6 +129,10 @@ class TrainerConfig:
     """Samples in one forward pass, at most."""
     compile: bool = False
     """fsdp: compile each layer with torch.compile, attention apart. The first passes take longer."""
+    share_prefixes: Literal["auto", "off"] = "auto"
+    """megatron: whether tokens that samples of a group begin with alike, such as the prompt or an agent's
+    history, are computed once for all of them: auto (where that saves more than it costs) or off. Both give
+    the same, up to rounding."""
     recompute_granularity: RecomputeGranularity = ""
     """megatron, fsdp: activations that the backward pass computes again instead of keeping them: none
     (empty), full (whole layers) or, megatron only, selective (`recompute_modules` of each layer)."""

@@ -220,3 +220,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     """Mean time to score a group of this step."""
     reward_busy: float | None = None
     """As `engine_busy`, of reward services: share of time in which they had groups to score."""
+    shared_share: float | None = None
+    """Share of the batch's tokens that were not computed because another sample of the group begins with the
+    same, 0 to 1."""
+    computed_tokens: int | None = None
+    """Tokens that the forward passes of all updates computed, without padding."""

@@ -67,6 +67,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.attention_backend": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_tokens": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_size": (ResumeRule.REPEATED, _STEP),
+    "trainer.share_prefixes": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_granularity": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_method": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_num_layers": (ResumeRule.REPEATED, _STEP),

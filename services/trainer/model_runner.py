@@ -88,7 +88,9 @@ class ModelRunner:
             plan: the step's plan.
             epochs: times that it trains each sample.
         """
-        once = self.executor.models.policy.flops(plan.lengths, plan.totals.trained_tokens)
+        policy = self.executor.models.policy
+        shared = plan.shared_tokens(plan.families(shared=policy.shares_prefixes))
+        once = policy.flops(plan.lengths, shared, plan.totals.trained_tokens)
         return None if once is None else once * epochs
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:

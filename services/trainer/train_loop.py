@@ -203,7 +203,7 @@ class TrainLoop:
                 )
             except ProtocolError as error:  # the batch was refused before any rank began
                 raise await asyncio.to_thread(self._run.unreadable, batch, error) from error
-        flops = self._runner.flops(plan, command.epochs)
+        flops = await asyncio.to_thread(self._runner.flops, plan, command.epochs)
         return TrainedStep(batch, plan, stats, flops, dropped_lengths)
 
     def _is_published(self, version: int, bound: Bound) -> bool:

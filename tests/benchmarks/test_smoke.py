@@ -36,7 +36,7 @@ def test_small_trainer_benchmark_writes_figures_of_equal_steps(
     facts = json.loads(out.read_text())
     assert facts["gradient_norms"]["ours"] == pytest.approx(facts["gradient_norms"]["hf"], rel=1e-4)
     assert facts["figures"].keys() == {
-        "padding_share", "packed_over_padded", "ours_over_hf", "logprobs_over_step",
+        "padding_share", "packed_over_padded", "ours_over_hf", "logprobs_over_step", "shared_over_rows",
     }  # fmt: skip
     assert all(row.keys() == {"value", "aim", "at_most", "reached"} for row in facts["figures"].values())
     assert facts["figures"]["padding_share"]["reached"]  # counted, not timed

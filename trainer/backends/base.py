@@ -68,6 +68,10 @@ class StepStats:
     """By which share the dearest replica's part of the batch costs more than the mean of all."""
     padding_share: float | None = None
     """Share of padding in the tokens of the forward passes, over all replicas."""
+    shared_share: float | None = None
+    """Share of the samples' tokens that were not computed because another sample's stood for them."""
+    computed_tokens: int | None = None
+    """Tokens that the forward passes computed, without padding, over all replicas."""
     memory_peak_gb: float | None = None
     """Largest memory that a rank had allocated on its GPU during the step, GiB."""
     memory_expected_gb: float | None = None
@@ -151,19 +155,25 @@ class Backend(ABC):
     """Ranks of each data-parallel replica; rank 0 is in the first. A batch is cut between them."""
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return what samples of these lengths (int64 [N]) cost, float64 [N], in any unit."""
+        """Return what sequences of these lengths (int64 [N]) cost, float64 [N], in any unit; 0 costs 0."""
         return lengths.double()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether tokens that samples of a group begin with alike are computed once."""
+        return False
 
     @property
     def device_name(self) -> str:
         """Name of this rank's GPU; empty where the model is on a CPU."""
         return ""
 
-    def flops(self, lengths: torch.Tensor, trained: int) -> float | None:
+    def flops(self, lengths: torch.Tensor, shared: torch.Tensor, trained: int) -> float | None:
         """Return the FLOPs that the model needs to train a whole step's batch; None if that is not counted.
 
         Args:
             lengths: tokens of each sample, int64 [N].
+            shared: tokens at its start that are computed with another sample, int64 [N].
             trained: tokens that carry gradient.
         """
         return None

@@ -5,6 +5,7 @@ Shapes: N samples of the step, M mini-batches.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import xxhash
@@ -12,7 +13,8 @@ import xxhash
 from trainer.algorithms.base import Algorithm
 from trainer.batch import StepTotals
 from trainer.data.batch_stats import StepTally
-from trainer.data.packing import balance
+from trainer.data.prefix_tree import RowFamily
+from trainer.data.replica_division import Costs, ReplicaDivision
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +86,30 @@ class MiniBatches:
             for mini_batch in (_shuffled(count, *self.draw, epoch) if count > 1 else range(count))
         )
 
-    def divide(self, costs: torch.Tensor, replicas: int) -> tuple[list[list[int]], float]:
-        """Divide each mini-batch between the replicas by the costs of its rows, float64 [R].
+    def divide(
+        self, families: Sequence[RowFamily], costs: Costs, replicas: int
+    ) -> tuple[list[list[int]], float]:
+        """Divide each mini-batch between the replicas, as `ReplicaDivision` does.
 
-        The rows of a sample stay together.
+        Args:
+            families: all rows, each of one mini-batch, and of whole samples.
+            costs: of a sequence.
+            replicas: how many there are.
 
         Returns:
             For each replica the indices of its rows, ascending; and the share by which the sum of the most
             expensive parts of all mini-batches exceeds the sum of the mean ones.
         """
-        costs = torch.zeros(len(self.of_sample), dtype=costs.dtype).index_add_(0, self.rows, costs)
-        pieces: list[list[int]] = [[] for _ in range(replicas)]
-        dearest = 0.0
-        for mini_batch in range(len(self.totals)):
-            members = (self.of_sample == mini_batch).nonzero()[:, 0]
-            parts = balance(costs[members].tolist(), replicas)
-            dearest += max(float(costs[members[part]].sum()) for part in parts)
-            for piece, part in zip(pieces, parts, strict=True):
-                piece += members[part].tolist()
-        replica = torch.empty(len(self.of_sample), dtype=torch.int64)
-        for number, piece in enumerate(pieces):
-            replica[torch.tensor(piece, dtype=torch.int64)] = number
-        divided = [(replica[self.rows] == number).nonzero()[:, 0].tolist() for number in range(replicas)]
-        return divided, dearest * replicas / float(costs.sum()) - 1
+        own: list[list[RowFamily]] = [[] for _ in self.totals]
+        for family, mini_batch in zip(
+            families, self.of_row[[family.rows[0] for family in families]].tolist(), strict=True
+        ):
+            own[mini_batch].append(family)
+        samples = self.rows.tolist()
+        divisions = [ReplicaDivision.of(one, samples, costs, replicas) for one in own]
+        pieces = [sorted(chain(*parts)) for parts in zip(*(one.pieces for one in divisions), strict=True)]
+        dearest, total = (sum(join(one.costs) for one in divisions) for join in (max, sum))
+        return pieces, dearest * replicas / total - 1 if total else 0.0
 
 
 def _shuffled(count: int, *draw: int) -> Sequence[int]:

@@ -22,34 +22,41 @@ def balance(costs: Sequence[float], pieces: int) -> list[list[int]]:
     return [sorted(piece) for piece in result]
 
 
-def pack(lengths: Sequence[int], budget: int, most: int) -> list[list[int]]:
-    """Pack samples into as few micro-batches as first-fit decreasing finds.
+def pack(
+    lengths: Sequence[int], budget: int, most: int, counts: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Pack samples, or families of them, into as few micro-batches as first-fit decreasing finds.
 
     Args:
-        lengths: tokens of each sample.
-        budget: tokens of a micro-batch; a longer sample is one of its own.
+        lengths: tokens of each.
+        budget: tokens of a micro-batch; a longer one is alone in it.
         most: samples of a micro-batch.
+        counts: samples of each; None: 1.
 
     Returns:
-        For each micro-batch the indices of its samples. The fullest come first, so that too large a budget
+        For each micro-batch the indices of its members. The fullest come first, so that too large a budget
         runs out of memory at the beginning of a step.
     """
+    counts = [1] * len(lengths) if counts is None else counts
     passes: list[list[int]] = []
     rooms: list[int] = []
+    places: list[int] = []
     first = 0  # no pass before it can take the shortest sample
     shortest = min(lengths, default=0)
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        while first < len(passes) and (rooms[first] < shortest or len(passes[first]) >= most):
+        while first < len(passes) and (rooms[first] < shortest or not places[first]):
             first += 1
         for place in range(first, len(passes)):
-            if lengths[sample] <= rooms[place] and len(passes[place]) < most:
+            if lengths[sample] <= rooms[place] and counts[sample] <= places[place]:
                 break
         else:
             place = len(passes)
             passes.append([])
             rooms.append(budget)
+            places.append(most)
         passes[place].append(sample)
         rooms[place] -= lengths[sample]
+        places[place] -= counts[sample]
     order = sorted(range(len(passes)), key=lambda i: rooms[i])
     return [passes[place] for place in order]
 

@@ -93,7 +93,8 @@ class Executor:
         """
         algorithm, policy = self.models.algorithm, self.models.policy
         plan = plan_command(command, algorithm)
-        pieces, imbalance = plan.mini_batches.divide(policy.costs(plan.lengths), len(policy.replicas))
+        families = plan.families(shared=policy.shares_prefixes)
+        pieces, imbalance = plan.mini_batches.divide(families, policy.costs, len(policy.replicas))
         step = StepCommand(schedule_updates(command, plan, algorithm), command.profile)
         own, *others = [plan.part(piece) for piece in pieces]  # before any rank begins: it may refuse
         broadcast_command(step)

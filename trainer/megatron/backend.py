@@ -37,6 +37,7 @@ from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
+from trainer.megatron.memory.activations import key_share
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.memory_plan import MemoryPlan
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
@@ -132,9 +133,11 @@ class MegatronBackend(Backend):
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
-            measures.stats(step.vector, grad_norm=step.norm, skipped=step.skipped),
-            micro_batches=step.micro_batches,
-            padding_share=step.padding_share,
+            measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped),
+            micro_batches=step.passes.micro_batches,
+            padding_share=step.passes.padding_share,
+            shared_share=step.passes.shared_share,
+            computed_tokens=step.passes.tokens - step.passes.padding,
             loss_scale=step.loss_scale,
             loss_scale_repeats=step.loss_scale_repeats,
             memory_peak_gb=peak,
@@ -155,14 +158,18 @@ class MegatronBackend(Backend):
         return self._memory.tokens
 
     @property
+    def shares_prefixes(self) -> bool:
+        return self._trainer.share_prefixes == "auto"
+
+    @property
     def device_name(self) -> str:
         device = self._position.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
-    def flops(self, lengths: torch.Tensor, trained: int) -> float:
+    def flops(self, lengths: torch.Tensor, shared: torch.Tensor, trained: int) -> float:
         spec, frozen = self._model_spec, bool(self.lora.rank)
-        layers = spec.layer_flops(lengths.double(), frozen=frozen).sum()
-        return float(layers) + spec.head_flops(trained, frozen=frozen)
+        whole, once = (spec.layer_flops(each.double(), frozen=frozen).sum() for each in (lengths, shared))
+        return float(whole - once) + spec.head_flops(trained, frozen=frozen)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._logprobs(self._runner, batch)
@@ -305,6 +312,8 @@ class MegatronBackend(Backend):
             trainer.micro_batch_tokens,
             trainer.micro_batch_size,
             replays_routing=replays_routing,
+            shares_prefixes=self.shares_prefixes,
+            key_share=key_share(self._model_spec, trainer),
         )
 
     def _trained_model(self) -> TrainedModel:

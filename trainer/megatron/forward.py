@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel import (
 
 from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch
+from trainer.data.prefix_tree import alone, batch_families
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
 from trainer.megatron.layers.experts.replay import check_recorded
@@ -45,6 +46,30 @@ class Measures(Protocol):
     def split(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
+class MadePasses(NamedTuple):
+    """Result of a step's passes; equal on every rank. Tokens are inputs of all replicas."""
+
+    vector: torch.Tensor
+    """Measurements of the whole step."""
+    micro_batches: int
+    """Forward passes of the busiest replica."""
+    tokens: int
+    """Tokens that were computed, with padding."""
+    padding: int
+    """Tokens of them that are no sample's."""
+    row_tokens: int
+    """Tokens of all samples, those that were computed once counted for each."""
+
+    @property
+    def padding_share(self) -> float:
+        return self.padding / self.tokens
+
+    @property
+    def shared_share(self) -> float:
+        """Share of the samples' tokens that another sample's computation stood for."""
+        return 1 - (self.tokens - self.padding) / self.row_tokens if self.row_tokens else 0.0
+
+
 class Runner:
     """Runs a model over batches: with gradients for a step, without for log-probabilities."""
 
@@ -57,6 +82,8 @@ class Runner:
         micro_batch_size: int,
         *,
         replays_routing: bool = False,
+        shares_prefixes: bool = False,
+        key_share: float = 0.0,
     ) -> None:
         """Bind to a model.
 
@@ -67,9 +94,12 @@ class Runner:
             micro_batch_tokens: tokens of a micro-batch, on each rank; see `Packing`.
             micro_batch_size: samples of a micro-batch, at most.
             replays_routing: whether routers choose the experts that the engine recorded.
+            shares_prefixes: whether what samples of a group begin with alike is computed once.
+            key_share: memory of a token's key and value, relative to all that is kept of it.
         """
         self.chunks = list(chunks)
-        self.replays_routing = replays_routing
+        self.replays_routing, self.shares_prefixes = replays_routing, shares_prefixes
+        self._key_share = key_share
         self.architecture = architecture
         self.position = position
         self.micro_batch_tokens = micro_batch_tokens
@@ -82,17 +112,12 @@ class Runner:
         ]
         self.loads = torch.zeros(0, 0)
         """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
+        scaled = [rope for rope in architecture.ropes if rope.long_factor]
+        self._long_after = max((rope.original_max_position_embeddings for rope in scaled), default=0)
         self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
 
-    def train(
-        self, batch: Batch, algorithm: Algorithm, measures: StepMeasures
-    ) -> tuple[torch.Tensor, int, float]:
-        """Run forward and backward over the part; the model's buffers then hold the step's gradients.
-
-        Returns:
-            The vector of `measures` for the whole step, the forward passes of the busiest replica, and the
-            share of padding in all of them; equal on every rank.
-        """
+    def train(self, batch: Batch, algorithm: Algorithm, measures: StepMeasures) -> "MadePasses":
+        """Run forward and backward over the part; the model's buffers then hold the step's gradients."""
         return self._train(batch, partial(_loss, algorithm, measures), measures)
 
     @torch.no_grad()
@@ -112,9 +137,13 @@ class Runner:
 
     def packing(self, batch: Batch) -> Packing:
         """Return how a part is divided into micro-batches."""
-        return Packing.of(batch.lengths, self.position, self.micro_batch_tokens, self.micro_batch_size)
+        families = alone((batch.lengths - 1).tolist())
+        if self.shares_prefixes:
+            families = batch_families(batch, by_experts=self.replays_routing, long=self._long_after)
+        limits = self.micro_batch_tokens, self.micro_batch_size
+        return Packing.of(families, self.position, *limits, key_share=self._key_share)
 
-    def _train(self, batch: Batch, finish: Any, measures: Measures) -> tuple[torch.Tensor, int, float]:
+    def _train(self, batch: Batch, finish: Any, measures: Measures) -> "MadePasses":
         """Run forward and backward; `finish` turns a micro-batch's scores into its loss."""
         packing = self._together(self.packing(batch))
         for router in self.routers:
@@ -124,15 +153,15 @@ class Runner:
         speaks = position.tp == position.cp == 0 and position.last_stage
         vector = measures.join(outputs if position.tp == 0 else (), position.device)
         sums, maxima = measures.split(vector)
-        computed = [packing.padding, packing.tokens] if speaks else [0, 0]
+        computed = [packing.tokens, packing.padding, packing.row_tokens] if speaks else [0, 0, 0]
         loads = self._loads().to(sums)
         summed = torch.cat([sums, sums.new_tensor(computed), loads.flatten()])
         largest = torch.cat([maxima, maxima.new_tensor([len(packing)])])
         dist.all_reduce(summed)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        sums, (padding, tokens), whole = summed.split([len(sums), 2, loads.numel()])
+        sums, counts, whole = summed.split([len(sums), len(computed), loads.numel()])
         self.loads = whole.view_as(loads)
-        return torch.cat([sums, largest[:-1]]), int(largest[-1]), float(padding / tokens)
+        return MadePasses(torch.cat([sums, largest[:-1]]), int(largest[-1]), *map(int, counts.tolist()))
 
     @torch.no_grad()
     def _evaluate(self, batch: Batch) -> torch.Tensor:

@@ -6,9 +6,10 @@ the token that follows the last one of a piece.
 Shapes: T tokens of a micro-batch that are inputs on this rank, k of them predict a requested token.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from math import ceil
 from typing import TypeVar
 
 import torch
@@ -16,26 +17,33 @@ import torch
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
 from trainer.data.packing import fill_groups, pack
+from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.megatron.layers.attention.context import sum_over_context_ranks
 from trainer.megatron.layers.attention.core import by_segments, kernel_for
 from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences, to_device
+from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.visible import pieces_with_padding, ranges, visible_keys
+from trainer.megatron.layers.attention.visible import (
+    ComputedTokens,
+    pieces_with_padding,
+    to_device,
+    visible_keys,
+)
 from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
 
 T = TypeVar("T", TrainedTokens, RoutedTokens)
 
-PASSES_OF_A_STAGE = 4
-"""With a pipeline, micro-batches for each stage, at least: stages wait for (stages - 1) of so many passes."""
+PASSES_OF_A_STAGE = (4, 2, 1)
+"""With a pipeline, micro-batches for each stage: stages wait for (stages - 1) of so many passes. The first
+number is taken, unless so small ones compute too much of what samples share again."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Samples one after the other, each without its last token, which has no successor.
 
-    With context parallelism they are this rank's pieces of them.
+    What several of them begin with is there once. With context parallelism they are this rank's pieces.
     """
 
     inputs: torch.Tensor
@@ -60,41 +68,50 @@ class Packing:
 
     samples: tuple[tuple[int, ...], ...]
     """For each micro-batch the indices of its samples."""
+    trees: tuple[PrefixTree, ...]
+    """For each the stretches that hold their inputs; rows are numbered as in `samples`."""
     divisions: tuple[Division, ...]
-    """How the inputs of each are divided between the context ranks."""
+    """How the stretches of each are divided between the context ranks."""
+    row_tokens: int
+    """Inputs of all samples, those that are computed once counted for each."""
 
     @classmethod
     def of(
-        cls, lengths: torch.Tensor, position: Position, micro_batch_tokens: int, micro_batch_size: int
+        cls,
+        families: Sequence[RowFamily],
+        position: Position,
+        micro_batch_tokens: int,
+        micro_batch_size: int,
+        *,
+        key_share: float = 0.0,
     ) -> "Packing":
         """Pack samples.
 
-        With sequence parallelism a micro-batch is padded to a multiple of the tensor ranks. With a pipeline
-        there are several for each stage, if there are as many samples, so that the stages work at the same
-        time. With context parallelism one has the tokens of all context ranks. A replica without samples
-        takes part with one token a rank. A virtual pipeline takes micro-batches in groups of as many as there
-        are stages: the fullest are divided, or empty ones added, to fill the last.
+        A family that has more tokens than a micro-batch is cut. With sequence parallelism a micro-batch is
+        padded to a multiple of the tensor ranks. With a pipeline there are several for each stage, if there
+        are as many samples, so that the stages work at the same time. With context parallelism one has the
+        tokens of all context ranks. A replica without samples takes part with one token a rank. A virtual
+        pipeline takes micro-batches in groups of as many as there are stages: the fullest are divided, or
+        empty ones added, to fill the last.
 
         Args:
-            lengths: int64 [n].
+            families: the samples, with the tokens that they share.
             position: a rank's place in the layout.
             micro_batch_tokens: tokens of a micro-batch on each rank, at most, unless one sample has more.
             micro_batch_size: samples of a micro-batch, at most.
+            key_share: memory of a key and value, in tokens. Stretches hold copies of those that they share.
         """
-        inputs = (lengths - 1).tolist()
-        stages, ranks = position.config.pipeline_model_parallel_size, position.config.context_parallel_size
-        budget = micro_batch_tokens * ranks
-        if stages > 1:
-            enough = -(-sum(inputs) // (PASSES_OF_A_STAGE * stages))
-            budget = min(budget, enough)
-        packed = pack(inputs, budget, micro_batch_size) or [[]]
-        if position.config.virtual_pipeline_model_parallel_size > 1:
-            packed = fill_groups(packed, inputs, stages)
-        divisions = (
-            Division.of([inputs[sample] for sample in samples], ranks, _divisor(position))
-            for samples in packed
+        ranks = position.config.context_parallel_size
+        budget, stages = micro_batch_tokens * ranks, position.config.pipeline_model_parallel_size
+        pack_into = partial(_packed, families, most=micro_batch_size, key_share=key_share)
+        packed = pack_into(budget) if stages == 1 else _filling_stages(pack_into, families, budget, position)
+        trees = tuple(map(PrefixTree.of, packed))
+        return cls(
+            tuple(tuple(row for family in one for row in family.rows) for one in packed),
+            trees,
+            tuple(Division.of(tree.lengths, ranks, _divisor(position)) for tree in trees),
+            sum(sum(family.lengths) for family in families),
         )
-        return cls(tuple(map(tuple, packed)), tuple(divisions))
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -103,7 +120,12 @@ class Packing:
         """Return it with empty micro-batches at the end, `passes` in all."""
         more = passes - len(self)
         empty = Division.of([], position.config.context_parallel_size, _divisor(position))
-        return Packing(self.samples + ((),) * more, self.divisions + (empty,) * more)
+        return replace(
+            self,
+            samples=self.samples + ((),) * more,
+            trees=self.trees + (PrefixTree((), ()),) * more,
+            divisions=self.divisions + (empty,) * more,
+        )
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -143,29 +165,89 @@ class Packing:
             experts: whether layers have experts, whose routers have to know the padding.
         """
         segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
-        for samples, division in zip(self.samples, self.divisions, strict=True):
+        for samples, tree, division in zip(self.samples, self.trees, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             part = batch.select(chosen)
-            inputs = _inputs(part, division, position)
+            inputs = ComputedTokens.of(part.offsets, tree, division, position.cp)
             lengths = [piece.tokens for piece in pieces_with_padding(division, position.cp)]
+            apart = len(division.pieces) > 1 or tree.is_shared
             sequences = packed_sequences(
                 lengths,
                 rotaries,
                 dtype,
                 segmented=segmented,
-                keys=visible_keys(division, position.cp) if len(division.pieces) > 1 else None,
+                keys=visible_keys(division, position.cp, tree) if apart else None,
             )
             if experts:
                 routed = _routed(part, division, inputs, position)
-                sequences = dataclasses.replace(sequences, routed=routed)
+                sequences = replace(sequences, routed=routed)
             shift = batch.offsets[chosen] - part.offsets[:-1]
             yield _micro_batch(part, shift, inputs, division.size, sequences, position, trained=trained)
+
+
+def _packed(
+    families: Sequence[RowFamily], budget: int, *, most: int, key_share: float
+) -> list[list[RowFamily]]:
+    """Return the families, or parts of them, of each micro-batch."""
+    parts = [part for family in families for part in _fitting(family, budget, most, key_share)]
+    sizes = [_size(part, key_share) for part in parts]
+    found = pack(sizes, budget, most, [len(part.rows) for part in parts])
+    return [[parts[index] for index in one] for one in found] or [[]]
+
+
+def _fitting(family: RowFamily, budget: int, most: int, key_share: float) -> Iterator[RowFamily]:
+    """Yield parts of a family that each fit a micro-batch, or are a single row."""
+    for part in family.cut(budget, most):
+        rows = len(part.rows)
+        if rows == 1 or _size(part, key_share) <= budget:
+            yield part
+            continue
+        for half in (range(rows // 2), range(rows // 2, rows)):
+            yield from _fitting(part.part(half), budget, most, key_share)
+
+
+def _size(family: RowFamily, key_share: float) -> int:
+    """Return the tokens that take as much memory as a family."""
+    return family.tokens + ceil(key_share * (family.keys - family.tokens))
+
+
+def _filling_stages(
+    pack_into: Callable[[int], list[list[RowFamily]]],
+    families: Sequence[RowFamily],
+    budget: int,
+    position: Position,
+) -> list[list[RowFamily]]:
+    """Pack into as many micro-batches as keep the stages of a pipeline busy.
+
+    Stages wait for one micro-batch less than there are stages, with a virtual pipeline for a part of it, and
+    a family that is cut computes what its parts share again: the sum of both is the smallest.
+    """
+    stages = position.config.pipeline_model_parallel_size
+    chunks = position.config.virtual_pipeline_model_parallel_size
+    total = sum(family.tokens for family in families)
+    limits = [-(-total // (number * stages)) for number in PASSES_OF_A_STAGE]
+    best: tuple[float, list[list[RowFamily]]] | None = None
+    for limit in (*(max(1, min(limit, budget)) for limit in limits), budget):
+        packed = pack_into(limit)
+        sizes = [sum(part.tokens for part in one) for one in packed]
+        time = sum(sizes) + max(sizes) * (stages - 1) / chunks
+        if best is None or time < best[0]:
+            best = time, packed
+    assert best is not None
+    packed = best[1]
+    if chunks > 1:
+        parts = [part for one in packed for part in one]
+        places = iter(range(len(parts)))
+        numbers = [[next(places) for _ in one] for one in packed]
+        filled = fill_groups(numbers, [part.tokens for part in parts], stages)
+        packed = [[parts[place] for place in one] for one in filled]
+    return packed
 
 
 def _micro_batch(
     part: Batch,
     shift: torch.Tensor,
-    inputs: torch.Tensor,
+    inputs: ComputedTokens,
     size: int,
     sequences: PackedSequences,
     position: Position,
@@ -177,19 +259,19 @@ def _micro_batch(
     Args:
         part: the samples.
         shift: int64 [n]: where each of them begins among the replica's tokens, less where it does in `part`.
-        inputs: what `_inputs` returns.
-        size: tokens that this rank computes.
+        inputs: the tokens of `part` that this rank computes.
+        size: tokens that this rank computes, with padding.
         sequences: describes them.
         position: this rank's place.
         trained: as in `Packing.micro_batches`.
     """
     device = position.device
     tokens = torch.zeros(1, size, dtype=torch.int64)
-    tokens[0, : len(inputs)] = part.tokens[inputs]
+    tokens[0, : len(inputs.tokens)] = part.tokens[inputs.tokens]
     asked = torch.zeros_like(part.loss_mask)
-    asked[inputs + 1] = (part.loss_mask if trained else part.sampled_mask)[inputs + 1]
+    asked[inputs.row_tokens + 1] = (part.loss_mask if trained else part.sampled_mask)[inputs.row_tokens + 1]
     rows = torch.zeros(len(part.tokens), dtype=torch.int64)
-    rows[inputs + 1] = torch.arange(len(inputs))
+    rows[inputs.row_tokens + 1] = inputs.places
     place = asked.nonzero()[:, 0]
     row, target = rows[place], part.tokens[place].long()
     if not len(place):
@@ -201,7 +283,7 @@ def _micro_batch(
         targets=to_device(target, device),
         wanted=len(place),
         places=to_device(place + shift[part.sample_index[place]], device),
-        trained=_trained(dataclasses.replace(part, loss_mask=asked), position) if trained else None,
+        trained=_trained(replace(part, loss_mask=asked), position) if trained else None,
     )
 
 
@@ -210,32 +292,24 @@ def _divisor(position: Position) -> int:
     return position.config.tensor_model_parallel_size if position.sequence_parallel else 1
 
 
-def _inputs(part: Batch, division: Division, position: Position) -> torch.Tensor:
-    """Return which tokens of a micro-batch's samples this context rank computes, int64, in their order."""
-    pieces = division.pieces[position.cp]
-    table = torch.tensor([(p.sequence, p.start, p.tokens) for p in pieces], dtype=torch.int64).view(-1, 3)
-    return ranges(part.offsets[table[:, 0]] + table[:, 1], table[:, 2])
-
-
 def _trained(part: Batch, position: Position) -> TrainedTokens:
     """Return the trained tokens of this rank; others of the same samples are on its context ranks."""
     tokens = _on(trained_tokens(part), position.device)
     if position.config.context_parallel_size > 1:
-        tokens = dataclasses.replace(tokens, join=sum_over_context_ranks)
+        tokens = replace(tokens, join=sum_over_context_ranks)
     return tokens
 
 
-def _routed(part: Batch, division: Division, inputs: torch.Tensor, position: Position) -> RoutedTokens:
+def _routed(part: Batch, division: Division, inputs: ComputedTokens, position: Position) -> RoutedTokens:
     """Describe the tokens that this rank has in sequence-parallel regions."""
-    lengths, pieces = (part.lengths - 1).tolist(), division.pieces[position.cp]
-    owners = torch.tensor([*(piece.sequence for piece in pieces), len(lengths)])
-    counts = torch.tensor([*(piece.tokens for piece in pieces), division.size - len(inputs)])
     routed = routed_tokens(
-        lengths,
-        owners.repeat_interleave(counts),
+        (part.lengths - 1).tolist(),
+        part.sample_index[inputs.row_tokens],
+        inputs.places,
+        division.size,
         part.totals.samples,
         shares=part.shares,
-        experts=None if part.experts is None else part.experts[inputs],
+        experts=None if part.experts is None else part.experts[inputs.tokens],
         part=position.tp if position.sequence_parallel else 0,
         parts=_divisor(position),
     )
@@ -245,8 +319,8 @@ def _routed(part: Batch, division: Division, inputs: torch.Tensor, position: Pos
 def _on(tokens: T, device: torch.device) -> T:
     arrays = {
         field.name: to_device(value, device)
-        for field in dataclasses.fields(tokens)  # type: ignore[arg-type]
+        for field in fields(tokens)  # type: ignore[arg-type]
         if isinstance(value := getattr(tokens, field.name), torch.Tensor)
     }
-    moved: T = dataclasses.replace(tokens, **arrays)  # type: ignore[type-var, arg-type]
+    moved: T = replace(tokens, **arrays)  # type: ignore[type-var, arg-type]
     return moved

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trainer.backends.base import NOTHING_TRAINED
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig
-from trainer.megatron.forward import Runner
+from trainer.megatron.forward import MadePasses, Runner
 from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.oom_retry import OomRetry
@@ -22,13 +22,10 @@ from trainer.megatron.optimizer import Optimizer
 class MadeStep:
     """Result of an optimizer step; equal on every rank."""
 
-    vector: torch.Tensor
-    """Measurements of the passes, as `StepMeasures` makes them."""
+    passes: MadePasses
     norm: float
     skipped: str
     """Why the weights were not changed; empty if they were."""
-    micro_batches: int
-    padding_share: float
     loss_scale: float | None
     loss_scale_repeats: int | None
     warnings: tuple[str, ...]
@@ -74,7 +71,7 @@ class ModelStepper:
     def step(
         self,
         batch: Batch,
-        passes: Callable[[], tuple[torch.Tensor, int, float]],
+        passes: Callable[[], MadePasses],
         *,
         lr_scale: Callable[[torch.Tensor], float] | None,
     ) -> MadeStep:
@@ -90,16 +87,16 @@ class ModelStepper:
 
         def attempt() -> tuple[MadeStep, float]:
             self.optimizer.zero_grad()
-            (vector, micro_batches, padding_share), told = self.passes.step(self._runner, batch, passes)
+            found, told = self.passes.step(self._runner, batch, passes)
             warnings.extend(told)
             used = scale.value if scale is not None else None
-            norm, skipped = self.optimizer.step(lr_scale(vector)) if lr_scale else (0.0, NOTHING_TRAINED)
+            norm, skipped = (
+                self.optimizer.step(lr_scale(found.vector)) if lr_scale else (0.0, NOTHING_TRAINED)
+            )
             made = MadeStep(
-                vector=vector,
+                passes=found,
                 norm=norm,
                 skipped=skipped,
-                micro_batches=micro_batches,
-                padding_share=padding_share,
                 loss_scale=used,
                 loss_scale_repeats=None,
                 warnings=(),

@@ -102,7 +102,11 @@ class ReferenceBackend(Backend):
         stats = measures.stats(vector, grad_norm=grad_norm, skipped=skipped)
         computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in packed)
         return dataclasses.replace(
-            stats, micro_batches=len(packed), padding_share=1 - len(batch.tokens) / computed
+            stats,
+            micro_batches=len(packed),
+            padding_share=1 - len(batch.tokens) / computed,
+            shared_share=0.0,
+            computed_tokens=len(batch.tokens),
         )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:

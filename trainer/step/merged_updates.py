@@ -30,6 +30,7 @@ OF_EACH_TOKEN = (
 """They compare the policy at the start of the step with the engine's, once for each token."""
 JOINED: dict[str, Callable[[Any], Any]] = {
     "micro_batches": sum,
+    "computed_tokens": sum,
     "loss_scale_repeats": sum,
     "memory_peak_gb": max,
     "memory_expected_gb": max,

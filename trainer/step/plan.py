@@ -23,6 +23,7 @@ from trainer.config import AlgorithmConfig
 from trainer.data.batch_digest import BatchDigest
 from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts, rewards_of
 from trainer.data.mini_batches import MiniBatches
+from trainer.data.prefix_tree import RowFamily, find_families, together
 from trainer.data.samples import BatchSample, samples_of
 from trainer.data.turn_advantages import TurnAdvantages, digested, turn_advantages
 from trainer.functional.advantages import overlong_punishment
@@ -76,6 +77,26 @@ class StepPlan:
     """(L, K): layers and experts of each, if any sample has recorded experts."""
     turns: TurnAdvantages | None = None
     """Advantages of turns, which count instead of samples' advantages; None: no turn was scored."""
+
+    def shared_tokens(self, families: Iterable[RowFamily]) -> torch.Tensor:
+        """Return how many tokens of each row are computed with another row, int64 [N]."""
+        shared = torch.zeros_like(self.lengths)
+        for family in families:
+            shared[list(family.rows)] = torch.tensor(family.shared)
+        return shared
+
+    def families(self, *, shared: bool) -> list[RowFamily]:
+        """Return the rows that are best trained on one replica, all of one mini-batch.
+
+        Args:
+            shared: whether rows of a group are computed together, as far as they begin alike; else the rows
+                of a sample are together, and share no tokens.
+        """
+        if not shared:
+            return together((self.lengths - 1).tolist(), self.mini_batches.rows.tolist())
+        inputs = [np.concatenate([row.prompt, row.tokens])[:-1] for row in self.samples]
+        groups = zip(self.mini_batches.of_row.tolist(), self.group_index.tolist(), strict=True)
+        return find_families(inputs, list(groups))
 
     def part(self, samples: Sequence[int]) -> Batch:
         """Build the batch of some samples of the step, on the CPU.

@@ -26,14 +26,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol.host.processors import has_bfloat16, processor_name, usable_cores
 from tests.benchmarks.trainer.hugging_face import HuggingFaceStep
-from tests.benchmarks.trainer.samples import LongTail, batch_of, filled_up, padded_tokens, sorted_and_padded
+from tests.benchmarks.trainer.samples import (
+    Groups,
+    LongTail,
+    batch_of,
+    filled_up,
+    padded_tokens,
+    sorted_and_padded,
+)
 from tests.benchmarks.versions import ROOT, versions_of
 from trainer.algorithms.registry import make_algorithm
-from trainer.backends.base import Backend
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.data.packing import balance, pack
-from trainer.registry import make_backend
+from trainer.megatron.backend import MegatronBackend
 
 LEARNING_RATE = 1e-6
 TOGETHER = 8
@@ -51,6 +57,8 @@ class Job:
     shape: Mapping[str, int]
     """As in a Hugging Face configuration."""
     tail: LongTail
+    groups: Groups
+    """Samples with prompts that are computed once, or for each."""
     budget: int
     """Tokens of a micro-batch."""
 
@@ -83,6 +91,7 @@ FULL = Job(
         "vocab_size": 49152,
     },
     LongTail(samples=24, prompt=16, mean=44, longest=256),
+    Groups(prompt=64, response=64, samples=8, groups=3),
     budget=1024,
 )
 """SmolLM2-135M; lengths a sixteenth of those of `BATCHES`."""
@@ -96,6 +105,7 @@ SMOKE = Job(
         "vocab_size": 128,
     },
     LongTail(samples=16, prompt=4, mean=8, longest=24),
+    Groups(prompt=6, response=6, samples=8, groups=2),
     budget=64,
 )
 BATCHES: Mapping[str, tuple[LongTail, int]] = {
@@ -125,6 +135,7 @@ def measure(job: Job, *, dtype: str, threads: int, rounds: int) -> Measured:
     algorithm = make_algorithm(AlgorithmConfig())
     batch = batch_of(job.tail, algorithm, vocabulary=job.shape["vocab_size"])
     warm = batch.select(batch.lengths.argsort()[:4])
+    groups = job.groups.batch(algorithm, vocabulary=job.shape["vocab_size"])
     with tempfile.TemporaryDirectory() as directory:
         model_dir = Path(directory)
         make_model(job, model_dir)
@@ -139,6 +150,8 @@ def measure(job: Job, *, dtype: str, threads: int, rounds: int) -> Measured:
             "hf": lambda: theirs.step(batch),
             "ours_padded": lambda: ours.train_step(filled_up(batch, TOGETHER)),
             "logprobs": lambda: ours.logprobs(batch),
+            "rows": lambda: group_step(ours, groups, shared=False),
+            "shared": lambda: group_step(ours, groups, shared=True),
         }
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         cpu_seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -168,15 +181,22 @@ def make_model(job: Job, model_dir: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model_dir)
 
 
-def our_backend(job: Job, model_dir: Path, *, dtype: str, threads: int) -> Backend:
+def our_backend(job: Job, model_dir: Path, *, dtype: str, threads: int) -> MegatronBackend:
     """Return the Megatron backend on one rank."""
-    return make_backend(
+    return MegatronBackend(
         model_dir,
         parallel=ParallelConfig(),
         optimizer=OptimizerConfig(lr=LEARNING_RATE),
         trainer=TrainerConfig(dtype=dtype, threads=threads, micro_batch_tokens=job.budget),
         algorithm=make_algorithm(AlgorithmConfig()),
     )
+
+
+def group_step(backend: MegatronBackend, batch: Batch, *, shared: bool) -> None:
+    """Make a step that computes prompts once, or for every sample."""
+    backend._runner.shares_prefixes = shared  # as `trainer.share_prefixes` sets it, without a second model
+    backend.train_step(batch)
+    backend._runner.shares_prefixes = True
 
 
 def packing(tail: LongTail, budget: int) -> dict[str, float]:
@@ -218,6 +238,7 @@ def figures_of(
         "packed_over_padded": Figure(best["ours_padded"] / best["ours"], 1.5),
         "ours_over_hf": Figure(best["hf"] / best["ours"], 1.0),
         "logprobs_over_step": Figure(best["logprobs"] / best["ours"], 0.35, at_most=True),
+        "shared_over_rows": Figure(best["rows"] / best["shared"], 1.3),
     }
 
 

@@ -1,4 +1,4 @@
-"""Makes batches of samples with long-tailed lengths: most responses are short, a few very long."""
+"""Makes batches of samples: with long-tailed lengths, of groups with one prompt, of an agent's branches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,27 +33,100 @@ class LongTail:
 
 
 def batch_of(tail: LongTail, algorithm: Algorithm, *, vocabulary: int, seed: int = 0) -> Batch:
-    """Return a batch of random tokens, all of the current version, with random advantages."""
-    lengths, generator = torch.tensor(tail.lengths(seed)), torch.Generator().manual_seed(seed)
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    total, samples = int(offsets[-1]), len(lengths)
-    position = torch.arange(total) - offsets[:-1].repeat_interleave(lengths)
-    sampled = position >= tail.prompt
-    advantages = torch.randn(samples, generator=generator).repeat_interleave(lengths)
+    """Return a batch of random tokens, all of the current version, with random advantages.
+
+    Token 0 is not among them: it is the padding, which Hugging Face does not train.
+    """
+    lengths, generator = tail.lengths(seed), torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, vocabulary, (sum(lengths),), generator=generator)
+    masks = [torch.arange(length) >= tail.prompt for length in lengths]
+    return _batch(tokens.split(lengths), masks, 8, algorithm, vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups whose samples have one prompt, and responses of one length."""
+
+    prompt: int
+    response: int
+    """Tokens of each."""
+    samples: int
+    """Samples of a group."""
+    groups: int
+
+    def batch(self, algorithm: Algorithm, *, vocabulary: int) -> Batch:
+        """Return a batch of random tokens."""
+        length, generator = self.prompt + self.response, torch.Generator().manual_seed(0)
+        tokens = torch.randint(1, vocabulary, (self.groups, self.samples, length), generator=generator)
+        tokens[:, :, : self.prompt] = tokens[:, :1, : self.prompt]
+        sampled = torch.arange(length).expand_as(tokens) >= self.prompt
+        rows = [row for group in tokens for row in group]
+        return _batch(
+            rows, [mask for group in sampled for mask in group], self.samples, algorithm, vocabulary
+        )
+
+    def __str__(self) -> str:
+        return f"{self.prompt}/{self.response} x {self.samples}"
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """Runs of an agent, each a sample of some branches, which leave the one before at a random turn."""
+
+    prompt: int
+    turn: int
+    """Tokens of a turn, of which the model samples the second half."""
+    turns: int
+    branches: int
+    groups: int
+
+    def batch(self, algorithm: Algorithm, *, vocabulary: int) -> Batch:
+        """Return a batch of random tokens, each of which is trained in the first branch that has it."""
+        length, generator = self.prompt + self.turns * self.turn, torch.Generator().manual_seed(0)
+        in_turn = torch.arange(length) - self.prompt
+        may_train = (in_turn >= 0) & (in_turn % self.turn >= self.turn // 2)
+        rows, masks = [], []
+        for _ in range(self.groups):
+            row, left = torch.randint(1, vocabulary, (length,), generator=generator), 0
+            for branch in range(self.branches):
+                if branch:
+                    turn = int(torch.randint(self.turns // 2, self.turns, (1,), generator=generator))
+                    left = self.prompt + turn * self.turn
+                    rest = torch.randint(1, vocabulary, (length - left,), generator=generator)
+                    row = torch.cat([row[:left], rest])
+                rows.append(row)
+                masks.append(may_train & (torch.arange(length) >= left))
+        return _batch(rows, masks, self.branches, algorithm, vocabulary)
+
+    def __str__(self) -> str:
+        return f"{self.branches} branches of {self.turns} turns"
+
+
+def _batch(
+    rows: Sequence[torch.Tensor],
+    sampled: Sequence[torch.Tensor],
+    together: int,
+    algorithm: Algorithm,
+    vocabulary: int,
+) -> Batch:
+    """Return a batch of samples, of which `together` are a group."""
+    lengths, generator = torch.tensor([len(row) for row in rows]), torch.Generator().manual_seed(1)
+    mask = torch.cat(list(sampled))
+    advantages = torch.randn(len(rows), generator=generator).repeat_interleave(lengths)
     return Batch(
         step=0,
-        totals=StepTotals(samples, int(sampled.sum()), 0, fresh=True),
-        offsets=offsets,
-        tokens=torch.randint(vocabulary, (total,), generator=generator, dtype=torch.int32),
-        loss_mask=sampled,
-        sampled_mask=sampled,
-        behaviour_logprobs=torch.where(sampled, -float(np.log(vocabulary)), 0.0),
-        versions=torch.where(sampled, 0, -1).int(),
-        advantages=advantages * sampled,
-        group_index=torch.arange(samples) // 8,
-        rewards=torch.randn(samples, generator=generator),
-        weights=algorithm.sample_weights(lengths - tail.prompt),
-        measured=torch.ones(samples, dtype=torch.bool),
+        totals=StepTotals(len(rows), int(mask.sum()), 0, fresh=True),
+        offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+        tokens=torch.cat(list(rows)).int(),
+        loss_mask=mask,
+        sampled_mask=mask,
+        behaviour_logprobs=torch.where(mask, -float(np.log(vocabulary)), 0.0),
+        versions=torch.where(mask, 0, -1).int(),
+        advantages=advantages * mask,
+        group_index=torch.arange(len(rows)) // together,
+        rewards=torch.randn(len(rows), generator=generator),
+        weights=algorithm.sample_weights(torch.stack([one.sum() for one in sampled])),
+        measured=torch.ones(len(rows), dtype=torch.bool),
     )
 
 

@@ -163,11 +163,18 @@ async def test_other_ranks_hear_from_rank_0_while_it_waits_for_something_else(
     await runner.close()
 
 
-async def test_flops_are_those_of_all_epochs_of_a_batch(model_dir: Path) -> None:
+async def test_flops_of_all_epochs_leave_out_tokens_that_are_computed_once(model_dir: Path) -> None:
     async with opened(model_dir, SeenSender) as runner:
         plan, _ = await runner.train(command(0))
-        once = runner.executor.models.policy.flops(plan.lengths, plan.totals.trained_tokens)
+        policy, shared = runner.executor.models.policy, plan.shared_tokens(plan.families(shared=True))
+        rows, once = (
+            policy.flops(plan.lengths, tokens, plan.totals.trained_tokens)
+            for tokens in (torch.zeros_like(shared), shared)
+        )
+        assert rows is not None
         assert once is not None
+        assert shared.any()
+        assert once < rows
         assert [runner.flops(plan, epochs) for epochs in (1, 3)] == [once, 3 * once]
 
 

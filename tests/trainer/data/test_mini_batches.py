@@ -86,10 +86,14 @@ def test_an_epoch_has_each_mini_batch_once_in_an_order_of_its_own() -> None:
     assert plan(1).mini_batches.order(3) == (0, 0, 0)
 
 
+def _alike(lengths: torch.Tensor) -> torch.Tensor:
+    return (lengths > 0).double()
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_replicas_share_each_mini_batch_evenly(replicas: int) -> None:
     made = plan(3)
-    pieces, imbalance = made.mini_batches.divide(torch.ones(12).double(), replicas)
+    pieces, imbalance = made.mini_batches.divide(made.families(shared=False), _alike, replicas)
     assert sorted(sample for piece in pieces for sample in piece) == list(range(12))
     for number in range(3):
         chosen = made.mini_batches.of_sample == number
@@ -100,7 +104,7 @@ def test_replicas_share_each_mini_batch_evenly(replicas: int) -> None:
 
 def test_the_parts_of_replicas_have_the_samples_of_a_mini_batch() -> None:
     made = plan(3)
-    pieces, _ = made.mini_batches.divide(made.lengths.double(), 2)
+    pieces, _ = made.mini_batches.divide(made.families(shared=True), torch.Tensor.double, 2)
     totals = made.mini_batches.totals[1]
     found = [made.part(piece).select_mini_batch(1, totals) for piece in pieces]
     assert sum(len(part.rewards) for part in found) == totals.samples

@@ -32,6 +32,7 @@ from tests.trainer.megatron.models import (
     routed_batch,
     step_batch,
 )
+from tests.trainer.megatron.trees import make_tree
 from tests.trainer.weights.served.trainer_ranks import EngineRank, tensor_ranks
 from trainer.algorithms.grpo import Grpo
 from trainer.algorithms.gspo import Gspo
@@ -226,11 +227,15 @@ def _go_on(
 
 
 def _one_by_one(layout: str, models: Path) -> None:
-    """Loss, gradient and log-probabilities of packed samples are those of each sample alone."""
+    """Loss, gradient and log-probabilities of packed samples are those of each sample alone.
+
+    Tokens that samples of a group begin with are computed once.
+    """
     # A distributed optimizer leaves a rank most gradients without those of the other context ranks.
     name = one_of(layout)
     backend = make_backend(models / name, layout, use_distributed_optimizer=False)
-    batch = part_of(backend, make_batch(name, 0))
+    batch = make_tree(name, 0)
+    batch = batch.select(groups_of(backend, batch))
     packed, alone = _pass(backend, batch, samples=7), _pass(backend, batch, samples=1)
     for name, expected in alone.items():
         scale = max(1.0, expected.abs().max().item())
@@ -238,16 +243,22 @@ def _one_by_one(layout: str, models: Path) -> None:
     backend.close()
 
 
+def groups_of(backend: Backend, batch: Batch) -> torch.Tensor:
+    """The samples of this rank's replica, where groups stay together."""
+    return (batch.group_index % len(backend.replicas) == replica_of(backend)).nonzero()[:, 0]
+
+
 def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, torch.Tensor]:
     """What a forward and backward pass gives, with so many samples in a micro-batch."""
     backend._optimizer.zero_grad()
     backend._runner.micro_batch_size = samples
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
-    vector, micro_batches, _ = backend._runner.train(batch, ALGORITHM, measures)
-    assert micro_batches >= len(batch.lengths) // samples
+    found = backend._runner.train(batch, ALGORITHM, measures)
+    assert found.micro_batches >= len(batch.lengths) // samples
+    assert found.shared_share > 0.2 if samples > 1 else found.shared_share == 0
     stepped = {name: p for name, p in backend._parameters.items() if p.requires_grad}
     gradients = {name: parameter.main_grad.clone() for name, parameter in stepped.items()}
-    return {"measures": vector, "logprobs": backend.logprobs(batch), **gradients}
+    return {"measures": found.vector, "logprobs": backend.logprobs(batch), **gradients}
 
 
 def _replay(layout: str, model_dir: Path, out: Path) -> None:

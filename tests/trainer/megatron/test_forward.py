@@ -1,26 +1,31 @@
-"""Tests the shapes that a stage of the interleaved schedule expects, and every family's passes on a GPU.
+"""Tests the shapes that a stage of the interleaved schedule expects, shared tokens, and families on a GPU.
 
-test_layouts.py runs the schedule, and the families on a CPU.
+test_layouts.py runs the schedule, the families on a CPU, and shared tokens in every layout.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from tests.trainer.megatron.models import (
     ALL_MODELS,
+    BALANCE,
     OPTIMIZER,
-    make_batch,
     make_model,
     plain_logprobs,
     plain_loss,
     save_model,
 )
 from tests.trainer.megatron.ranks import ALGORITHM
+from tests.trainer.megatron.trees import make_tree, routed_tree
+from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.forward import interleaved_shapes
+from trainer.megatron.forward import MadePasses, interleaved_shapes
+from trainer.step.measures import StepMeasures
 
 SHAPES = [(size,) for size in (5, 7, 11, 13)]
 
@@ -42,6 +47,80 @@ def test_the_first_stage_has_no_activation_for_its_first_chunk_nor_the_last_a_gr
     assert sizes(is_last=True)[1] == around
 
 
+QUICK = ("qwen2", "gemma2", "gpt-oss", "deepseek-v3-dense", "phi3-longrope", "qwen3-moe")
+"""Models whose attention or experts are all that there are: plain, bounded scores, windows and sinks, latent
+attention, angles by length, losses that balance experts."""
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "recompute-full": {"recompute_granularity": "full"},
+    "recompute-selective": {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")},
+    "cut": {"micro_batch_tokens": 30},
+}
+
+
+def passes_of(
+    directory: Path, batch: Batch, share: str, adapters: LoraConfig = NO_ADAPTERS, **trainer: Any
+) -> tuple[MadePasses, dict[str, torch.Tensor]]:
+    """Results of a pass: measures, log-probabilities of policy and reference, loads of experts, gradients."""
+    backend = MegatronBackend(
+        directory,
+        parallel=ParallelConfig(),
+        optimizer=OPTIMIZER,
+        trainer=TrainerConfig(
+            **{"device": "cpu", "micro_batch_tokens": 150, "share_prefixes": share, **trainer}
+        ),
+        algorithm=ALGORITHM,
+        adapters=adapters,
+    )
+    backend.keep_reference()
+    backend._optimizer.zero_grad()
+    runner = backend._runner
+    made = runner.train(batch, ALGORITHM, StepMeasures.of_batch(batch, ALGORITHM.config))
+    found = {name: p.main_grad.clone() for name, p in backend._trained.items() if p.requires_grad}
+    found |= {"logprobs": backend.logprobs(batch), "reference": backend.reference_logprobs(batch)}
+    found |= {"measures": made.vector, "loads": runner.loads}
+    backend.close()
+    return made, found
+
+
+def assert_shared_is_rows(directory: Path, batch: Batch, **how: Any) -> None:
+    """To 1e-6 of the norm of each."""
+    rows, expected = passes_of(directory, batch, "off", **how)
+    shared, found = passes_of(directory, batch, "auto", **how)
+    assert rows.tokens == rows.row_tokens == shared.row_tokens
+    assert rows.shared_share == 0
+    assert shared.shared_share > 0.2
+    gradients = [value for name, value in expected.items() if name not in OTHERS]
+    scale = torch.nn.utils.get_total_norm(gradients)
+    for name, value in expected.items():
+        norm = value.norm() if name in OTHERS else scale
+        assert (found[name] - value).norm() <= 1e-6 * norm, name
+
+
+OTHERS = ("logprobs", "reference", "measures", "loads")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ALL_MODELS]
+)
+def test_tokens_that_are_computed_once_give_what_rows_give(name: str, tmp_path: Path) -> None:
+    assert_shared_is_rows(save_model(name, tmp_path), make_tree(name), **BALANCE.get(name, {}))
+
+
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_shared_tokens_are_computed_again_and_cut_as_others_are(way: str, tmp_path: Path) -> None:
+    assert_shared_is_rows(save_model("qwen3-tied", tmp_path), make_tree("qwen3-tied", 1), **OTHER_WAYS[way])
+
+
+def test_adapters_are_trained_on_shared_tokens(tmp_path: Path) -> None:
+    batch = make_tree("qwen2", 2)
+    assert_shared_is_rows(save_model("qwen2", tmp_path), batch, adapters=LoraConfig(rank=4, alpha=8))
+
+
+def test_shared_tokens_choose_the_recorded_experts_again(tmp_path: Path) -> None:
+    directory = save_model("qwen3-moe", tmp_path)
+    assert_shared_is_rows(directory, routed_tree("qwen3-moe"), routing_replay=True)
+
+
 HALF = [(name, "bfloat16") for name in sorted(ALL_MODELS)]
 OTHERS = [("qwen2", "float16"), ("qwen3-moe", "float16"), ("gpt-oss", "float32"), ("deepseek-v3", "float32")]
 TOLERANCE = {"bfloat16": (0.03, 0.1), "float16": (0.01, 0.05), "float32": (1e-4, 1e-3)}
@@ -53,8 +132,11 @@ TOLERANCE = {"bfloat16": (0.03, 0.1), "float16": (0.01, 0.05), "float32": (1e-4,
 def test_a_family_on_a_gpu_computes_what_transformers_does_on_a_cpu(
     name: str, dtype: str, tmp_path: Path
 ) -> None:
-    """Half precision rounds, and may pick other experts; a wrong window, cap or sink is off by tenths."""
-    batch, model = make_batch(name), make_model(name)
+    """Half precision rounds, and may pick other experts; a wrong window, cap or sink is off by tenths.
+
+    Samples begin alike, and these tokens are computed once.
+    """
+    batch, model = make_tree(name), make_model(name)
     expected, entropy = plain_logprobs(model, batch)
     plain_loss(ALGORITHM, batch, expected, entropy).backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

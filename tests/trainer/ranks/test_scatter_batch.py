@@ -33,8 +33,8 @@ def steps(directory: Path, ranks: int) -> None:
 @pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
 def test_every_rank_is_given_the_part_of_its_replica(tmp_path: Path) -> None:
     steps(tmp_path, 3)
-    # samples of 6 and 3 tokens, on two replicas and on three
-    assert (tmp_path / "imbalance").read_text() == repr([6 * 2 / 9 - 1, 6 * 2 / 9 - 1, 6 * 3 / 9 - 1])
+    # samples of 5 and 2 inputs, on two replicas and on three
+    assert (tmp_path / "imbalance").read_text() == repr([5 * 2 / 7 - 1, 5 * 2 / 7 - 1, 5 * 3 / 7 - 1])
     for rank in (1, 2):  # and by the store, where ranks on GPUs wait for commands, all comes to each
         assert (tmp_path / f"queued.{rank}").read_text().startswith("True, then wait timeout")
 

@@ -29,7 +29,15 @@ from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
 from trainer.step.plan import StepPlan
 
-NOT_OF_THE_RECIPE = ("micro_batches", "padding_share", "imbalance", "updates", "updates_skipped")
+NOT_OF_THE_RECIPE = (
+    "micro_batches",
+    "padding_share",
+    "shared_share",
+    "computed_tokens",
+    "imbalance",
+    "updates",
+    "updates_skipped",
+)
 """Statistics of how a batch is divided."""
 OF_RECORDS = ("truncated_tokens", "shaped_reward_mean")
 """Statistics of the plan that a recipe changes."""
@@ -67,6 +75,7 @@ def run_case(models: RankModels, case: Case, directory: Path, rank: int = 0) -> 
     for step, groups in enumerate(records(directory, case.branched)):
         plan, stats = leader.train(case.command(FIRST + step, groups))
         assert (stats.updates, stats.updates_skipped)[bool(stats.skipped)] == case.epochs
+        assert stats.shared_share != 0 or not models.policy.shares_prefixes
         report = flat(stats) | of_records(plan)
         reports.append({key: value for key, value in report.items() if key not in NOT_OF_THE_RECIPE})
     leader.lead(ExitCommand())

@@ -23,7 +23,7 @@ from trainer.step.token_loss import micro_batch_loss
 
 STEP, BOUND, CAP = 4, 2, 1.1
 ALGORITHM = make_algorithm(AlgorithmConfig(importance_cap=CAP, kl_coef=0.01, entropy_coef=0.01))
-PASSES = ("micro_batches", "padding_share")
+PASSES = ("micro_batches", "padding_share", "shared_share", "computed_tokens")
 """What backends say of their passes, each in its own way."""
 TOLERANCE = {"rel": 2e-5, "abs": 2e-6}
 

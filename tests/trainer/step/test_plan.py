@@ -380,7 +380,8 @@ def test_the_branches_of_a_sample_share_its_reward_its_weight_and_its_mini_batch
         assert made.totals == StepTotals(samples=2, trained_tokens=4, lag_max=2, fresh=False)
         assert (made.stats.reward_mean, made.stats.response_length_mean) == (0.5, 2.5)
         assert made.trained_counts == {7: {3: 1, 4: 3}} == {7: token_counts(BRANCHED)}
-        pieces, _ = made.mini_batches.divide(made.lengths.double(), 2)
+        families = made.families(shared=mini_batches == 1)
+        pieces, _ = made.mini_batches.divide(families, torch.Tensor.double, 2)
         assert any({0, 1} <= set(piece) for piece in pieces)
         assert sorted(row for piece in pieces for row in piece) == [0, 1, 2]
 

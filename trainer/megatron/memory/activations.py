@@ -6,6 +6,7 @@ Latent attention keeps keys of low rank and for all heads, and values in their o
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trainer.config import TrainerConfig
 from trainer.megatron.families.numbers import Architecture
 
 
@@ -78,6 +79,13 @@ EXPERT_ACTIVATIONS = (
     Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
 )
 """Activations that a layer with experts keeps, if all ranks get as many rows."""
+
+
+def key_share(a: Architecture, trainer: TrainerConfig) -> float:
+    """Return the size of a token's key and value in a layer, relative to all that the layer keeps of it."""
+    without = trainer.recompute_modules if trainer.recompute_granularity == "selective" else ()
+    kept = sum(row.elements(a) * (row.item_bytes or 2) for row in ACTIVATIONS if row.module not in without)
+    return 2 * (a.heads if a.latent else a.kv_heads) * (a.head_dim + a.value_dim) / kept
 
 
 def _heads(a: Architecture) -> int:

@@ -24,11 +24,12 @@ from trainer.megatron.convert.export import Exporter
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
-from trainer.megatron.forward import Runner
+from trainer.megatron.forward import MadePasses, Runner
 from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
+from trainer.megatron.memory.activations import key_share
 from trainer.megatron.memory.memory_plan import peak_gb
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.micro_batches import MicroBatch
@@ -44,7 +45,7 @@ from trainer.storage.host_state import HostCopies, HostState
 class ValueRunner(Runner):
     """Runs a critic over batches, in the place of log-probabilities with values."""
 
-    def train_values(self, batch: Batch, measures: ValueMeasures) -> tuple[torch.Tensor, int, float]:
+    def train_values(self, batch: Batch, measures: ValueMeasures) -> MadePasses:
         """Run forward and backward over the part, as `train` does."""
         return self._train(batch, partial(_loss, measures), measures)
 
@@ -107,7 +108,7 @@ class MegatronCritic(Critic):
         )
         if not step.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
-        stats = measures.stats(step.vector, grad_norm=step.norm, skipped=step.skipped)
+        stats = measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped)
         return dataclasses.replace(
             stats, memory_peak_gb=peak_gb(self._position.device), warnings=stats.warnings + step.warnings
         )
@@ -154,7 +155,15 @@ class MegatronCritic(Critic):
         load_checkpoint(model_dir, spec, self._parameters, self._places, position.place)
 
         wrapped = wrap_model(chunks, config, position, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32)
-        self._runner = ValueRunner(wrapped, spec, position, tokens, trainer.micro_batch_size)
+        self._runner = ValueRunner(
+            wrapped,
+            spec,
+            position,
+            tokens,
+            trainer.micro_batch_size,
+            shares_prefixes=trainer.share_prefixes == "auto",
+            key_share=key_share(spec, trainer),
+        )
         self._stepper = ModelStepper(self._runner, config, optimizer, tokens=tokens)
 
     def _trained_model(self) -> TrainedModel:

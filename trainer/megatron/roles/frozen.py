@@ -16,6 +16,7 @@ from trainer.megatron.forward import Runner
 from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
+from trainer.megatron.memory.activations import key_share
 from trainer.megatron.memory.expected import FrozenShape, frozen_layout
 from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
 from trainer.megatron.parallel import Position
@@ -47,7 +48,15 @@ class FrozenPart(FrozenModel):
         except SettingsError as error:
             raise SettingsError(f"setting {spec.role}.path: {error}") from error
         self._part = whole_part(chunks)
-        self._runner = Runner(chunks, architecture, own, trainer.micro_batch_tokens, trainer.micro_batch_size)
+        self._runner = Runner(
+            chunks,
+            architecture,
+            own,
+            trainer.micro_batch_tokens,
+            trainer.micro_batch_size,
+            shares_prefixes=trainer.share_prefixes == "auto",
+            key_share=key_share(architecture, trainer),
+        )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._evaluate(self._runner, batch)

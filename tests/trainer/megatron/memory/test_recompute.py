@@ -64,7 +64,9 @@ class Pass:
             # Outside of megatron's schedules, which would set it so, it becomes a number that these refuse.
             MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1)
             owners = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-            sequences = replace(sequences, routed=routed_tokens(lengths, owners, len(lengths)))
+            places, size = torch.arange(sum(lengths)), sum(lengths)
+            routed = routed_tokens(lengths, owners, places, size, len(lengths))
+            sequences = replace(sequences, routed=routed)
         kept: dict[int, int] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,19 @@
-"""Gathers the keys and values that a context rank sees, so that its queries can attend to them.
+"""Gathers the keys and values that queries see which have not all of theirs, so that they can attend to them.
 
-Each rank has the queries of its pieces of sequences. It gathers keys and values of all ranks and lays out the
-visible ones of each piece, so that a kernel takes pieces as it takes sequences: with more keys than queries,
-whose last keys belong to the queries. Keys and values are few compared with the queries that share them, so
-they are gathered whole; none is handed around in a ring, which would take less memory and more messages.
+These are queries of stretches behind a shared one, and of the pieces of context parallelism. A rank
+gathers keys and values of all context ranks and lays out the visible ones of each piece, so that a kernel
+takes pieces as it takes sequences: with more keys than queries, whose last keys belong to the queries. Keys
+and values are few compared with the queries that share them, so they are gathered whole; none is handed
+around in a ring, which would take less memory and more messages.
 
-Shapes: T tokens of this rank; K keys that its pieces see together; D head size.
+Shapes: C context ranks; T tokens of this rank; K keys that its pieces see together; D head size.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
+from typing import Any
+
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
@@ -18,6 +21,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from torch.autograd.function import once_differentiable
 
 from trainer.megatron.layers.attention.visible import VisibleKeys
 
@@ -37,12 +41,39 @@ def gather_visible(
     Returns:
         Keys [K, kv heads, D] and values [K, kv heads, any size].
     """
-    both = gather_from_sequence_parallel_region(
-        torch.cat([key, value], -1), group=mpu.get_context_parallel_group()
-    )
-    # Two pieces of a rank at most see a key, so its gradient does not depend on the order of adding.
-    seen = both.index_select(0, keys.tokens)
-    return seen[..., : key.size(-1)], seen[..., key.size(-1) :]
+    if mpu.get_context_parallel_world_size() > 1:
+        both = gather_from_sequence_parallel_region(
+            torch.cat([key, value], -1), group=mpu.get_context_parallel_group()
+        )
+        key, value = both.split([key.size(-1), value.size(-1)], -1)
+    return seen_rows(key, keys), seen_rows(value, keys)
+
+
+def seen_rows(rows: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
+    """Return copies of the gathered rows [C T, heads, any size] for every piece that sees them, [K, ...]."""
+    seen: torch.Tensor = _Seen.apply(rows, keys)
+    return seen
+
+
+class _Seen(torch.autograd.Function):
+    """Copies of rows, whose gradients are added up in float32 or wider, always in the same order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
+        ctx.keys, ctx.rows = keys, len(rows)
+        return rows.index_select(0, keys.tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        for rows, copies in ctx.keys.copies:
+            found = gradient.index_select(0, copies.flatten())
+            if copies.size(1) > 1:
+                found = found.unflatten(0, copies.shape).sum(1, dtype=exact).to(gradient.dtype)
+            total.index_copy_(0, rows, found)
+        return total, None
 
 
 def spread_queries(query: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:

@@ -1,18 +1,19 @@
 """Describes the sequences of a micro-batch, which lie one after the other without padding.
 
-With context parallelism these are the pieces of sequences that this rank has.
+These are stretches of sequences where several have the tokens before them in common, and with context
+parallelism the pieces that this rank has.
 
 Shapes: T tokens of S sequences.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from trainer.megatron.layers.attention.rotary import Angles, Rotary
 from trainer.megatron.layers.attention.segmented import AttentionSegment, segments_of
-from trainer.megatron.layers.attention.visible import VisibleKeys
+from trainer.megatron.layers.attention.visible import VisibleKeys, to_device
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 
@@ -35,8 +36,8 @@ class PackedSequences:
     routed: RoutedTokens | None = None
     """What routers have to know of the tokens; None where no layer has experts."""
     keys: VisibleKeys | None = None
-    """With context parallelism: the keys that this rank's pieces of sequences see. None: each sequence has as
-    many keys as queries, its own."""
+    """The keys that sequences see, if they are stretches or pieces of longer ones. None: each has as many
+    keys as queries, its own."""
     qkv_format: str = "thd"
     """megatron's name of the packed format: it drops the dimension of the batch before attention."""
 
@@ -82,19 +83,5 @@ def packed_sequences(
         to_device(offsets.int(), device),
         tuple(rotary.angles(places, samples, dtype) for rotary in rotaries),
         segments_of(seen.tolist(), device) if segmented else (),
-        keys=None if keys is None else _to_device(keys, device),
-    )
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to a device without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _to_device(keys: VisibleKeys, device: torch.device) -> VisibleKeys:
-    return replace(
-        keys,
-        tokens=to_device(keys.tokens, device),
-        offsets=to_device(keys.offsets, device),
-        queries=to_device(keys.queries, device),
+        keys=None if keys is None else keys.to(device),
     )

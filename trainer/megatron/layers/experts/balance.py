@@ -43,9 +43,9 @@ def tokens_by_sample(chosen: torch.Tensor, experts: int, tokens: RoutedTokens) -
     Returns:
         float32 [S, E].
     """
-    places = (tokens.samples[:, None] * experts + chosen).flatten()
-    counts = torch.zeros((len(tokens) + 1) * experts, device=chosen.device)
-    return counts.scatter_add_(0, places, torch.ones_like(places, dtype=counts.dtype)).view(-1, experts)[:-1]
+    places = (tokens.rows[:, None] * experts + chosen[tokens.places]).flatten()
+    counts = torch.zeros(len(tokens) * experts, device=chosen.device)
+    return counts.scatter_add_(0, places, torch.ones_like(places, dtype=counts.dtype)).view(-1, experts)
 
 
 def auxiliary_loss(
@@ -71,9 +71,9 @@ def auxiliary_loss(
     """
     if group is not None:
         dist.all_reduce(counts, group=group)
-    shares = counts / (tokens.lengths[:-1, None] * per_token)
-    slopes = torch.nn.functional.pad(shares * counts.size(1), (0, 0, 0, 1)) * tokens.weights[:, None]
-    return (scores * slopes[tokens.samples]).sum()
+    shares = counts / (tokens.lengths[:, None] * per_token)
+    slopes = shares * counts.size(1) * tokens.weights[:, None]
+    return (scores[tokens.places] * slopes[tokens.rows]).sum()
 
 
 def z_loss(logits: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
@@ -82,7 +82,8 @@ def z_loss(logits: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
     ST-MoE, arXiv 2202.08906, equation 5; the mean is over the samples of the step, of means over their
     tokens.
     """
-    return (torch.logsumexp(logits, -1).square() * tokens.weights[tokens.samples]).sum()
+    squares = torch.logsumexp(logits, -1).square()
+    return (squares[tokens.places] * tokens.weights[tokens.rows]).sum()
 
 
 def updated_bias(bias: torch.Tensor, loads: torch.Tensor, rate: float) -> torch.Tensor:

@@ -28,8 +28,9 @@ from trainer.megatron.layers.experts.tokens import routed_tokens
 MODEL = "qwen3-moe"
 CHOSEN = torch.tensor([[0, 1], [0, 2], [1, 0], [2, 2]])
 """Two samples of two tokens and one, and one token of padding."""
-OWNERS = torch.tensor([0, 0, 1, 2])
-TOKENS = routed_tokens([2, 1], OWNERS, samples=4)
+PLACES = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2])
+"""Row of each token, and which token that is."""
+TOKENS = routed_tokens([2, 1], *PLACES, 4, samples=4)
 SCORES = torch.tensor([[0.5, 0.25, 0.25], [0.75, 0.125, 0.125], [0.25, 0.5, 0.25], [0.0, 0.0, 1.0]])
 
 
@@ -47,11 +48,11 @@ def test_the_auxiliary_loss_is_the_mean_over_the_samples_of_the_step() -> None:
 
 def test_the_losses_of_parts_add_up_to_that_of_the_whole() -> None:
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    halves = [routed_tokens([2, 1], OWNERS, samples=4, part=part, parts=2) for part in range(2)]
+    halves = [routed_tokens([2, 1], *PLACES, 4, samples=4, part=part, parts=2) for part in range(2)]
     parts = [z_loss(logits[2 * part : 2 * part + 2], half) for part, half in enumerate(halves)]
     by_hand = logits.logsumexp(-1).square() * torch.tensor([1 / 8, 1 / 8, 1 / 4, 0])
     assert float(sum(parts)) == pytest.approx(float(by_hand.sum()))
-    assert [half.samples.tolist() for half in halves] == [[0, 0], [1, 2]]
+    assert [(half.rows.tolist(), half.places.tolist()) for half in halves] == [([0, 0], [0, 1]), ([1], [0])]
 
 
 def branched(copies: int) -> Batch:
@@ -78,10 +79,22 @@ def test_a_sample_counts_once_however_many_rows_it_has(tmp_path: Path, trainer: 
         plain = PlainTrainer(MODEL, ALGORITHM).step(branched(copies))
         assert stats.grad_norm == pytest.approx(plain["grad_norm"], rel=1e-5)
     # equal rows alone change nothing
-    expected = torch.tensor([1 / 8, 1 / 8, 0])
-    one, two = (routed_tokens([2] * k, torch.tensor([0]), 4, shares=torch.ones(k) / k) for k in (1, 2))
-    torch.testing.assert_close(one.weights, expected[1:])
-    torch.testing.assert_close(two.weights, expected / torch.tensor([2, 2, 1]))
+    one, two = (
+        routed_tokens([2] * k, *torch.zeros(2, 1).long(), 1, 4, shares=torch.ones(k) / k) for k in (1, 2)
+    )
+    assert (one.weights.tolist(), two.weights.tolist()) == ([1 / 8], [1 / 16, 1 / 16])
+
+
+def test_a_token_of_two_rows_counts_as_two() -> None:
+    twice = routed_tokens([2, 1], torch.tensor([0, 0, 1]), torch.tensor([0, 1, 0]), 2, samples=4)
+    apart = routed_tokens([2, 1], torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2]), 3, samples=4)
+    again = torch.tensor([0, 1, 0])
+    logits = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    counts = tokens_by_sample(CHOSEN[:2], 3, twice)
+    assert torch.equal(counts, tokens_by_sample(CHOSEN[again], 3, apart))
+    torch.testing.assert_close(z_loss(logits, twice), z_loss(logits[again], apart))
+    found = auxiliary_loss(SCORES[:2], counts, twice, 2, None)
+    torch.testing.assert_close(found, auxiliary_loss(SCORES[again], counts, apart, 2, None))
 
 
 def test_biases_move_towards_an_even_spread() -> None:
