@@ -71,7 +71,8 @@ class SliceSums:
         strips = _strips_of(tensor, shape, box)
         if copy is not None and (strips is None or not _takes_words(copy, tensor)):
             copy.copy_(tensor)
-            tensor, copy, strips = copy, None, _strips_of(copy, shape, box)
+            tensor, strips = copy, _strips_of(copy, shape, box)
+            copy = None
         if strips is None:
             for row, column, words in _rows(tensor, shape, box):
                 self.total[first + row : first + row + len(words)] += _row_sums(words, column)
