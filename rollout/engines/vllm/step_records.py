@@ -83,10 +83,10 @@ class SampledTokens:
             for record in list(self._running.values()):
                 record.marks.append((len(record.tokens), version))
         # 40 us for 512 requests, in the process that limits small models; a batch may be padded
-        for record, row, logprob in zip(map(self._running.get, request_ids), tokens, logprobs, strict=False):
-            if row and record is not None:
-                record.tokens.append(row[0])
-                record.logprobs.append(logprob)
+        for found, row, logprob in zip(map(self._running.get, request_ids), tokens, logprobs, strict=False):
+            if row and found is not None:
+                found.tokens.append(row[0])
+                found.logprobs.append(logprob)
 
     def pop(self, number: str) -> Packed | None:
         """Return and forget what was recorded of a request.

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from rollout.engines.base import EngineConfig, Request
@@ -166,7 +165,6 @@ async def bare_sglang(config: EngineConfig, model_dir: Path) -> AsyncIterator[Ge
                 env=environment,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
             )
         try:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -190,9 +188,19 @@ async def bare_sglang(config: EngineConfig, model_dir: Path) -> AsyncIterator[Ge
 
                 yield generate
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process.pid)
             await process.wait()
+
+
+def _end(pid: int) -> None:
+    """Kill a process, if it is there, and all that it has started."""
+    parts = []
+    with suppress(psutil.NoSuchProcess):
+        server = psutil.Process(pid)
+        parts = [*server.children(recursive=True), server]
+    for part in parts:
+        with suppress(psutil.NoSuchProcess):
+            part.kill()
 
 
 def _bare_command(config: EngineConfig, model_dir: Path, port: int) -> list[str]:

@@ -56,7 +56,8 @@ def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def run_way(way: str, passed: list[str], facts: dict[str, Any], end: float, out: Path) -> None:
     """Measure one engine, and write each rate as it comes."""
-    rates = facts["ways"][way] = []
+    rates: list[dict[str, Any]] = []
+    facts["ways"][way] = rates
     command = [sys.executable, "-m", "tests.benchmarks.generation.session", "--way", way, *passed]
     print(f"bench-generation: {way} ...", file=sys.stderr, flush=True)
     with Lines(command, dict(os.environ)) as lines:
