@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import os
 
 import pytest
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out := without_enough_gpus(items, config.option.markexpr):
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of later collections of garbage, of which pytest makes some at the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -95,7 +95,7 @@ def become(order: Order) -> None:
     os.environ.update(order.environ)
     show(["-m", *order.words], order.environ)
     os.chdir(order.directory)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
     sys.stdout = sys.__stdout__ = output(1, "strict")
     sys.stderr = sys.__stderr__ = output(2, "backslashreplace")
     if order.module.split(".")[0] == "services":
@@ -129,8 +129,9 @@ def fork_server() -> socket.socket:
 
 def output(number: int, errors: str) -> io.TextIOWrapper:
     """A text stream that writes what it is given at once, as with PYTHONUNBUFFERED."""
-    raw = open(number, "wb", buffering=0, closefd=False)
-    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, write_through=True)
+    return io.TextIOWrapper(
+        io.FileIO(number, "w", closefd=False), encoding="utf-8", errors=errors, write_through=True
+    )
 
 
 def show(words: list[str], environ: dict[str, str]) -> None:
