@@ -1,12 +1,14 @@
 """Starts `python -m MODULE` as `subprocess` does, in a fork of `tests.warm.server` where that is the same."""
 
 import atexit
+import ctypes
 import os
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ RANK_VARIABLES = (
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )  # fmt: skip
 """What torchrun sets for a rank."""
+PR_GET_CHILD_SUBREAPER = 37
 ROOM = "ROOM_FOR_VARIABLES"
 """A variable of the server, in whose place /proc shows the variables of a fork."""
 ROOM_BYTES = 16 << 10
@@ -119,9 +122,18 @@ def fork(order: Order, descriptors: list[int]) -> int:
     with ours.lock:
         server = ours.orders or start_server()
         streams = [standard if given < 0 else given for standard, given in enumerate(descriptors)]
-        with adopting_orphans():
+        with adopting_here():
             socket.send_fds(server, [msgspec.msgpack.encode(order)], streams)
             return int(read_line(server))
+
+
+@contextmanager
+def adopting_here() -> Iterator[None]:
+    """Adopt orphans in the block, and after it if this process did before."""
+    before = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    with nullcontext() if before.value else adopting_orphans():
+        yield
 
 
 def read_line(server: socket.socket) -> bytes:
@@ -140,10 +152,21 @@ def server_variables() -> dict[str, str]:
     return ours.variables or {**own, "HF_HUB_OFFLINE": "1"}
 
 
-def start_server() -> socket.socket:
-    """Start the server of this process, and wait for its imports."""
+@contextmanager
+def forking(forks: bool = True) -> Iterator[None]:
+    """Have asyncio start processes in the block by `WarmPopen`, if `forks`."""
+    if forks:
+        subprocess.Popen = WarmPopen  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = _exec  # type: ignore[misc]
+
+
+def start_server(variables: dict[str, str] | None = None) -> socket.socket:
+    """Start the server of this process, with these variables, and wait for its imports."""
     mine, its = socket.socketpair()
-    variables = server_variables()
+    variables = variables or server_variables()
     words = [sys.executable, "-m", "tests.warm.server", str(its.fileno()), "." * ROOM_BYTES]
     ours.process = _exec(words, cwd=ROOT, env={**variables, ROOM: "." * ROOM_BYTES}, pass_fds=[its.fileno()])
     its.close()
@@ -159,6 +182,7 @@ def end_server() -> None:
     if ours.orders is not None and ours.process is not None:
         ours.orders.close()
         ours.process.wait()
+        ours.orders = ours.process = ours.variables = None
 
 
 def use_server(server: socket.socket, variables: dict[str, str]) -> None:
