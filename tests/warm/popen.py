@@ -22,7 +22,15 @@ FORKED = ("services.", "torch.distributed.run")
 """How the names of modules begin that are run in a fork."""
 STARTERS = ("services.cli", "torch.distributed.run")
 """Modules that start such processes in turn."""
-OWN_VARIABLES = ("TETHER_", "PYTHONUNBUFFERED", "PYTHONSAFEPATH", "PYTHONPATH", "TORCHELASTIC_", "PYTEST_")
+OWN_VARIABLES = (
+    "TETHER_",
+    "PYTHONUNBUFFERED",
+    "PYTHONSAFEPATH",
+    "PYTHONPATH",
+    "TORCHELASTIC_",
+    "PYTEST_",
+    "TOKENIZERS_PARALLELISM",
+)
 """How the names of variables begin that no library reads as it is imported."""
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE",
