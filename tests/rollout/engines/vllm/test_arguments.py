@@ -11,6 +11,8 @@ from rollout.engines.contract.models import tiny_model
 from rollout.engines.vllm.arguments import CHANGEABLE, REFUSED, argument_names
 from rollout.engines.vllm.launch import engine_arguments
 
+pytestmark = pytest.mark.xdist_group("vllm-recompute")  # the process in which the contract imports vLLM
+
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:

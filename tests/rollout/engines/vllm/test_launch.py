@@ -13,6 +13,8 @@ from rollout.engines.contract.models import tiny_model
 from rollout.engines.vllm.imports import set_environment
 from rollout.engines.vllm.launch import check_model, engine_arguments, launch, sampling_parameters
 
+pytestmark = pytest.mark.xdist_group("vllm-recompute")  # the process in which the contract imports vLLM
+
 
 def test_sampling_is_not_changed_behind_the_trainers_back(tmp_path: Path) -> None:
     from vllm import SamplingParams  # seconds of each process that collects this file
