@@ -18,7 +18,7 @@ from services import cli
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
 from tests.integration.loop import ROOT
-from tests.warm.popen import WarmPopen
+from tests.warm.popen import WarmPopen, forking
 
 T = TypeVar("T")
 POLL_S = 0.02
@@ -53,7 +53,7 @@ def tether(*arguments: str, seconds: float = 300, **variables: str) -> subproces
 
 def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end in this process, which has imported what it needs: for commands that start no
-    process, or are refused."""
+    service, or are refused."""
     words = [str(argument) for argument in arguments]
     arguments_before, variables_before = sys.argv, dict(os.environ)
     root = logging.getLogger()
@@ -63,7 +63,7 @@ def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedPro
     os.environ.clear()
     os.environ.update(environment(**variables))
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), forking():
             cli.main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0

@@ -42,6 +42,8 @@ ROOM = "ROOM_FOR_VARIABLES"
 """A variable of the server, in whose place /proc shows the variables of a fork."""
 ROOM_BYTES = 16 << 10
 """Size of that, and of an argument in whose place the command line is."""
+ANSWER_S = 600.0
+"""Limit of the server's imports, and of a fork."""
 
 _exec = subprocess.Popen
 """The class of the standard library."""
@@ -132,7 +134,7 @@ def fork(order: Order, descriptors: list[int]) -> int:
         streams = [standard if given < 0 else given for standard, given in enumerate(descriptors)]
         with adopting_here():
             socket.send_fds(server, [msgspec.msgpack.encode(order)], streams)
-            return int(read_line(server))
+            return int(answer_of(server))
 
 
 @contextmanager
@@ -144,14 +146,12 @@ def adopting_here() -> Iterator[None]:
         yield
 
 
-def read_line(server: socket.socket) -> bytes:
-    """Read to the end of a line, which is all that the server writes."""
-    line = b""
-    while not line.endswith(b"\n"):
-        if not (more := server.recv(64)):
-            raise ChildProcessError("the server of warm processes has died; its output is above")
-        line += more
-    return line
+def answer_of(server: socket.socket) -> bytes:
+    """Return the next message of the server."""
+    answer = server.recv(64)
+    if not answer:
+        raise ChildProcessError("the server of warm processes has died; its output is above")
+    return answer
 
 
 def server_variables() -> dict[str, str]:
@@ -173,13 +173,13 @@ def forking(forks: bool = True) -> Iterator[None]:
 
 def start_server(variables: dict[str, str] | None = None) -> socket.socket:
     """Start the server of this process, with these variables, and wait for its imports."""
-    mine, its = socket.socketpair()
+    mine, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    mine.settimeout(ANSWER_S)
     variables = variables or server_variables()
     words = [sys.executable, "-m", "tests.warm.server", str(its.fileno()), "." * ROOM_BYTES]
     ours.process = _exec(words, cwd=ROOT, env={**variables, ROOM: "." * ROOM_BYTES}, pass_fds=[its.fileno()])
     its.close()
-    if read_line(mine) != b"ready\n":
-        raise ChildProcessError("the server of warm processes says something else")
+    answer_of(mine)
     use_server(mine, variables)
     atexit.register(end_server)
     return mine

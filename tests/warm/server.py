@@ -42,7 +42,7 @@ def main() -> None:
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a fork of {len(threads)} threads has one of them"
     gc.freeze()  # so that collections in a fork copy none of this process's pages
-    server.sendall(b"ready\n")
+    server.send(b"ready")
     if order := serve(server):
         become(order)
 
@@ -63,7 +63,7 @@ def serve(server: socket.socket) -> Order | None:
             os.read(adopted, 1)
             if os.getppid() != order.parent:
                 os._exit(1)
-            server.sendall(b"%d\n" % os.getpid())
+            server.send(b"%d" % os.getpid())
             server.detach()
             take_descriptors(descriptors)
             return order
@@ -111,7 +111,8 @@ def become(order: Order) -> None:
 
 def fork_server() -> socket.socket:
     """Fork a server for the processes that this one will start, which ends with it; return its other end."""
-    mine, its = socket.socketpair()
+    mine, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    mine.settimeout(popen.ANSWER_S)
     parent = os.getpid()
     if os.fork():
         its.close()
