@@ -20,7 +20,7 @@ from protocol.host.parent_death import adopting_orphans
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = ("services.", "torch.distributed.run")
 """How the names of modules begin that are run in a fork."""
-STARTERS = ("services.cli", "torch.distributed.run")
+STARTERS = ("services.cli", "services.trainer", "torch.distributed.run")
 """Modules that start such processes in turn."""
 OWN_VARIABLES = (
     "TETHER_",

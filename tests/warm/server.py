@@ -89,7 +89,7 @@ def become(order: Order) -> None:
         die_with_parent(signal.SIGTERM)
         if os.getppid() != order.parent:
             os._exit(1)
-    if order.module in popen.STARTERS:
+    if order.module in popen.STARTERS and "RANK" not in order.environ:
         popen.use_server(fork_server(), popen.server_variables())
     os.environ.clear()
     os.environ.update(order.environ)
