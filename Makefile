@@ -73,8 +73,8 @@ demo-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m services.cli up deploy/configs/demo.toml --run-dir runs/demo-gpu
 	$(GPU_PYTHON) -m services.cli verify runs/demo-gpu
 
-# checks run beside the tests
-test: setup
+# checks run beside the tests, and while SGLang's environment is made
+test: $(VENV)/.ready
 	$(MAKE) --jobs 2 check pytest
 
 pytest: setup

@@ -21,9 +21,11 @@ elif ! command -v nvidia-smi >/dev/null; then
   echo "nvidia-smi was not found: a driver for CUDA 13 is needed to run on the GPU" >&2
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+# pip would compile modules one after the other
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 "${pip[@]}" --upgrade pip
 # Where PyPI's torch is a CUDA build, PIP_EXTRA_INDEX_URL may name PyTorch's CPU index: it saves gigabytes.
 [ "$kind" != cpu ] || "${pip[@]}" torch==2.13.0
 "${pip[@]}" --no-deps -r "$here/deploy/locks/$kind.txt"
 "${pip[@]}" --no-deps --no-build-isolation --editable "$here"
+"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true # some packages have templates that are no Python

@@ -1,6 +1,8 @@
 """Settings of all tests."""
 
+import gc
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,12 +28,23 @@ settings.load_profile("tether")
 raise_fd_limit()
 take_one_gpu(os.environ)
 
+TESTS = Path(__file__).parent
+WHOLE_RUNS = ("integration", "trials", "docs")
+"""Folders of tests that take long, and come first: the quick ones at the end keep all processes at work."""
+
 
 @pytest.hookimpl(trylast=True)  # what `-m` leaves out is gone then
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if left_out := without_enough_gpus(items, config.option.markexpr):
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in WHOLE_RUNS)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of later collections of garbage, of which pytest makes some at the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,12 +1,11 @@
 """Tests that every engine must pass behind the endpoint of sessions, with the official clients."""
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 import torch
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from rollout.config import EnvironmentConfig
@@ -21,6 +20,9 @@ from rollout.sessions.session import Session
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import served
 
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+
 USER: Any = {"role": "user", "content": "abc the"}
 MORE: Any = {"role": "user", "content": "more"}
 NEARLY_EQUAL = 0.05
@@ -30,6 +32,8 @@ FUNCTION: Any = {"name": "add", "description": "", "parameters": {"type": "objec
 
 class SessionContract:
     async def test_sessions_record_what_clients_of_every_api_cause(self, bench: Bench) -> None:
+        from anthropic import AsyncAnthropic  # seconds of each process that collects this file
+
         version = (await bench.serve("A")).version
         text = renderer("tool use")
         sampling = Sampling(max_tokens=8, stop_token_ids=text.stop_token_ids)
@@ -106,7 +110,7 @@ async def responds(client: AsyncOpenAI) -> None:
     assert last.response.previous_response_id == first.id
 
 
-async def speaks(client: AsyncAnthropic) -> None:
+async def speaks(client: "AsyncAnthropic") -> None:
     """Two turns of messages, one of them streamed."""
     tools: Any = [{"name": "add", "input_schema": {"type": "object"}}]
     first = await client.messages.create(model="m", max_tokens=6, messages=[USER], tools=tools)

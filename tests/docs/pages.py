@@ -10,6 +10,9 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
+WITHOUT_SPARES = {"TETHER_SERVICES__SPARES": "false"}
+"""No page kills a service, and its spare would import as much as it has."""
+
 
 def blocks(page: str) -> Iterator[tuple[str, str, str]]:
     """Yield language, file name and text of each block of a page."""
@@ -19,7 +22,7 @@ def blocks(page: str) -> Iterator[tuple[str, str, str]]:
 
 def follow(page: str, place: Path) -> str:
     """Write the files and type the commands of a page in a directory; return what was printed."""
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environ = {**os.environ, **WITHOUT_SPARES, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     printed = ""
     for language, name, text in blocks(page):
         if name:

@@ -18,6 +18,7 @@ from services import cli
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
 from tests.integration.loop import ROOT
+from tests.warm.popen import WarmPopen, forking
 
 T = TypeVar("T")
 POLL_S = 0.02
@@ -33,15 +34,26 @@ def environment(**extra: str) -> dict[str, str]:
 
 def tether(*arguments: str, seconds: float = 300, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
-        cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=seconds, check=False,
-    )  # fmt: skip
+    words = [sys.executable, "-m", "services.cli", *arguments]
+    with WarmPopen(
+        words,
+        cwd=ROOT,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
 def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end in this process, which has imported what it needs: for commands that start no
-    process, or are refused."""
+    service, or are refused."""
     words = [str(argument) for argument in arguments]
     arguments_before, variables_before = sys.argv, dict(os.environ)
     root = logging.getLogger()
@@ -51,7 +63,7 @@ def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedPro
     os.environ.clear()
     os.environ.update(environment(**variables))
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), forking():
             cli.main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0
@@ -71,7 +83,7 @@ def tether_up(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """`tether up` in the background; ended by its pid if the block fails."""
     with output.open("wb") as out:
-        process = subprocess.Popen(
+        process = WarmPopen(
             [sys.executable, "-m", "services.cli", "up", *arguments],
             cwd=ROOT,
             env=environment(**variables),

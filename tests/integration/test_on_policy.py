@@ -89,7 +89,8 @@ def under(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], batch: Ba
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
-        pytest.param("vllm", NO_ADAPTERS, id="whole"),
+        # the process in which the contract imports vLLM
+        pytest.param("vllm", NO_ADAPTERS, id="whole", marks=pytest.mark.xdist_group("vllm-recompute")),
         pytest.param("vllm", LoraConfig(rank=8), id="lora", marks=pytest.mark.slow),
         pytest.param("megatron", NO_ADAPTERS, id="megatron"),
         pytest.param(

@@ -19,6 +19,7 @@ from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
 from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
+from tests.warm.popen import forking
 
 STEPS = 1_000_000
 LIMIT_S = 600.0
@@ -57,7 +58,7 @@ class Machine:
 
     @asynccontextmanager
     async def _started(self, service: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-        with (self.directory / f"{name}.log").open("wb") as log:
+        with (self.directory / f"{name}.log").open("wb") as log, forking():
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", f"services.{service}", stdout=log, stderr=log, cwd=ROOT,
                 env=environment(**self.variables, TETHER_INSTANCE=name),

@@ -21,6 +21,7 @@ from services.settings.sections import Settings
 from tests.integration.command import environment
 from tests.integration.gate import Gate, Spot, When, gate_to
 from tests.integration.loop import ROOT, settings_for
+from tests.warm.popen import forking
 
 SERVICES = {Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.ROLLOUT: rollout.serve}
 OVERRIDES = (
@@ -51,7 +52,7 @@ class Place:
             "TETHER_REDIS_URL": self.gate.url if gated else self.settings.ledger.url,
             "TETHER_INSTANCE": f"trainer.{len(self.trainers)}",
         }
-        with self.log(len(self.trainers)).open("wb") as log:
+        with self.log(len(self.trainers)).open("wb") as log, forking():
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",

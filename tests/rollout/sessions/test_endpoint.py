@@ -4,13 +4,11 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from protocol.errors import SettingsError
@@ -25,6 +23,9 @@ from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.session import SessionLimits
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import HELLO, USER, served, thinks
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 
@@ -291,7 +292,9 @@ async def test_a_taken_port_is_named() -> None:
             await SessionEndpoint(EnvironmentConfig(port=port, ports=1)).start()
 
 
-def anthropic_client(endpoint: SessionEndpoint, key: str) -> AsyncAnthropic:
+def anthropic_client(endpoint: SessionEndpoint, key: str) -> "AsyncAnthropic":
+    from anthropic import AsyncAnthropic  # seconds of each process that collects this file
+
     return AsyncAnthropic(base_url=endpoint.url(key).removesuffix("/v1"), api_key=key)
 
 
@@ -337,6 +340,8 @@ async def test_tools_of_messages_are_called_and_answered() -> None:
 
 
 async def test_a_refusal_of_messages_is_the_clients_own_exception() -> None:
+    from anthropic import APIStatusError, BadRequestError
+
     async with served() as (_, session, endpoint, key), anthropic_client(endpoint, key) as client:
         asked: Any = {"model": "m", "max_tokens": 5, "messages": [USER]}
         for fields, why in (
@@ -348,10 +353,10 @@ async def test_a_refusal_of_messages_is_the_clients_own_exception() -> None:
             ({"tool_choice": {"type": "any"}}, "tool_choice = 'any'"),
             ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "parallel"),
         ):
-            with pytest.raises(anthropic.BadRequestError, match=why):
+            with pytest.raises(BadRequestError, match=why):
                 await client.messages.create(**{**asked, **fields})
         endpoint.end(key, "the episode is over")
-        with pytest.raises(anthropic.APIStatusError, match="the episode is over"):
+        with pytest.raises(APIStatusError, match="the episode is over"):
             await client.messages.create(**asked)
         assert session.tree.calls == []
 

@@ -23,6 +23,7 @@ from tests.integration.loop import ROOT
 from tests.trials.chaos.place import Place
 from tests.trials.chaos.proxy import Proxy, Weather
 from tests.trials.chaos.schedule import LINKS
+from tests.warm import popen
 
 POLL_S = 0.1
 PR_SET_CHILD_SUBREAPER = 36
@@ -33,8 +34,11 @@ START_UP = "import sys; sys.executable = sys.argv.pop(1); from services.cli impo
 class Scene:
     """A run in progress."""
 
-    def __init__(self, place: Place, seed: int, overrides: Sequence[str] = ()) -> None:
-        self.place, self.overrides = place, overrides
+    def __init__(
+        self, place: Place, seed: int, overrides: Sequence[str] = (), *, is_forked: bool = False
+    ) -> None:
+        """Begin without processes; if `is_forked`, services start in a moment, and have no clock to set."""
+        self.place, self.overrides, self.is_forked = place, overrides, is_forked
         self.run = f"chaos-{seed}-{os.getpid()}"
         self.links = {name: Weather(random.Random(f"{seed} {name}")) for name in LINKS}
         self.host = "127.{}.{}.{}".format(*(random.randrange(1, 255) for _ in range(3)))
@@ -78,6 +82,8 @@ class Scene:
         adopt_orphans()
         url = urlsplit(await self.redis.start())
         proxy = self._proxies[self.redis.url] = Proxy(self.links["ledger"], ("127.0.0.1", url.port or 0))
+        if self.is_forked:
+            await asyncio.to_thread(popen.start_server, environment(**self.place.variables()))
         self._url = url._replace(
             netloc=f":{url.password}@{self.host}:{await proxy.start(self.host)}"
         ).geturl()
@@ -87,6 +93,7 @@ class Scene:
         """Stop the proxies and Redis."""
         for proxy in self._proxies.values():
             proxy.close()
+        popen.end_server()
         await self.redis.stop()
 
     async def keep_redis_loop(self) -> None:
@@ -118,13 +125,13 @@ class Scene:
         words = ["up", str(config), "--run-dir", str(self.place.run_dir), "--set", f"run.name={self.run}"]
         for override in (f"bus.advertise={self.host}", *self.overrides):
             words += ["--set", override]
+        program = ("-m", "services.cli") if self.is_forked else ("-c", START_UP, str(self._python))
         while True:
             self.up_starts += 1
             self._up_settled = False
-            with (self.place.root / "up.log").open("ab") as out:
+            with (self.place.root / "up.log").open("ab") as out, popen.forking(self.is_forked):
                 self.up = await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", START_UP, str(self._python), *words, cwd=ROOT, stdout=out,
-                    stderr=out,
+                    sys.executable, *program, *words, cwd=ROOT, stdout=out, stderr=out,
                     env=environment(**self.place.variables(), TETHER_REDIS_URL=self._url),
                     preexec_fn=die_with_parent,
                 )  # fmt: skip
@@ -142,10 +149,10 @@ def adopt_orphans() -> None:
 
 @asynccontextmanager
 async def started(
-    place: Place, seed: int, overrides: Sequence[str] = ()
+    place: Place, seed: int, overrides: Sequence[str] = (), *, is_forked: bool = False
 ) -> AsyncIterator[tuple[Scene, RedisLedger, "asyncio.Task[int]"]]:
     """Start a run; yields it, a ledger, and the task that returns the exit code of `tether up`."""
-    scene = Scene(place, seed, overrides)
+    scene = Scene(place, seed, overrides, is_forked=is_forked)
     ledger = await scene.start()
     try:
         async with asyncio.TaskGroup() as tasks:

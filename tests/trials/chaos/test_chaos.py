@@ -36,7 +36,7 @@ def chaos(seed: int, minutes: float, *words: str) -> None:
 
 @pytest.mark.timeout(1800)
 def test_a_run_keeps_its_promises_under_half_a_minute_of_faults() -> None:
-    chaos(1, 0.5, "--scripted")
+    chaos(1, 0.5, "--scripted", "--forked")
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from vllm.engine.arg_utils import AsyncEngineArgs
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
@@ -12,17 +11,25 @@ from rollout.engines.contract.models import tiny_model
 from rollout.engines.vllm.arguments import CHANGEABLE, REFUSED, argument_names
 from rollout.engines.vllm.launch import engine_arguments
 
-KNOWN = {field.name for field in fields(AsyncEngineArgs)}
+pytestmark = pytest.mark.xdist_group("vllm-recompute")  # the process in which the contract imports vLLM
 
 
-def test_names_that_are_read_are_those_of_the_installed_engine() -> None:
+@pytest.fixture(scope="module")
+def known() -> set[str]:
+    """The arguments as vLLM has them, whose import takes seconds of each process that collects this file."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return {field.name for field in fields(AsyncEngineArgs)}
+
+
+def test_names_that_are_read_are_those_of_the_installed_engine(known: set[str]) -> None:
     found = argument_names(EngineConfig())
-    assert set(found) == {name for name in KNOWN if not name.startswith("_")}
+    assert set(found) == {name for name in known if not name.startswith("_")}
     assert len(found) == len(set(found))
 
 
-def test_every_name_of_the_table_is_an_argument() -> None:
-    assert REFUSED.keys() | CHANGEABLE <= KNOWN
+def test_every_name_of_the_table_is_an_argument(known: set[str]) -> None:
+    assert REFUSED.keys() | CHANGEABLE <= known
     assert not REFUSED.keys() & CHANGEABLE
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm import SamplingParams
 
 from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS
@@ -14,8 +13,12 @@ from rollout.engines.contract.models import tiny_model
 from rollout.engines.vllm.imports import set_environment
 from rollout.engines.vllm.launch import check_model, engine_arguments, launch, sampling_parameters
 
+pytestmark = pytest.mark.xdist_group("vllm-recompute")  # the process in which the contract imports vLLM
+
 
 def test_sampling_is_not_changed_behind_the_trainers_back(tmp_path: Path) -> None:
+    from vllm import SamplingParams  # seconds of each process that collects this file
+
     tiny_model(1).save_pretrained(tmp_path)
     arguments = engine_arguments(EngineConfig(), tmp_path, "rollout.0.a", NO_ADAPTERS)
     assert arguments["generation_config"] == "vllm"

@@ -1,0 +1,82 @@
+"""Compares forks of the server with processes that `subprocess` starts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.host.parent_death import tied_to_this_process
+from tests.integration.command import environment
+from tests.warm import popen
+from tests.warm.popen import ROOT, WarmPopen
+
+MODULE = "tests.warm.self_portrait"
+WORDS = [sys.executable, "-m", MODULE, "one", "two words"]
+
+
+@pytest.fixture(autouse=True)
+def _own_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the program of these tests be forked, which is no service."""
+    monkeypatch.setattr(popen, "FORKED", (*popen.FORKED, "tests.warm."))
+
+
+def portrait(start: Callable[..., Any], tmp_path: Path, **options: Any) -> dict[str, Any]:
+    """What the program says of itself."""
+    log = tmp_path / f"{start.__name__}.log"
+    environ = {**environment(), "TETHER_INSTANCE": "one", "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        process = start(WORDS, cwd=ROOT, env=environ, stdout=output, stderr=output, **options)
+        assert process.wait(60) == 3, log.read_text()
+    lines = log.read_text().splitlines()
+    facts: dict[str, Any] = json.loads(lines[0])
+    assert facts.pop("pid") == process.pid
+    assert facts.pop("parent") == os.getpid()
+    assert Path(facts.pop("output")) == log
+    assert lines[-1] == "to the errors"
+    return facts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": tied_to_this_process()}],
+)
+def test_a_fork_is_what_a_new_process_is(tmp_path: Path, options: dict[str, Any]) -> None:
+    forked = portrait(WarmPopen, tmp_path, **options)
+    assert forked.pop("is_fork") is True
+    executed = portrait(subprocess.Popen, tmp_path, **options)
+    assert executed.pop("is_fork") is False
+    assert forked == executed
+
+
+def test_a_fork_can_be_killed_and_waited_for(tmp_path: Path) -> None:
+    with WarmPopen(
+        [*WORDS[:3], "wait"], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as fork:
+        assert json.loads(fork.stdout.readline())["is_fork"]
+        assert fork.poll() is None
+        fork.send_signal(signal.SIGKILL)
+        assert fork.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "options"),
+    [
+        ([*WORDS[:2], "tests.other"], {}, {}),
+        ([sys.executable, "-c", "pass"], {}, {}),
+        (["/usr/bin/python3", *WORDS[1:]], {}, {}),
+        (WORDS, {"OMP_NUM_THREADS": "7"}, {}),
+        (WORDS, {"CUDA_VISIBLE_DEVICES": "7"}, {}),
+        (WORDS, {}, {"cwd": "/"}),
+    ],
+)
+def test_a_process_that_a_fork_would_not_be_is_none(
+    words: list[str], environ: dict[str, str], options: dict[str, str]
+) -> None:
+    assert popen.can_be_forked(WORDS, ROOT, environment())
+    assert not popen.can_be_forked(words, options.get("cwd", ROOT), {**environment(), **environ})
