@@ -129,17 +129,15 @@ def check_model(
     ep: Annotated[int, typer.Option("--ep", min=1, metavar="N", help="ranks with different experts")] = 1,
     cp: Annotated[int, typer.Option("--cp", min=1, metavar="N", help="ranks that share sequences")] = 1,
     etp: Annotated[int, typer.Option("--etp", min=1, metavar="N", help="ranks that share an expert")] = 1,
-    backend: Annotated[
-        Literal["megatron", "fsdp"], typer.Option("--backend", help="trainer.backend; fsdp: on one rank")
-    ] = "megatron",
+    backend: Annotated[Literal["megatron", "fsdp"], typer.Option(help="fsdp: on one rank")] = "megatron",
     as_json: AsJson = False,
 ) -> None:
     """Load a model on the CPU, compare logits and export with Hugging Face's; exit code 1 if they differ."""
-    from services.tools.check_model import check_model as compare
-    from services.tools.check_model import layout_of, render_checked_model
+    import services.tools.check_model as tool
 
-    found = compare(directory, layout_of(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp), backend)
-    _show(found.as_dict(), as_json, lambda _: render_checked_model(found))
+    layout = tool.layout_of(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
+    found = tool.check_model(directory, layout, backend)
+    _show(found.as_dict(), as_json, lambda _: tool.render_checked_model(found))
     if not found.works:
         raise typer.Exit(1)
 

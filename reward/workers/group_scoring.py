@@ -119,7 +119,7 @@ class GroupScoring:
                     task.cancel()
 
     async def _score(self, target: int, verifier: int, samples: Sequence[int]) -> None:
-        """Note the scores of some samples as those of verifier `target`, given by it or by a fallback.
+        """Note scores of samples under verifier `target`, given by it or by a fallback.
 
         Raises:
             TetherError: there is none.

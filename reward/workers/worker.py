@@ -48,7 +48,7 @@ GRACE_S = 1.0
 MAX_ERROR = 500
 """Characters of an error that are sent."""
 MAX_TEXT = 2000
-"""Characters of what a judge said that are sent."""
+"""Characters of a judge's remark that are sent."""
 MAX_PROBLEM = 300
 MOST_TRACES = 100
 """Different exceptions whose traceback is printed."""

@@ -7,7 +7,7 @@ from typing import Any
 from protocol.errors import SettingsError
 from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
-from services.tools.stored_tokens import count_stored_tokens
+from trainer.storage.stored_tokens import count_stored_tokens
 
 MAX_SHOWN = 50
 """Violations, and damaged places, in the text."""

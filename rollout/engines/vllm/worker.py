@@ -79,14 +79,7 @@ class WorkerExtension:
                 _record_results(self.model_runner, self._tether_sampled)  # type: ignore[attr-defined]
             path = socket_path(Path(directory), rank)
             self._tether_server = RankRpcServer(path, self._tether_called)
-        except (
-            EngineError,
-            RuntimeError,
-            KeyError,
-            ValueError,
-            AssertionError,
-            NotImplementedError,
-        ) as error:
+        except (EngineError, RuntimeError, KeyError, ValueError, AssertionError) as error:
             return {"pid": os.getpid(), "parent": os.getppid(), "error": f"{type(error).__name__}: {error}"}
         return {
             "pid": os.getpid(),
