@@ -71,13 +71,11 @@ class WorkerExtension:
                 self._tether = _shared_staging(self, sizes, architecture, Path(shared))
             else:
                 self._tether = _staging(self, sizes, architecture, adapter, staging_mb)
-            self._tether_sampled = SampledTokens(-1)
-            self._tether_scheduled = ScheduledRequests()
-            rank: int = self.rank  # type: ignore[attr-defined]
+            self._tether_sampled, self._tether_scheduled = SampledTokens(-1), ScheduledRequests()
             _record_steps(self.model_runner, self._tether_scheduled)  # type: ignore[attr-defined]
-            if rank == 0:  # whose results the scheduler gets, and which is asked for them
+            if self.rank == 0:  # type: ignore[attr-defined] # its results are the scheduler's, and fetched
                 _record_results(self.model_runner, self._tether_sampled)  # type: ignore[attr-defined]
-            path = socket_path(Path(directory), rank)
+            path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
             self._tether_server = RankRpcServer(path, self._tether_called)
         except (EngineError, RuntimeError, KeyError, ValueError, AssertionError) as error:
             return {"pid": os.getpid(), "parent": os.getppid(), "error": f"{type(error).__name__}: {error}"}
