@@ -28,8 +28,7 @@ settings.load_profile("tether")
 raise_fd_limit()
 take_one_gpu(os.environ)
 
-TESTS = Path(__file__).parent
-WHOLE_RUNS = ("integration", "trials", "docs")
+WHOLE_RUNS = [Path(__file__).with_name(name) for name in ("integration", "trials", "docs")]
 """Folders of tests that take long, and come first: the quick ones at the end keep all processes at work."""
 
 
@@ -38,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out := without_enough_gpus(items, config.option.markexpr):
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-    items.sort(key=lambda item: item.path.relative_to(TESTS).parts[0] not in WHOLE_RUNS)
+    items.sort(key=lambda item: not any(item.path.is_relative_to(folder) for folder in WHOLE_RUNS))
 
 
 def pytest_collection_finish() -> None:
