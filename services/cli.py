@@ -135,8 +135,7 @@ def check_model(
     """Load a model on the CPU, compare logits and export with Hugging Face's; exit code 1 if they differ."""
     import services.tools.check_model as tool
 
-    layout = tool.layout_of(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
-    found = tool.check_model(directory, layout, backend)
+    found = tool.check_model(directory, tool.layout_of(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp), backend)
     _show(found.as_dict(), as_json, lambda _: tool.render_checked_model(found))
     if not found.works:
         raise typer.Exit(1)
