@@ -15,11 +15,11 @@ from protocol.messages import ScoredRollout
 from protocol.rollout_view import decode_rollout
 from protocol.tensors import Array
 from services.ledger.event_log.archiver import FILE
-from trainer.storage.stored_tokens import StoredTokens, count_stored_tokens, tokens_by_version
 from services.tools.verification import verify_run
 from tests.protocol.samples import BRANCHED, ROLLOUT
 from tests.services.monitor.runs import recorded_run
 from trainer.storage.spool import Spool
+from trainer.storage.stored_tokens import StoredTokens, count_stored_tokens, tokens_by_version
 
 
 @pytest.fixture
