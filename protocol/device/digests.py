@@ -6,6 +6,7 @@ waits only once.
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 
 from protocol.device.slice_digests import BATCH_BYTES, BATCH_TENSORS, SliceSums
@@ -39,7 +40,8 @@ class Digests:
         """Add a tensor; work that overwrites it must not be queued before `launch` or `numbers`."""
         dense = tensor.detach().contiguous()
         if not dense.is_cuda:
-            self._digests.append(digest(memoryview(dense.reshape(-1).view(torch.uint8).numpy().data)))
+            # `Tensor.numpy` would keep memory from being released: an engine that sleeps resizes it
+            self._digests.append(digest(np.from_dlpack(dense.reshape(-1).view(torch.uint8)).data))
             return
         self._on_gpu[len(self._digests)] = dense.nbytes
         self._digests.append(0)

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
 from protocol.weights.boxes import Box, dense_blocks, dense_span, relative, size_of
@@ -169,6 +170,6 @@ def _row_sums(words: torch.Tensor, column: int) -> torch.Tensor:
     """Return the sums of words [r, k] int32 that begin in this column of their rows: int64 [r]."""
     end = column + words.shape[1]
     if not words.is_cuda:
-        return torch.from_numpy(host_row_sums(words.numpy(), INNER[column:end]))
+        return torch.from_numpy(host_row_sums(np.from_dlpack(words), INNER[column:end]))
     inner = inner_on(words.device)[column:end]
     return torch.cat([(part * inner).sum(1) for part in words.split(ROWS)])

@@ -147,4 +147,5 @@ def assert_recomputed(bench: Bench, session: Session, sampling: Sampling) -> Non
             float(sampled_distribution(logits[len(before) + i - 1], sampling)[branch.tokens[i]])
             for i in places
         ]
-        bench.assert_logprobs(sampling, [branch.logprobs[i] for i in places], expected)
+        if places:  # the rows of context calls have none
+            bench.assert_logprobs(sampling, [branch.logprobs[i] for i in places], expected)

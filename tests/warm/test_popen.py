@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protocol.host.parent_death import tied_to_this_process
-from tests.integration.command import environment
+from tests.integration import command
 from tests.warm import popen
 from tests.warm.popen import ROOT, WarmPopen
 
@@ -24,6 +24,12 @@ WORDS = [sys.executable, "-m", MODULE, "one", "two words"]
 def _own_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the program of these tests be forked, which is no service."""
     monkeypatch.setattr(popen, "FORKED", (*popen.FORKED, "tests.warm."))
+
+
+def environment() -> dict[str, str]:
+    """Variables of a started process, without those that a library has set since the server began."""
+    given, before = command.environment(), popen.server_variables()
+    return {name: text for name, text in given.items() if name.startswith(popen.OWN_VARIABLES)} | before
 
 
 def portrait(start: Callable[..., Any], tmp_path: Path, **options: Any) -> dict[str, Any]:
@@ -58,9 +64,11 @@ def test_a_fork_can_be_killed_and_waited_for(tmp_path: Path) -> None:
     with WarmPopen(
         [*WORDS[:3], "wait"], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
     ) as fork:
-        assert json.loads(fork.stdout.readline())["is_fork"]
-        assert fork.poll() is None
-        fork.send_signal(signal.SIGKILL)
+        try:
+            assert json.loads(fork.stdout.readline())["is_fork"]
+            assert fork.poll() is None
+        finally:
+            fork.send_signal(signal.SIGKILL)
         assert fork.wait(60) == -signal.SIGKILL
 
 

@@ -96,8 +96,10 @@ def _records(run_dir: Path) -> Iterator[tuple[str, int, str, bytes]]:
         yield from ((f"step {int(step['step'])}", *item) for item in found)
     path = run_dir / "spool.sqlite"
     if path.is_file():
+        # Of a run that is over there is no log beside the file, and a reader would leave one.
+        how = "mode=ro" if path.with_name("spool.sqlite-wal").exists() else "immutable=1"
         try:
-            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
+            with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as connection:
                 for row in connection.execute("SELECT grp, token, payload FROM records"):
                     yield "spool", *row
         except sqlite3.Error:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import (
     DynamicCache,
@@ -250,4 +251,4 @@ def logits_of(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[in
 
 
 def _raw(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return np.from_dlpack(tensor.contiguous().reshape(-1).view(torch.uint8)).data

@@ -163,7 +163,7 @@ def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "laid_out"),
-    [("qwen3_next", "8 padded (layers of the types linear_attention)"), ("gemma", "8 packed")],
+    [("qwen3_next", "8 padded (layers of the types linear_attention)"), ("granite", "8 packed")],
 )
 def test_check_model_compares_what_only_transformers_has(
     tmp_path: Path, model_type: str, laid_out: str
@@ -178,7 +178,7 @@ def test_check_model_compares_what_only_transformers_has(
 
 
 def test_check_model_names_a_tensor_that_transformers_does_not_read(tmp_path: Path) -> None:
-    model_dir = save_tiny("gemma", tmp_path)
+    model_dir = save_tiny("granite", tmp_path)
     change_tensors(model_dir, **{"model.layers.0.extra.weight": torch.zeros(2)})
     found = check_model(model_dir, backend="fsdp")
     assert found.verdict == ModelVerdict.DIFFERENT

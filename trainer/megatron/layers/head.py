@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
-from trainer.megatron.layers.weight_gradients import add_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +105,22 @@ def logprobs_alone(
         sums[:, span] = kernels.statistics_in_place(logits, local[span], valid, temperature, softcap)
     sums = _over_ranks(sums, mine, part)[0]
     return sums[3] - sums[1].log()
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left^T right to `total`; products of 16-bit numbers are rounded only there if it is float32.
+
+    Args:
+        total: [m, n], float32 or the dtype of the others.
+        left: [t, m].
+        right: [t, n].
+    """
+    if left.dtype is total.dtype:
+        total.addmm_(left.t(), right)
+    elif left.is_cuda:
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+    else:
+        total += left.t() @ right
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -11,28 +11,14 @@ from types import SimpleNamespace
 import torch
 from megatron.core.tensor_parallel import layers
 
+from trainer.megatron.layers.head import add_product
+
 
 def install() -> None:
     """Give megatron the products for `gradient_accumulation_fusion`. Call it before a model is built."""
     products = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
     layers.fused_weight_gradient_mlp_cuda = products
     layers._grad_accum_fusion_available = True
-
-
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left^T right to `total`; products of 16-bit numbers are rounded only there if it is float32.
-
-    Args:
-        total: [m, n], float32 or the dtype of the others.
-        left: [t, m].
-        right: [t, n].
-    """
-    if left.dtype is total.dtype:
-        total.addmm_(left.t(), right)
-    elif left.is_cuda:
-        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
-    else:
-        total += left.t() @ right
 
 
 def _accumulate(inputs: torch.Tensor, outputs_grad: torch.Tensor, total: torch.Tensor) -> None:
