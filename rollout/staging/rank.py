@@ -96,6 +96,8 @@ class RankStaging:
             return self._commit(manifest)
 
     def _commit(self, manifest: WeightManifest) -> RankCommit:
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()  # a step in flight decodes, and is no pause
         start = time.perf_counter()
         if self._poisoned or self._state != RankState.STAGED:
             reason = f"the rank is {'poisoned' if self._poisoned else self._state}"
