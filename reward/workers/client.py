@@ -80,7 +80,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
         Args:
             config: the section.
             modules: directories with modules of the user, which are searched last.
-            verifiers: those of the section, None for each that this process does not import.
+            verifiers: the section's, None for each that this process does not import.
             is_concurrent: whether many calls wait in it at once; only verifiers that wait can be called then,
                 otherwise only the others.
 

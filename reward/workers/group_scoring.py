@@ -180,7 +180,7 @@ class GroupScoring:
         return late, problem
 
     def _score_of(self, target: int, verifier: int, sample: int, given: float | list[float]) -> float:
-        """Return what a sample was given as verifier `target`, of its turns the sum, whose scores are kept.
+        """Return a sample's score under verifier `target`: the sum over its turns, whose scores are kept.
 
         Raises:
             VerifierError: it is not finite, or not one score for each turn where turns are scored.
@@ -218,7 +218,7 @@ def primaries(config: RewardConfig) -> list[int]:
 
 
 def check_fallbacks(verifiers: Mapping[str, str]) -> str:
-    """Return what is wrong with fallbacks, verifier -> its fallback or ""; empty if nothing is."""
+    """Return the problem with fallbacks, verifier -> its fallback or ""; empty if there is none."""
     for name, fallback in verifiers.items():
         if fallback and fallback not in verifiers:
             return f"{name}: there is no verifier {fallback!r} to fall back to"

@@ -37,7 +37,9 @@ HEAD = """# Model types of transformers with the trainer `fsdp`
 {version}, on a CPU in float32. "works" means: log-probabilities equal transformers' within 1e-4,
 the export equals the checkpoint bit for bit, and a training step changes the weights. "padded" says
 why samples are rows instead of packed. "not made" means that the sizes of a tiny model do not fit
-this type's configuration; it says nothing of real ones. {works} of {made} types that were made work.
+this type's configuration; it says nothing of real ones. {works} of {made} types that were made work. Of
+the others most read in both directions (BERT and its kin), or are models of images around a text
+model that has a type of its own, such as `qwen3_5_text`.
 
 | type | answer | samples | largest difference |
 |---|---|---|---|

@@ -21,11 +21,11 @@ from trainer.config import ParallelConfig
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.layers import weight_gradients
 from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.dense import NORMS, ValueHead
 from trainer.megatron.layers.spec import layer_spec
+from trainer.megatron.layers.tensor_parallel import install_weight_gradients
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 
@@ -91,7 +91,7 @@ def transformer_config(
         SettingsError: megatron refuses the combination of model and layout.
     """
     parallel, experts = position.config, architecture.experts
-    weight_gradients.install()
+    install_weight_gradients()
     try:
         return TransformerConfig(
             num_layers=architecture.layers,

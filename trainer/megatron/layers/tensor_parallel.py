@@ -1,11 +1,17 @@
-"""Marks parameters that are split over tensor ranks."""
+"""Prepares megatron's tensor-parallel layers: marks of their parameters, and their weight gradients."""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
 
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 
 import torch
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import layers, set_tensor_model_parallel_attributes
 
 from trainer.megatron.convert.rules import Direct, Rule
+from trainer.megatron.layers.head import add_product
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:
@@ -22,3 +28,18 @@ def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) ->
         parameter = parameters[rule.parameter]
         if not isinstance(rule, Direct) and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=rule.dim, stride=1)
+
+
+def install_weight_gradients() -> None:
+    """Have linear layers add weight gradients to their float32 buffers, without a 16-bit copy between.
+
+    megatron does that by `gradient_accumulation_fusion` with a kernel of an extension (Apex); torch has the
+    same product. Call it before a model is built.
+    """
+    products = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
+    layers.fused_weight_gradient_mlp_cuda = products
+    layers._grad_accum_fusion_available = True
+
+
+def _accumulate(inputs: torch.Tensor, outputs_grad: torch.Tensor, total: torch.Tensor) -> None:
+    add_product(total, outputs_grad, inputs)
