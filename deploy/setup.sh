@@ -28,4 +28,4 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-
 [ "$kind" != cpu ] || "${pip[@]}" torch==2.13.0
 "${pip[@]}" --no-deps -r "$here/deploy/locks/$kind.txt"
 "${pip[@]}" --no-deps --no-build-isolation --editable "$here"
-"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true # some packages have templates that are no Python
+PYTHONWARNINGS=ignore "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true # some packages have templates that are no Python

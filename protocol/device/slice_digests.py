@@ -170,6 +170,7 @@ def _row_sums(words: torch.Tensor, column: int) -> torch.Tensor:
     """Return the sums of words [r, k] int32 that begin in this column of their rows: int64 [r]."""
     end = column + words.shape[1]
     if not words.is_cuda:
-        return torch.from_numpy(host_row_sums(np.from_dlpack(words), INNER[column:end]))
+        rows = np.asarray(np.from_dlpack(words), np.int32)
+        return torch.from_numpy(host_row_sums(rows, INNER[column:end]))
     inner = inner_on(words.device)[column:end]
     return torch.cat([(part * inner).sum(1) for part in words.split(ROWS)])

@@ -66,12 +66,11 @@ class FsdpBackend(Backend):
             super().masters()  # refuses
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(trainer.seed)
-        self._directory, self._config = model_dir, optimizer
-        self._trainer, self._algorithm = trainer, algorithm
-        self.mesh, self._owns_group = _join(parallel, trainer)
-        self.replicas = [[rank] for rank in range(self.mesh.size())]
+        self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
         model = load_model(model_dir, "model.path")
         self.architecture = type(model).__name__
+        self.mesh, self._owns_group = _join(parallel, trainer)
+        self.replicas = [[rank] for rank in range(self.mesh.size())]
         paths = {name: name for name, _ in model.named_parameters()}
         if adapters.rank:
             self.lora = adapters
