@@ -1,13 +1,19 @@
 """Measures one way of making a step, in a process of its own, and prints a line of JSON.
 
 python -m tests.benchmarks.gpu_trainer.measure WAY SIZE --models DIR [--samples 256] [--tokens 16384]
+[--set parallel.data_parallel_size=2]
+
+Ways of ours run on as many GPUs as the sizes of `[parallel]` ask for, each with its replica's part of the
+same samples. Without a GPU it is a rehearsal: --samples 8 with size `tiny`.
 """
 
 import argparse
 import gc
 import json
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,14 @@ import torch
 
 from tests.benchmarks.gpu_trainer.shapes import PROMPT, Work, make_work, model_directory, model_flops
 from trainer.batch import Batch, StepTotals
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.data.packing import balance
+from trainer.ranks.collectives import is_distributed
+from trainer.ranks.launch import result_of_ranks
+
+CUDA = torch.cuda.is_available()
+LIMIT_S = 400.0
+"""For a measurement on several ranks."""
 
 PEAK = 989e12
 """bfloat16 FLOP/s of an H100 and an H200 without sparsity, as its maker states."""
@@ -44,9 +58,17 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="ours: section.name=value")
     options = parser.parse_args()
+    given = _settings(options)
+    ranks = ParallelConfig(**given["parallel"]).world_size
     directory, work = model_directory(options.size, options.models), make_work(options.samples)
-    torch.cuda.reset_peak_memory_stats()
-    found = (_ours if options.way in OUR_WAYS else _hugging_face)(options, directory, work)
+    if ranks > 1 and "WORLD_SIZE" not in os.environ:
+        print(json.dumps(result_of_ranks(ranks, __spec__.name, *sys.argv[1:], limit_s=LIMIT_S)), flush=True)
+        return
+    found = (
+        _ours(options, given, directory, work)
+        if options.way in OUR_WAYS
+        else _hugging_face(options, directory, work)
+    )
     step_s = found["step_s"]
     found |= {
         "way": options.way,
@@ -54,21 +76,41 @@ def main() -> None:
         "tokens": work.total,
         "trained_tokens": work.trained,
         "tokens_per_s": work.total / step_s,
-        "mfu": model_flops(options.size, work) / step_s / PEAK,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "gpu": torch.cuda.get_device_name(),
+        "gpus": ranks,
+        "mfu": model_flops(options.size, work) / step_s / PEAK / ranks,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else None,
+        "gpu": torch.cuda.get_device_name() if CUDA else None,
         "torch": torch.__version__,
     }
-    print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True
+        )
+
+
+def _settings(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    given: dict[str, dict[str, Any]] = {
+        "trainer": dict(OUR_WAYS.get(options.way, {})),
+        "optimizer": {},
+        "parallel": {},
+    }
+    for text in options.set:
+        dotted, value = text.split("=")
+        section, name = dotted.split(".")
+        given[section][name] = json.loads(value)
+    return given
 
 
 def _timed(step: Callable[[], object], repeat: int) -> tuple[float, float]:
     """Return the seconds of the first step and of the fastest of the others."""
     times = []
     for _ in range(1 + repeat):
+        if is_distributed():
+            torch.distributed.barrier()
         began = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        if CUDA:
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
     return times[0], min(times[1:])
 
@@ -91,28 +133,25 @@ def _hugging_face(options: argparse.Namespace, directory: Path, work: Work) -> d
         torch.cuda.empty_cache()
 
 
-def _ours(options: argparse.Namespace, directory: Path, work: Work) -> dict[str, Any]:
+def _ours(
+    options: argparse.Namespace, given: dict[str, dict[str, Any]], directory: Path, work: Work
+) -> dict[str, Any]:
     """Make steps with a backend of ours, and passes for log-probabilities alone."""
     from trainer.algorithms import AlgorithmConfig, make_algorithm
-    from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
     from trainer.registry import make_backend
 
-    given: dict[str, dict[str, Any]] = {"trainer": dict(OUR_WAYS[options.way]), "optimizer": {}}
-    for text in options.set:
-        dotted, value = text.split("=")
-        section, name = dotted.split(".")
-        given[section][name] = json.loads(value)
     backend = make_backend(
         directory,
-        parallel=ParallelConfig(),
+        parallel=ParallelConfig(**given["parallel"]),
         optimizer=OptimizerConfig(**{"lr": 1e-6, **given["optimizer"]}),
         trainer=TrainerConfig(
-            **{"dtype": "bfloat16", "device": "cuda", "threads": 8, "micro_batch_tokens": options.tokens}
-            | given["trainer"]
+            **{"dtype": "bfloat16", "threads": 8, "micro_batch_tokens": options.tokens} | given["trainer"]
         ),
         algorithm=make_algorithm(AlgorithmConfig()),
     )
-    batch = make_batch(work)
+    rank = int(os.environ.get("RANK", "0"))
+    replica = next(n for n, ranks in enumerate(backend.replicas) if rank in ranks)
+    batch = make_batch(work, balance(work.lengths.tolist(), len(backend.replicas))[replica])
     first, best = _timed(lambda: backend.train_step(batch), options.repeat)
     stats = backend.train_step(batch)
     _, logprobs_s = _timed(lambda: backend.logprobs(batch), 1)
@@ -128,28 +167,30 @@ def _ours(options: argparse.Namespace, directory: Path, work: Work) -> dict[str,
     }
 
 
-def make_batch(work: Work) -> Batch:
-    """Return the work as a batch of groups of 8, all of lag 0."""
-    count, lengths = len(work.lengths), torch.from_numpy(work.lengths)
+def make_batch(work: Work, samples: Sequence[int] | None = None) -> Batch:
+    """Return the work, or a replica's samples of it, as a batch of groups of 8, all of lag 0."""
+    count = len(work.lengths)
+    chosen = torch.tensor(range(count) if samples is None else samples)
+    lengths = torch.from_numpy(work.lengths)[chosen]
     generator = torch.Generator().manual_seed(0)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    positions = torch.arange(work.total) - offsets[:-1].repeat_interleave(lengths)
+    positions = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
     sampled = positions >= PROMPT
-    advantages = torch.randn(count, generator=generator).repeat_interleave(lengths) * sampled
+    advantages = torch.randn(count, generator=generator)[chosen].repeat_interleave(lengths) * sampled
     return Batch(
         step=0,
         totals=StepTotals(samples=count, trained_tokens=work.trained, lag_max=0, fresh=True),
         offsets=offsets,
-        tokens=torch.cat(work.tokens),
+        tokens=torch.cat([work.tokens[sample] for sample in chosen]),
         loss_mask=sampled,
         sampled_mask=sampled.clone(),
         behaviour_logprobs=torch.where(sampled, -11.9, 0.0),
         versions=torch.where(sampled, 0, -1).int(),
         advantages=advantages,
-        group_index=torch.arange(count) // 8,
-        rewards=torch.randn(count, generator=generator),
+        group_index=chosen // 8,
+        rewards=torch.randn(count, generator=generator)[chosen],
         weights=1.0 / (count * (lengths - PROMPT).float()),
-        measured=torch.ones(count, dtype=torch.bool),
+        measured=torch.ones(len(chosen), dtype=torch.bool),
     )
 
 
