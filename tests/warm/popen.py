@@ -42,6 +42,8 @@ ROOM = "ROOM_FOR_VARIABLES"
 """A variable of the server, in whose place /proc shows the variables of a fork."""
 ROOM_BYTES = 16 << 10
 """Size of that, and of an argument in whose place the command line is."""
+READY, THREADS = b"ready", b"threads"
+"""Answers of the server when it has imported everything: it forks, or libraries have started threads."""
 ANSWER_S = 600.0
 """Limit of the server's imports, and of a fork."""
 
@@ -96,7 +98,8 @@ class WarmPopen(_exec):  # type: ignore[type-arg, valid-type, misc]
         changed = gid is not None or gids is not None or uid is not None
         words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(word) for word in args]
         tied = getattr(preexec_fn, "__module__", "") == "protocol.host.parent_death"
-        if unusual or changed or (preexec_fn and not tied) or not can_be_forked(words, cwd, env):
+        other = unusual or changed or (preexec_fn and not tied) or not can_be_forked(words, cwd, env)
+        if other or not server_forks():
             super()._execute_child(*arguments)
             return
         order = Order(
@@ -127,10 +130,19 @@ def can_be_forked(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> 
     return all(name.startswith(OWN_VARIABLES) or name in RANK_VARIABLES for name in differing)
 
 
+def server_forks() -> bool:
+    """Start the server unless it runs; return whether it forks."""
+    with ours.lock:
+        if ours.orders is None:
+            start_server()
+        return ours.orders is not None
+
+
 def fork(order: Order, descriptors: list[int]) -> int:
     """Have the server fork; return the pid of what is a child of this process then."""
     with ours.lock:
-        server = ours.orders or start_server()
+        server = ours.orders
+        assert server is not None
         streams = [standard if given < 0 else given for standard, given in enumerate(descriptors)]
         with adopting_here():
             socket.send_fds(server, [msgspec.msgpack.encode(order)], streams)
@@ -171,18 +183,24 @@ def forking(forks: bool = True) -> Iterator[None]:
         subprocess.Popen = _exec  # type: ignore[misc]
 
 
-def start_server(variables: dict[str, str] | None = None) -> socket.socket:
-    """Start the server of this process, with these variables, and wait for its imports."""
+def start_server(variables: dict[str, str] | None = None) -> None:
+    """Start the server of this process, with these variables, and wait for its imports.
+
+    Where libraries start threads as they are imported, as some do on hosts with GPUs, there is no server.
+    """
     mine, its = socket.socketpair(type=socket.SOCK_SEQPACKET)
     mine.settimeout(ANSWER_S)
     variables = variables or server_variables()
     words = [sys.executable, "-m", "tests.warm.server", str(its.fileno()), "." * ROOM_BYTES]
     ours.process = _exec(words, cwd=ROOT, env={**variables, ROOM: "." * ROOM_BYTES}, pass_fds=[its.fileno()])
     its.close()
-    answer_of(mine)
+    if answer_of(mine) == THREADS:
+        ours.may_start = False
+        mine.close()
+        ours.process.wait()
+        return
     use_server(mine, variables)
     atexit.register(end_server)
-    return mine
 
 
 def end_server() -> None:

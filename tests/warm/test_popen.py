@@ -88,3 +88,23 @@ def test_a_process_that_a_fork_would_not_be_is_none(
 ) -> None:
     assert popen.can_be_forked(WORDS, ROOT, environment())
     assert not popen.can_be_forked(words, options.get("cwd", ROOT), {**environment(), **environ})
+
+
+@pytest.mark.slow
+def test_processes_are_started_anew_where_libraries_start_threads(tmp_path: Path) -> None:
+    starts = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
+    (tmp_path / "sitecustomize.py").write_text(starts)
+    program = (
+        "import sys\n"
+        "from tests.warm import popen\n"
+        "words = [sys.executable, '-m', 'services.cli', '--help']\n"
+        "variables = popen.server_variables()\n"
+        "assert popen.can_be_forked(words, None, variables)\n"
+        "assert popen.WarmPopen(words, env=variables).wait(60) == 0\n"
+        "assert popen.ours.orders is None\n"
+        "assert not popen.can_be_forked(words, None, variables)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environ = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environ, check=False, timeout=120)
+    assert done.returncode == 0

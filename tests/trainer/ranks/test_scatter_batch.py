@@ -44,4 +44,4 @@ def test_every_rank_is_given_the_part_of_its_replica(tmp_path: Path) -> None:
 def test_ranks_on_gpus_are_given_their_parts_by_nccl(tmp_path: Path) -> None:
     steps(tmp_path, 2)
     assert (tmp_path / "exchange").read_text() == "nccl"
-    assert (tmp_path / "imbalance").read_text() == repr([0.0, 0.0, 6 * 2 / 9 - 1])
+    assert (tmp_path / "imbalance").read_text() == repr([0.0, 0.0, 5 * 2 / 7 - 1])
