@@ -61,6 +61,12 @@ class EngineConfig:
     enable_return_routed_experts: bool = False
     """hf, megatron, sglang, and vllm on a GPU: record which experts a mixture of experts chose. Set by
     `trainer.routing_replay`."""
+    drafts: Literal["off", "history", "history_always"] = "off"
+    """vllm: speculative decoding, several tokens of a request in one step: off, history (drafts from earlier
+    answers to the same prompt, from the prompt and from the answer itself, while that is faster), or
+    history_always (also while it is slower, to measure). Tokens and log-probabilities stay the model's."""
+    num_speculative_tokens: Annotated[int, Interval(ge=1, le=32)] = 8
+    """vllm: most tokens of a draft."""
     staging_mb: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Memory for the staging copy of the weights on each rank, MiB. 0: as much as the parameters take."""
     threads: Annotated[int, Interval(ge=1, le=4096)] = 1
@@ -189,6 +195,8 @@ class Occupancy:
     """Requests in the decoded batch, paused ones included; not those that wait for a place in it."""
     kv_use: float | None = None
     """Share of the KV cache that running requests hold, 0 to 1; a prefix that they share counts once."""
+    drafts_accepted: float | None = None
+    """Share of all drafted tokens that were accepted so far, 0 to 1; None: there were no drafts."""
 
 
 @dataclass(frozen=True, slots=True)

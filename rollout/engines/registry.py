@@ -31,6 +31,8 @@ class EngineEntry(Entry):
     """Whether it can sleep only if `enable_sleep_mode` is set when it starts; vLLM only on a GPU."""
     records_experts: bool = False
     """Whether it records the experts that a model chose, for `trainer.routing_replay`; vLLM only on a GPU."""
+    drafts: bool = False
+    """Whether it verifies drafts, for `engine.drafts`."""
     arguments: str = ""
     """Module with the table of arguments that are refused in `[engine.arguments]`; empty: it takes none."""
     shares_with: str = ""
@@ -67,6 +69,7 @@ ENGINES = Registry(
             can_sleep=True,
             started_to_sleep=True,
             records_experts=True,
+            drafts=True,
             arguments="rollout.engines.vllm.arguments",
             shares_with="reference",
         ),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.choices import did_you_mean
-from protocol.errors import EngineSettingsError, InvalidRequest
+from protocol.errors import EngineSettingsError, InvalidRequest, Unsupported
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
@@ -78,18 +78,25 @@ def check_adapters(lora: LoraConfig, model_dir: Path) -> None:
 
 
 def check_request(
-    request: Request, *, vocab_size: int, max_model_len: int, running: Iterable[str] = ()
+    request: Request,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    running: Iterable[str] = (),
+    no_seeds: str = "",
 ) -> None:
-    """Refuse a request that no engine could run.
+    """Refuse a request that the engine cannot run.
 
     Args:
         request: the request.
         vocab_size: tokens of the model's vocabulary.
         max_model_len: most tokens of prompt and completion together.
         running: ids of the running requests.
+        no_seeds: why the engine has no seeds of single requests; empty: it has.
 
     Raises:
         InvalidRequest: naming the request and its fault.
+        Unsupported: it has a seed, and the engine has none.
     """
     name, prompt, sampling = request.id, request.prompt, request.sampling
     if name in running:
@@ -114,6 +121,8 @@ def check_request(
             f"request {name}: temperature {sampling.temperature}, top_p {sampling.top_p}, "
             f"top_k {sampling.top_k} are not all in range"
         )
+    if no_seeds and sampling.seed is not None:
+        raise Unsupported(f"request {name}: {no_seeds}")
 
 
 def spans_of(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -76,6 +76,7 @@ class RunGauges(Collector):
             "running": "Requests in the engine's batch",
             "kv_use": "Share of the engine's KV cache in use",
             "prefix_hits": "Share of prompts' tokens whose KV was in the engine's prefix cache",
+            "drafts_accepted": "Share of drafted tokens that the engine accepted",
         }
     )
     """Number of an engine -> what it is."""

@@ -12,6 +12,8 @@ OCCUPANCY = ("running", "kv_use")
 """How full an engine is, as its worker says: requests, and share of the KV cache; null: not known."""
 PREFIX_HITS = "prefix_hits"
 """Share of the tokens of all prompts whose KV was in the engine's prefix cache; null before the first one."""
+DRAFTS_ACCEPTED = "drafts_accepted"
+"""Share of all drafted tokens that the engine accepted; null while there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ async def collect_status(ledger: Ledger) -> dict[str, Any]:
         ],
         "engines": [
             {"engine": engine, "epoch": epoch, "version": version}
-            | {name: alive[engine].get(name) for name in (*OCCUPANCY, PREFIX_HITS)}
+            | {name: alive[engine].get(name) for name in (*OCCUPANCY, PREFIX_HITS, DRAFTS_ACCEPTED)}
             for engine, (epoch, version) in sorted(status.engines.items())
             if engine in alive
         ],

@@ -162,8 +162,9 @@ async def occupancy_loop(process: Process, engine: Engine) -> None:
     interval_s = process.settings.ledger.ttl_s / 3
     while True:
         found = await read_occupancy(engine, interval_s)
-        use = None if found.kv_use is None else round(found.kv_use, 4)
-        process.info.update(running=found.running, kv_use=use)
+        shares = (found.kv_use, found.drafts_accepted)
+        use, accepted = (None if share is None else round(share, 4) for share in shares)
+        process.info.update(running=found.running, kv_use=use, drafts_accepted=accepted)
         await asyncio.sleep(interval_s)
 
 

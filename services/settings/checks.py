@@ -281,6 +281,11 @@ def _check_routing_replay(settings: Settings) -> None:
             f"setting {setting}: environment {settings.environment.name!r} does not record experts yet"
             + remedy
         )
+    if engine.drafts != "off":
+        raise SettingsError(
+            f"setting {setting}: experts are recorded of tokens that are generated one by one; "
+            "set engine.drafts to 'off'"
+        )
     recording = ENGINES.having("records_experts")
     for name in engine_names(settings.engine, settings.services.pool):
         if name not in recording:

@@ -15,6 +15,7 @@ from protocol.errors import SettingsError
 from protocol.validation import validated
 from rollout.engines.arguments import check_arguments
 from rollout.engines.base import EngineConfig
+from rollout.engines.registry import ENGINES
 from services.settings.sources import to_toml
 
 
@@ -35,6 +36,8 @@ def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
         SettingsError: names the entry's setting.
     """
     check_arguments(base, "engine.arguments")
+    if not pool:
+        _check_drafts(base, "engine")
     for number, entry in enumerate(pool):
         engine_with(base, entry.engine, f"services.pool.{number}.engine")
 
@@ -48,11 +51,22 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
     engine = validated(EngineConfig, {**dataclasses.asdict(base), **changes}, f"setting {prefix}.")
     if changes.keys() & {"name", "arguments"}:  # else they are `[engine]`'s, which are checked there
         check_arguments(engine, f"{prefix}.arguments")
+    _check_drafts(engine, prefix)
     if engine.dtype != base.dtype:
         raise SettingsError(
             f"setting {prefix}.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"
         )
     return engine
+
+
+def _check_drafts(engine: EngineConfig, prefix: str) -> None:
+    if engine.drafts == "off":
+        return
+    if engine.name not in (able := ENGINES.having("drafts")):
+        raise SettingsError(
+            f"setting {prefix}.drafts: engine {engine.name!r} verifies no drafts; "
+            f"use {' or '.join(able)}, or set it to 'off'"
+        )
 
 
 def pool_size(pool: Sequence[PoolEntry]) -> int:

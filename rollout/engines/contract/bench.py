@@ -52,6 +52,8 @@ class Bench:
     """True: versions come by the transport `shared`."""
     caches: bool = False
     """True: the engine has a prefix cache."""
+    drafts: bool = False
+    """True: it verifies drafts."""
     last: int = -1
     """Newest version that was published."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)

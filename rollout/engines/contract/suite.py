@@ -75,7 +75,10 @@ class EngineContract:
             pytest.skip("an engine without a model draws from none")
         await bench.serve("A")
         generator, found = torch.Generator().manual_seed(0), []
-        for temperature in (1.0, 0.4):
+        await together(
+            bench.engine, [ask(f"before{i}", p, 24) for i, p in enumerate(PROMPTS)]
+        )  # to draft from
+        for temperature in (1.0, 0.4, 0.2):
             requests = [
                 Request(f"draw{i}/0", PROMPTS[i % 3], Sampling(max_tokens=24, temperature=temperature))
                 for i in range(48)
@@ -84,6 +87,8 @@ class EngineContract:
                 scores = logits_of(bench.models["A"], request.prompt, drawn.tokens) / temperature
                 found.append(places(scores.log_softmax(-1), torch.tensor(drawn.tokens), generator))
         assert uniformity(torch.cat(found)) > LEAST_P_VALUE
+        accepted = (await bench.engine.occupancy()).drafts_accepted
+        assert (accepted or 0) > 0.1 if bench.drafts else accepted is None
 
     async def test_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
         request = ask("seeded", PROMPTS[0], 24, temperature=1.0, seed=7)

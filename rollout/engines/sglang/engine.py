@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
-from protocol.errors import EngineError, Unsupported
+from protocol.errors import EngineError
 from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
@@ -77,12 +77,12 @@ class SglangEngine(MultiProcessEngine):
     async def generate(self, request: Request) -> Completion:
         await self.check()
         check_request(
-            request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._running
+            request,
+            vocab_size=self._vocab,
+            max_model_len=self._config.max_model_len,
+            running=self._running,
+            no_seeds="engine sglang does not support seeds of single requests",
         )
-        if request.sampling.seed is not None:
-            raise Unsupported(
-                f"request {request.id}: engine sglang does not support seeds of single requests"
-            )
         self._running[request.id] = name = f"{next(self._numbers)}:{request.id}"
         try:
             if not await self._gate.admitted(request.id):

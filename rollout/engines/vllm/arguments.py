@@ -21,9 +21,9 @@ _LOGPROBS = "log-probabilities have to be those of the distribution that a token
 _QUANTISED = (
     "weights are published in engine.dtype, and a quantised parameter has no place that they can be copied to"
 )
-_SEVERAL = (
-    "a step would give a request several tokens, and the draft model would stay at its first version: "
-    "versions are recorded and committed for one model and one token a step"
+_DRAFTS = (
+    "a draft model would stay at its first version, because versions are committed for one model; "
+    "engine.drafts has drafts without a model"
 )
 _SCHEDULER = "commits and the record of token versions rest on vLLM's own scheduler and worker"
 _ADAPTER = "[lora] sets it: one adapter, which versions replace in its slot"
@@ -80,7 +80,7 @@ REFUSED: Mapping[str, str] = {
     "logprobs_mode": _LOGPROBS,
     "seed": "it is made of the engine's name: engines with one seed would sample the same completions",
     **dict.fromkeys(("quantization", "quantization_config"), _QUANTISED),
-    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SEVERAL),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFTS),
     **dict.fromkeys(("scheduler_cls", "worker_cls", "worker_extension_cls"), _SCHEDULER),
     **dict.fromkeys(
         (

@@ -63,7 +63,9 @@ class VllmEngine(MultiProcessEngine):
         super().__init__(
             config, model_dir, incarnation, call=self._vllm.call, call_anytime=self._vllm.call_anytime
         )
-        self.capabilities = Capabilities(sleep=config.enable_sleep_mode)
+        drafts = config.drafts != "off"
+        self.capabilities = Capabilities(sleep=config.enable_sleep_mode, seeds=not drafts)
+        self._no_seeds = "drafts decide how many random numbers a seed is used for" if drafts else ""
         self._lora = lora
         self._shared = shared
         self._adapter: Any = None
@@ -106,7 +108,11 @@ class VllmEngine(MultiProcessEngine):
     async def generate(self, request: Request) -> Completion:
         await self.check()
         check_request(
-            request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._running
+            request,
+            vocab_size=self._vocab,
+            max_model_len=self._config.max_model_len,
+            running=self._running,
+            no_seeds=self._no_seeds,
         )
         number = next(self._numbers)
         self._running[request.id] = name = f"{number}:{request.id}"

@@ -37,6 +37,11 @@ from rollout.engines.vllm.step_records import Packed
 T = TypeVar("T")
 
 WORKER_EXTENSION = "rollout.engines.vllm.worker.WorkerExtension"
+DRAFTS = {
+    "history": "rollout.engines.vllm.drafts.HistoryDrafts",
+    "history_always": "rollout.engines.vllm.drafts.ConstantDrafts",
+}
+"""`engine.drafts` -> the class of the proposer in vLLM's model runner."""
 SHARED_FILES = ("vllm_dist_", "psm_")
 """How names of vLLM's files in /dev/shm begin."""
 GRAPHS = 512
@@ -230,10 +235,20 @@ def engine_arguments(
         # engines with one seed would sample the same completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
+        **({"speculative_config": speculation(config)} if config.drafts != "off" else {}),
         **memory,
         **kernels,
         **lora_arguments(lora, model_dir),
         **config.arguments,
+    }
+
+
+def speculation(config: EngineConfig) -> dict[str, Any]:
+    """Return vLLM's speculative_config for drafts from the history."""
+    return {
+        "method": "custom_class",
+        "model": DRAFTS[config.drafts],
+        "num_speculative_tokens": config.num_speculative_tokens,
     }
 
 

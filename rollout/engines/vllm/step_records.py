@@ -67,26 +67,36 @@ class SampledTokens:
         self,
         request_ids: Iterable[str],
         tokens: Iterable[Sequence[int]],
-        logprobs: Iterable[float],
+        logprobs: Sequence[float],
         version: int,
+        starts: Sequence[int] | None = None,
     ) -> None:
         """Record the result of a step; a request that has ended meanwhile is left out.
 
         Args:
             request_ids: [B], the step's requests.
-            tokens: [B], a token for each request, none for one whose prompt is not complete.
-            logprobs: [B].
+            tokens: [B], the tokens of each request: one, more where drafts were accepted, none where the
+                prompt is not complete.
+            logprobs: [N] of all requests, one after the other.
             version: `version` at the beginning of the step.
+            starts: [B], where each request's log-probabilities begin. None: [B] of them, one a request.
         """
         if version != self._marked:
             self._marked = version
             for record in list(self._running.values()):
                 record.marks.append((len(record.tokens), version))
-        # 40 us for 512 requests, in the process that limits small models; a batch may be padded
-        for found, row, logprob in zip(map(self._running.get, request_ids), tokens, logprobs, strict=False):
-            if row and found is not None:
-                found.tokens.append(row[0])
-                found.logprobs.append(logprob)
+        records = map(self._running.get, request_ids)
+        if starts is None:
+            # 40 us for 512 requests, in the process that limits small models; a batch may be padded
+            for found, row, logprob in zip(records, tokens, logprobs, strict=False):
+                if row and found is not None:
+                    found.tokens.append(row[0])
+                    found.logprobs.append(logprob)
+            return
+        for found, row, start in zip(records, tokens, starts, strict=False):
+            if found is not None:
+                found.tokens += row
+                found.logprobs += logprobs[start : start + len(row)]
 
     def pop(self, number: str) -> Packed | None:
         """Return and forget what was recorded of a request.

@@ -24,6 +24,7 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
+from rollout.engines.vllm.drafts import HistoryDrafts
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.plain_layers import keep_weights_plain
 from rollout.engines.vllm.rank_answers import Answer
@@ -39,8 +40,8 @@ log = logging.getLogger("tether.rollout")
 class WorkerExtension:
     """Mixin of vLLM's worker class, which has `model_runner` and `vllm_config`.
 
-    It holds this rank's staging (`_tether`), the record of sampled tokens (`_tether_sampled`) and the
-    requests of the scheduler's last step (`_tether_scheduled`).
+    It holds this rank's staging (`_tether`), the record of sampled tokens (`_tether_sampled`), the requests
+    of the scheduler's last step (`_tether_scheduled`) and its drafts (`_tether_drafts`).
     """
 
     def tether_install(
@@ -75,6 +76,7 @@ class WorkerExtension:
             _record_steps(self.model_runner, self._tether_scheduled)  # type: ignore[attr-defined]
             if self.rank == 0:  # type: ignore[attr-defined] # its results are the scheduler's, and fetched
                 _record_results(self.model_runner, self._tether_sampled)  # type: ignore[attr-defined]
+            self._tether_drafts = _drafts(self.model_runner)  # type: ignore[attr-defined]
             path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
             self._tether_server = RankRpcServer(path, self._tether_called)
         except (EngineError, RuntimeError, KeyError, ValueError, AssertionError) as error:
@@ -129,10 +131,11 @@ class WorkerExtension:
         """Count tokens from the next step on as sampled under `version`."""
         self._tether_sampled.version = version
 
-    def tether_occupancy(self) -> tuple[int, float | None]:
-        """Return how many requests run, and the share of the KV cache that they hold."""
+    def tether_occupancy(self) -> tuple[int, float | None, float | None]:
+        """Return the values of an `Occupancy`."""
         blocks = self.model_runner.kv_cache_config.num_blocks  # type: ignore[attr-defined]
-        return self._tether_scheduled.running, self._tether_scheduled.kv_use(blocks)
+        scheduled, drafts = self._tether_scheduled, self._tether_drafts
+        return scheduled.running, scheduled.kv_use(blocks), drafts.accepted if drafts else None
 
     def tether_sleep(self, level: int) -> str:
         """Release the memory of the staging copy and vLLM's own; return why not, or "".
@@ -208,6 +211,15 @@ def _shared_staging(
     return staging
 
 
+def _drafts(runner: Any) -> HistoryDrafts | None:
+    """Give the proposer of vLLM's model runner, if it is ours, its runner, and return it."""
+    drafts = getattr(runner, "drafter", None)
+    if not isinstance(drafts, HistoryDrafts):
+        return None
+    drafts.runner = runner
+    return drafts
+
+
 def _record_steps(runner: Any, requests: ScheduledRequests) -> None:
     execute = runner.execute_model
 
@@ -252,7 +264,8 @@ def _record_result(output: Any, sampled: SampledTokens, version: int) -> Any:
     """Record a step's result and return it without log-probabilities; `output` is a ModelRunnerOutput."""
     if getattr(output, "logprobs", None) is not None:
         values = output.logprobs.logprobs[:, 0].tolist()
-        sampled.add(output.req_ids, output.sampled_token_ids, values, version)
+        starts = getattr(output.logprobs, "cu_num_generated_tokens", None)
+        sampled.add(output.req_ids, output.sampled_token_ids, values, version, starts)
         output.logprobs = None
     return output
 

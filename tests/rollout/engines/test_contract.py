@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -53,6 +53,7 @@ class Setup:
     """Given to vLLM or SGLang as they are."""
     shares: bool = False
     """Its live weights can be mapped, and versions come out of masters."""
+    drafts: Literal["off", "history", "history_always"] = "off"
     overlaps: bool = False
     """vLLM on a CPU: its scheduler is a step ahead, as it always is on a GPU."""
 
@@ -87,6 +88,9 @@ SETUPS = [
     engine_under_test("vllm-keep", Setup("vllm", KvPolicy.KEEP, overlaps=True), ENGINE, SLOW),
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, overlaps=True), ENGINE, SLOW),
     engine_under_test("vllm-one-by-one", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE, SLOW),
+    engine_under_test(
+        "vllm-drafts", Setup("vllm", KvPolicy.RECOMPUTE, drafts="history_always"), ENGINE, SLOW
+    ),
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
     engine_under_test(
         "vllm-lora-experts",
@@ -111,6 +115,12 @@ SETUPS = [
     ),
     engine_under_test(
         "vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, GPU
+    ),
+    engine_under_test(
+        "vllm-drafts-graphs",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, drafts="history_always"),
+        ENGINE,
+        GPU,
     ),
     engine_under_test(
         "sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START
@@ -196,6 +206,7 @@ async def bench(
         memory_fraction=0.1,
         enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
+        drafts=setup.drafts,
         seconds_per_token=0.001,
         arguments=dict(setup.arguments),
         **own,
@@ -217,6 +228,7 @@ async def bench(
         pilots=pilots,
         shares=setup.shares,
         caches=setup.name in ("vllm", "sglang"),
+        drafts=setup.drafts != "off",
     )
     try:
         yield made_bench

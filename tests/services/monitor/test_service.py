@@ -65,7 +65,7 @@ def test_each_engine_has_its_own_samples() -> None:
         registry.get_sample_value(f"tether_engine_{name}", {"engine": engine["name"]})
         for engine in engines
         for name in RunGauges.ENGINE
-    ] == [3, 0.5, 0.75, 0, None, None]
+    ] == [3, 0.5, 0.75, None, 0, None, None, None]
 
 
 async def test_the_page_waits_for_a_run_that_the_ledger_does_not_have_yet_or_any_more(tmp_path: Path) -> None:

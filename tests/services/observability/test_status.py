@@ -73,7 +73,15 @@ async def test_the_status_lists_live_processes_and_their_engines(driver: Driver)
         ("rollout", "rollout.0", 12, "h")
     ]
     assert status["engines"] == [
-        {"engine": "eng", "epoch": "e1", "version": 0, "running": 12, "kv_use": 0.456, "prefix_hits": None}
+        {
+            "engine": "eng",
+            "epoch": "e1",
+            "version": 0,
+            "running": 12,
+            "kv_use": 0.456,
+            "prefix_hits": None,
+            "drafts_accepted": None,
+        }
     ]
 
 
