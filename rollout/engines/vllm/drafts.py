@@ -97,7 +97,7 @@ class ConstantDrafts(HistoryDrafts):
 def repair_rejection() -> None:
     """Have vLLM on a CPU expand parameters of requests to their drafts.
 
-    The kernel of vLLM 0.32 writes them into a copy and loses it, so that temperatures are those of memory that
+    The kernel of vLLM 0.32 writes them into a copy and loses it. Temperatures are then read from memory that
     was never written, and unlikely drafts are accepted.
     """
     from vllm.v1.sample import rejection_sampler
