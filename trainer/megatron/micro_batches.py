@@ -19,7 +19,7 @@ from trainer.data.context_division import Division
 from trainer.data.packing import fill_groups, pack
 from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.megatron.layers.attention.context import sum_over_context_ranks
-from trainer.megatron.layers.attention.core import by_segments, kernel_for
+from trainer.megatron.layers.attention.core import by_segments, kernel_for, key_uses
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
@@ -164,20 +164,17 @@ class Packing:
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
             experts: whether layers have experts, whose routers have to know the padding.
         """
-        segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
+        device, terms = position.device.type, tuple(terms)
+        segmented = any(kernel_for(device, dtype, one) is by_segments for one in terms)
+        uses = key_uses(device, dtype, terms)
         for samples, tree, division in zip(self.samples, self.trees, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             part = batch.select(chosen)
             inputs = ComputedTokens.of(part.offsets, tree, division, position.cp)
             lengths = [piece.tokens for piece in pieces_with_padding(division, position.cp)]
             apart = len(division.pieces) > 1 or tree.is_shared
-            sequences = packed_sequences(
-                lengths,
-                rotaries,
-                dtype,
-                segmented=segmented,
-                keys=visible_keys(division, position.cp, tree) if apart else None,
-            )
+            keys = [visible_keys(division, position.cp, tree, use) for use in uses] if apart else []
+            sequences = packed_sequences(lengths, rotaries, dtype, keys, segmented=segmented)
             if experts:
                 routed = _routed(part, division, inputs, position)
                 sequences = replace(sequences, routed=routed)

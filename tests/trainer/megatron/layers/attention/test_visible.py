@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.data.context_division import Division
 from trainer.data.prefix_tree import PrefixTree, alone, find_families
-from trainer.megatron.layers.attention.context import seen_rows
-from trainer.megatron.layers.attention.core import FUSED, Kernel, by_segments
+from trainer.megatron.layers.attention.core import FUSED, Kernel, by_segments, kernel_for, key_uses
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
@@ -29,14 +28,17 @@ def tree_of(division: Division) -> PrefixTree:
 
 
 def share_of(
-    division: Division, rank: int, *, device: str = "cpu", segmented: bool = True
+    division: Division, rank: int, tree: PrefixTree, inputs: torch.Tensor, terms: AttentionTerms
 ) -> PackedSequences:
+    """The sequences of a rank whose queries are like `inputs`."""
+    kind = inputs.device.type, inputs.dtype
+    (use,) = key_uses(*kind, [terms])
     return packed_sequences(
         [piece.tokens for piece in pieces_with_padding(division, rank)],
-        [Rotary(FREQUENCIES.to(device))],
+        [Rotary(FREQUENCIES.to(inputs.device))],
         torch.float32,
-        segmented=segmented,
-        keys=visible_keys(division, rank, tree_of(division)),
+        [visible_keys(division, rank, tree, use)],
+        segmented=kernel_for(*kind, terms) is by_segments,
     )
 
 
@@ -61,10 +63,8 @@ def by_ranks(
     queries, keys, values = (shares(x) for x in qkv)
     out = torch.zeros_like(qkv[0])
     for rank, place in enumerate(places):
-        share = share_of(division, rank, device=device.type, segmented=kernel is by_segments)
-        assert share.keys is not None
-        seen = share.keys.tokens
-        found = kernel(queries[rank], torch.cat(keys)[seen], torch.cat(values)[seen], share, terms)
+        share = share_of(division, rank, tree_of(division), qkv[0], terms)
+        found = kernel(queries[rank], torch.cat(keys), torch.cat(values), share, terms)
         out = out.index_copy(0, place, found[: len(place)])
     return out
 
@@ -120,17 +120,16 @@ def test_a_piece_has_its_own_positions_and_the_keys_up_to_its_last_token(
         own = places_of(division, rank, lengths)
         gathered[rank * division.size : rank * division.size + len(own)] = own
     for rank in range(ranks):
-        share, pieces = share_of(division, rank), pieces_with_padding(division, rank)
-        assert share.keys is not None
-        seen = gathered[share.keys.tokens].split([piece.stop for piece in pieces])
-        for piece, keys in zip(division.pieces[rank], seen, strict=False):
-            assert keys.tolist() == list(range(starts[piece.sequence], starts[piece.sequence] + piece.stop))
-        positions = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-        torch.testing.assert_close(share.angles[0].cos[:, 0, 0], positions.float().cos())
-        assert torch.equal(share.keys.offsets.diff(), torch.tensor([piece.stop for piece in pieces]))
+        keys, pieces = visible_keys(division, rank, tree_of(division)), pieces_with_padding(division, rank)
+        assert keys.tokens is not None
+        seen = gathered[keys.tokens].split([piece.stop for piece in pieces])
+        for piece, one in zip(division.pieces[rank], seen, strict=False):
+            assert one.tolist() == list(range(starts[piece.sequence], starts[piece.sequence] + piece.stop))
+        assert keys.starts.tolist() == [piece.start for piece in pieces]
+        assert torch.equal(keys.offsets.diff(), torch.tensor([piece.stop for piece in pieces]))
         whole = [lengths[piece.sequence] for piece in division.pieces[rank]]
-        assert share.keys.whole.tolist()[: len(whole)] == whole
-        assert share.longest_keys == max(piece.stop for piece in pieces)
+        assert keys.whole.tolist()[: len(whole)] == whole
+        assert keys.longest == max(piece.stop for piece in pieces)
 
 
 def tree_attention(
@@ -151,17 +150,9 @@ def tree_attention(
     padded = [torch.nn.functional.pad(share, (0, division.size - len(share))).to(device) for share in shares]
     out = torch.full((len(flat), *inputs[0].shape[1:]), torch.nan, dtype=inputs[0].dtype, device=device)
     for rank, one in enumerate(computed):
-        share = packed_sequences(
-            [piece.tokens for piece in pieces_with_padding(division, rank)],
-            [Rotary(FREQUENCIES.to(device))],
-            torch.float32,
-            segmented=kernel is by_segments,
-            keys=visible_keys(division, rank, tree),
-        )
-        assert share.keys is not None
-        queries, (keys, values) = inputs[0][padded[rank]], (x[torch.cat(padded)] for x in inputs[1:3])
-        seen = (seen_rows(x, share.keys) for x in (keys, values))
-        found = kernel(queries, *seen, share, terms, *inputs[3:])
+        share = share_of(division, rank, tree, inputs[0], terms)
+        gathered = (x[torch.cat(padded)] for x in inputs[1:3])
+        found = kernel(inputs[0][padded[rank]], *gathered, share, terms, *inputs[3:])
         out = out.index_copy(0, one.row_tokens.to(device), found[one.places.to(device)])
     by_row = dict(zip(family.rows, out.split(list(family.lengths)), strict=True))
     return torch.cat([by_row[row] for row in range(len(rows))])
@@ -208,10 +199,11 @@ def assert_trees_equal(
         AttentionTerms(),
         AttentionTerms(window=1),
         AttentionTerms(window=9),
+        AttentionTerms(sinks=True),
         AttentionTerms(window=9, sinks=True),
         AttentionTerms(softcap=0.7, scale=0.3),
     ],
-    ids=["plain", "window-1", "window-9", "sinks", "softcap"],
+    ids=["plain", "window-1", "window-9", "sinks", "window-and-sinks", "softcap"],
 )
 def test_stretches_see_what_whole_sequences_do(ranks: int, terms: AttentionTerms) -> None:
     # bounded scores are computed in float32
