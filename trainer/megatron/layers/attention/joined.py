@@ -100,7 +100,7 @@ class _Joined(torch.autograd.Function):
         calls = list(_calls(keys, shared))
         out = out.to(_sum_dtype(q, calls))
         for call, part in calls:
-            found = part.forward(_chosen(q, call), *(_of_keys(x, call) for x in (k, v)))
+            found = part.forward(_chosen(q, call), *(_seen(x, call) for x in (k, v)))
             rows, scores = join(_chosen(out, call), total.index_select(1, call.queries), *found)
             out.index_copy_(0, call.queries, rows)
             total.index_copy_(1, call.queries, scores)
@@ -125,7 +125,7 @@ class _Joined(torch.autograd.Function):
         for call, part in ctx.calls:
             more = part.backward(
                 *(_chosen(x, call) for x in (out_grad, q)),
-                *(_of_keys(x, call) for x in (k, v)),
+                *(_seen(x, call) for x in (k, v)),
                 _chosen(out, call),
                 total.index_select(1, call.queries),
             )
@@ -148,7 +148,7 @@ def _chosen(rows: torch.Tensor, call: SharedKeys) -> torch.Tensor:
     return rows.index_select(0, call.queries)
 
 
-def _of_keys(rows: torch.Tensor, call: SharedKeys) -> torch.Tensor:
+def _seen(rows: torch.Tensor, call: SharedKeys) -> torch.Tensor:
     return rows.index_select(0, call.tokens)
 
 

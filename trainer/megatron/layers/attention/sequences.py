@@ -35,7 +35,7 @@ class PackedSequences:
     segments: tuple[AttentionSegment, ...] = ()
     """For attention by segments, of the keys; empty if another implementation is used."""
     copied: "PackedSequences | None" = None
-    """The same for layers whose pieces do not attend apart to keys before them; None: all layers have one."""
+    """Data for layers whose pieces do not attend apart to keys before them; None: all layers have one."""
     routed: RoutedTokens | None = None
     """What routers have to know of the tokens; None where no layer has experts."""
     keys: VisibleKeys | None = None

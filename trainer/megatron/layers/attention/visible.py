@@ -21,13 +21,16 @@ from trainer.data.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """How layers attend to the keys before a piece."""
+    """Use that layers make of the keys before a piece."""
 
     query_cost: float | None = None
     """Cost of attending to keys apart for a query, in copies of a key: pieces do what is cheaper. None: they
     never attend apart."""
     window: int = 0
     """Tokens that each one attends to, itself included: others are not copied; 0: all before it."""
+
+
+COPIED = KeyUse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,7 @@ def pieces_with_padding(division: Division, rank: int) -> list[SequencePiece]:
     return [*own, SequencePiece(-1, 0, padding)] if padding else own
 
 
-def visible_keys(division: Division, rank: int, tree: PrefixTree, use: KeyUse = KeyUse()) -> VisibleKeys:
+def visible_keys(division: Division, rank: int, tree: PrefixTree, use: KeyUse = COPIED) -> VisibleKeys:
     """Return the keys that a rank's pieces see, on the host; `division` is of the tree's stretches."""
     first, places = _gathered_places(division)
     own, pieces = division.pieces[rank], pieces_with_padding(division, rank)
