@@ -21,12 +21,12 @@ from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.megatron.layers.attention.context import sum_over_context_ranks
 from trainer.megatron.layers.attention.core import by_segments, kernel_for, key_uses
 from trainer.megatron.layers.attention.rotary import Rotary
+from trainer.megatron.layers.attention.rows import to_device
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.attention.visible import (
     ComputedTokens,
     pieces_with_padding,
-    to_device,
     visible_keys,
 )
 from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens

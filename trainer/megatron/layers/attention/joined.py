@@ -100,10 +100,11 @@ class _Joined(torch.autograd.Function):
         calls = list(_calls(keys, shared))
         out = out.to(_sum_dtype(q, calls))
         for call, part in calls:
-            found = part.forward(_chosen(q, call), *(_seen(x, call) for x in (k, v)))
-            rows, scores = join(_chosen(out, call), total.index_select(1, call.queries), *found)
-            out.index_copy_(0, call.queries, rows)
-            total.index_copy_(1, call.queries, scores)
+            queries, seen = call.queries, call.tokens
+            found = part.forward(queries.take(q), seen.take(k), seen.take(v))
+            rows, scores = join(queries.take(out), queries.take(total.t()).t(), *found)
+            queries.put(out, rows)
+            queries.put(total.t(), scores.t())
         if sinks is not None:
             alone = total
             total = torch.logaddexp(alone, sinks.to(alone)[:, None])
@@ -118,20 +119,21 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, sinks, out, total = ctx.saved_tensors
         out_grad, keys = out_grad.contiguous(), ctx.keys
-        seen = seen_rows(k, keys), seen_rows(v, keys)
-        q_grad, *copies = ctx.own.backward(out_grad, q, *seen, out, total)
+        visible = seen_rows(k, keys), seen_rows(v, keys)
+        q_grad, *copies = ctx.own.backward(out_grad, q, *visible, out, total)
         k_grad, v_grad = (add_copies(gradient, keys, len(k)) for gradient in copies)
         q_grad = q_grad.to(_sum_dtype(q, ctx.calls))
         for call, part in ctx.calls:
-            more = part.backward(
-                *(_chosen(x, call) for x in (out_grad, q)),
-                *(_seen(x, call) for x in (k, v)),
-                _chosen(out, call),
-                total.index_select(1, call.queries),
+            queries, seen = call.queries, call.tokens
+            q_more, k_more, v_more = part.backward(
+                *(queries.take(x) for x in (out_grad, q)),
+                *(seen.take(x) for x in (k, v)),
+                queries.take(out),
+                queries.take(total.t()).t().contiguous(),
             )
-            q_grad.index_add_(0, call.queries, more[0].to(q_grad.dtype))
-            k_grad.index_add_(0, call.tokens, more[1])
-            v_grad.index_add_(0, call.tokens, more[2])
+            queries.add(q_grad, q_more)
+            seen.add(k_grad, k_more)
+            seen.add(v_grad, v_more)
         sinks_grad = None
         if sinks is not None:
             shares = (sinks.to(total)[:, None] - total).exp()
@@ -142,14 +144,6 @@ class _Joined(torch.autograd.Function):
 
 def _calls(keys: VisibleKeys | None, shared: Sequence[Part]) -> Iterator[tuple[SharedKeys, Part]]:
     return zip(() if keys is None else keys.shared, shared, strict=True)
-
-
-def _chosen(rows: torch.Tensor, call: SharedKeys) -> torch.Tensor:
-    return rows.index_select(0, call.queries)
-
-
-def _seen(rows: torch.Tensor, call: SharedKeys) -> torch.Tensor:
-    return rows.index_select(0, call.tokens)
 
 
 def _sum_dtype(q: torch.Tensor, calls: Sequence[object]) -> torch.dtype:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer.megatron.layers.attention.rotary import Angles, Rotary
+from trainer.megatron.layers.attention.rows import to_device
 from trainer.megatron.layers.attention.segmented import AttentionSegment, segments_of
 from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.visible import VisibleKeys, to_device
+from trainer.megatron.layers.attention.visible import VisibleKeys
 from trainer.megatron.layers.experts.tokens import RoutedTokens
 
 

@@ -17,6 +17,7 @@ import torch
 
 from trainer.data.context_division import Division, SequencePiece
 from trainer.data.prefix_tree import PrefixTree
+from trainer.megatron.layers.attention.rows import Rows, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ COPIED = KeyUse()
 class SharedKeys:
     """Keys before some pieces, to all of which every query of these pieces attends, in a call of its own."""
 
-    queries: torch.Tensor
-    """int64 [n]: which of the T tokens they are; each is there once."""
+    queries: Rows
+    """The n queries, among the T tokens."""
     query_offsets: torch.Tensor
     """int32 [S + 1]: where each sequence of them begins, and n."""
-    tokens: torch.Tensor
-    """int64 [m]: for each key its place among the C T gathered tokens; each is there once."""
+    tokens: Rows
+    """The m keys, among the C T gathered tokens."""
     key_offsets: torch.Tensor
     """int32 [S + 1]: where the keys of each sequence begin, and m."""
     sizes: tuple[tuple[int, int], ...]
@@ -52,9 +53,9 @@ class SharedKeys:
         """Return it with its arrays on a device."""
         return replace(
             self,
-            queries=to_device(self.queries, device),
+            queries=self.queries.to(device),
             query_offsets=to_device(self.query_offsets, device),
-            tokens=to_device(self.tokens, device),
+            tokens=self.tokens.to(device),
             key_offsets=to_device(self.key_offsets, device),
         )
 
@@ -171,11 +172,6 @@ def visible_keys(division: Division, rank: int, tree: PrefixTree, use: KeyUse = 
     )
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to a device without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 def ranges(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return `counts` (int64 [n]) successive integers from each of `starts` (int64 [n]), all in one."""
     shift = starts - counts.cumsum(0) + counts
@@ -245,9 +241,9 @@ def _calls(
         keys = [sum(span.tokens for span in one) for one in spans]
         found.append(
             SharedKeys(
-                queries=ranges(starts, counts),
+                queries=Rows.at(ranges(starts, counts)),
                 query_offsets=torch.tensor([0, *accumulate(queries)], dtype=torch.int32),
-                tokens=_places_of((span for one in spans for span in one), first, places),
+                tokens=Rows.at(_places_of((span for one in spans for span in one), first, places)),
                 key_offsets=torch.tensor([0, *accumulate(keys)], dtype=torch.int32),
                 sizes=tuple(zip(queries, keys, strict=True)),
             )
