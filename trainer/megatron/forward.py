@@ -30,8 +30,8 @@ from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
 from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
+from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.layers.spec import attention_terms
-from trainer.megatron.memory.activations import NO_COPIES, KeyCopies
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position

@@ -30,7 +30,7 @@ from trainer.megatron.layers.attention.visible import (
     visible_keys,
 )
 from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
-from trainer.megatron.memory.activations import NO_COPIES, KeyCopies
+from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.parallel import Position
 
 T = TypeVar("T", TrainedTokens, RoutedTokens)

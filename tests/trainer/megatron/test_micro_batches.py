@@ -16,8 +16,8 @@ from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_familie
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.layers.attention.terms import PLAIN
+from trainer.megatron.layers.limits import KeyCopies
 from trainer.megatron.layout import Place
-from trainer.megatron.memory.activations import KeyCopies
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.parallel import Position
 

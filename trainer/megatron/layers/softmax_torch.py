@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 BLOCK_BYTES = 1 << 20
-"""Size of a block's logits in float32, unless those of one token take more."""
+"""Size of a block's logits in float32, unless one token's take more."""
 
 
 def statistics(

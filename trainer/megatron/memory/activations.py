@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trainer.config import TrainerConfig
 from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +80,6 @@ EXPERT_ACTIVATIONS = (
     Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
 )
 """Activations that a layer with experts keeps, if all ranks get as many rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeyCopies:
-    """Copies of keys and values that lie before what sequences do not share."""
-
-    share: float = 0.0
-    """Memory of a copy of a token's key and value in a layer, in tokens of a micro-batch."""
-    window: int = 0
-    """Tokens that each token sees, itself included; 0: all before it."""
-
-
-NO_COPIES = KeyCopies()
 
 
 def key_copies(a: Architecture, trainer: TrainerConfig) -> KeyCopies:

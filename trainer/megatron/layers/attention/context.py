@@ -57,7 +57,7 @@ def seen_rows(rows: torch.Tensor, keys: VisibleKeys | None) -> torch.Tensor:
 
 
 def add_copies(gradient: torch.Tensor, keys: VisibleKeys | None, rows: int) -> torch.Tensor:
-    """Return the gradient of `rows` gathered rows, from that of the rows that pieces see, [K, ...].
+    """Return the gradient of `rows` gathered rows, from the gradient of the rows that pieces see, [K, ...].
 
     Gradients of copies are added up in float32 or wider, always in the same order.
     """

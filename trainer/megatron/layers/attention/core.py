@@ -30,12 +30,14 @@ from trainer.megatron.layers.attention.visible import KeyUse
 Kernel = Callable[..., torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
 sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels with the term `sinks`
-take these, [heads], as the last argument. With context parallelism k and v are those of all its ranks, and
+take these, [heads], as the last argument. With context parallelism k and v come from all its ranks, and
 `sequences.keys` says which of them are seen, as it does where samples share tokens."""
 QUERY_COST = 2.5
-"""Cost of joining a query's attention to some keys with that to others, in copies of a key: on a GPU both go
-at the speed of memory. A query is read and its output written once more in both passes, about 14 times its
-bytes; a copy has gradients for every query head, about 5.5 times."""
+"""Cost of joining a query's attention to some keys with its attention to others, in copies of a key.
+
+On a GPU both go at the speed of memory. A query is read and its output written once more in both passes,
+about 14 times its bytes; a copy has gradients for every query head, about 5.5 times.
+"""
 
 
 def by_segments(

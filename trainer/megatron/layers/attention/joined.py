@@ -1,6 +1,6 @@
 """Joins attention to some keys with attention to others, so that no key has to lie beside all its queries.
 
-Attention to one set of keys gives an output o and the log-sum-exp l of its scores. That to two sets is
+Attention to one set of keys gives an output o and the log-sum-exp l of its scores. Attention to two sets is
 o = o_1 exp(l_1 - l) + o_2 exp(l_2 - l) with l = log(exp(l_1) + exp(l_2)). A sink is a score s that takes part
 in the softmax of a query and has no value: o = o_1 exp(l_1 - l) with l = log(exp(l_1) + exp(s)). The backward
 pass of a kernel computes the probabilities again from the log-sum-exp, and subtracts the products of output

@@ -20,7 +20,7 @@ class AttentionTerms:
 
     @property
     def joins(self) -> bool:
-        """Whether attention to some keys can be joined with that to others.
+        """Whether attention to some keys can be joined with attention to others.
 
         A window ends within some keys before a piece, at another one for each query; kernels with bounded
         scores do not say their log-sum-exp.
