@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from trainer.batch import Batch
 
 KEYS_COST = 1 / 32
-"""Cost of a shared stretch for each token behind it, in tokens computed: the keys before that token are
-copied, and the gradients of the copies are added up."""
+"""Cost of a shared stretch for each token behind it, in tokens computed: the token attends to the keys of the
+stretch apart from its own, and both results are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +105,15 @@ class RowFamily:
         """Tokens that are computed for all of them."""
         return sum(self.lengths) - sum(self.shared)
 
-    @property
-    def keys(self) -> int:
-        """Tokens that its stretches see, counted again for each stretch."""
+    def copies(self, window: int) -> int:
+        """Return how many tokens before its stretches these see, counted again for each stretch.
+
+        Args:
+            window: tokens that each token sees, itself included; 0: all before it.
+        """
         nodes = _intervals(self.lengths, self.shared)
-        return sum(stop for _, _, start, stop, _ in nodes if stop > start)
+        most = window - 1 if window else max(self.lengths, default=0)
+        return sum(min(start, most) for _, _, start, stop, _ in nodes if stop > start)
 
     def cut(self, limit: int, most: int) -> Iterator["RowFamily"]:
         """Yield parts that compute at most `limit` tokens each, for `most` rows; a longer row is alone.

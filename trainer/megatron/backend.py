@@ -37,7 +37,7 @@ from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.memory.activations import key_share
+from trainer.megatron.memory.activations import key_copies
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.memory.memory_plan import MemoryPlan
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
@@ -313,7 +313,7 @@ class MegatronBackend(Backend):
             trainer.micro_batch_size,
             replays_routing=replays_routing,
             shares_prefixes=self.shares_prefixes,
-            key_share=key_share(self._model_spec, trainer),
+            copies=key_copies(self._model_spec, trainer),
         )
 
     def _trained_model(self) -> TrainedModel:

@@ -30,6 +30,7 @@ from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
 from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
+from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
@@ -83,7 +84,7 @@ class Runner:
         *,
         replays_routing: bool = False,
         shares_prefixes: bool = False,
-        key_share: float = 0.0,
+        copies: KeyCopies = NO_COPIES,
     ) -> None:
         """Bind to a model.
 
@@ -95,11 +96,11 @@ class Runner:
             micro_batch_size: samples of a micro-batch, at most.
             replays_routing: whether routers choose the experts that the engine recorded.
             shares_prefixes: whether what samples of a group begin with alike is computed once.
-            key_share: memory of a token's key and value, relative to all that is kept of it.
+            copies: of shared keys that take room of tokens in a micro-batch.
         """
         self.chunks = list(chunks)
         self.replays_routing, self.shares_prefixes = replays_routing, shares_prefixes
-        self._key_share = key_share
+        self._copies = copies
         self.architecture = architecture
         self.position = position
         self.micro_batch_tokens = micro_batch_tokens
@@ -141,7 +142,7 @@ class Runner:
         if self.shares_prefixes:
             families = batch_families(batch, by_experts=self.replays_routing, long=self._long_after)
         limits = self.micro_batch_tokens, self.micro_batch_size
-        return Packing.of(families, self.position, *limits, key_share=self._key_share)
+        return Packing.of(families, self.position, *limits, copies=self._copies)
 
     def _train(self, batch: Batch, finish: Any, measures: Measures) -> "MadePasses":
         """Run forward and backward; `finish` turns a micro-batch's scores into its loss."""

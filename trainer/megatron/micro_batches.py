@@ -19,17 +19,18 @@ from trainer.data.context_division import Division
 from trainer.data.packing import fill_groups, pack
 from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.megatron.layers.attention.context import sum_over_context_ranks
-from trainer.megatron.layers.attention.core import by_segments, kernel_for
+from trainer.megatron.layers.attention.core import by_segments, kernel_for, key_uses
 from trainer.megatron.layers.attention.rotary import Rotary
+from trainer.megatron.layers.attention.rows import to_device
 from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
 from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.attention.visible import (
     ComputedTokens,
     pieces_with_padding,
-    to_device,
     visible_keys,
 )
 from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
+from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.parallel import Position
 
 T = TypeVar("T", TrainedTokens, RoutedTokens)
@@ -83,7 +84,7 @@ class Packing:
         micro_batch_tokens: int,
         micro_batch_size: int,
         *,
-        key_share: float = 0.0,
+        copies: KeyCopies = NO_COPIES,
     ) -> "Packing":
         """Pack samples.
 
@@ -99,11 +100,11 @@ class Packing:
             position: a rank's place in the layout.
             micro_batch_tokens: tokens of a micro-batch on each rank, at most, unless one sample has more.
             micro_batch_size: samples of a micro-batch, at most.
-            key_share: memory of a key and value, in tokens. Stretches hold copies of those that they share.
+            copies: keys and values before what samples do not share that take room of tokens.
         """
         ranks = position.config.context_parallel_size
         budget, stages = micro_batch_tokens * ranks, position.config.pipeline_model_parallel_size
-        pack_into = partial(_packed, families, most=micro_batch_size, key_share=key_share)
+        pack_into = partial(_packed, families, most=micro_batch_size, copies=copies)
         packed = pack_into(budget) if stages == 1 else _filling_stages(pack_into, families, budget, position)
         trees = tuple(map(PrefixTree.of, packed))
         return cls(
@@ -164,20 +165,17 @@ class Packing:
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
             experts: whether layers have experts, whose routers have to know the padding.
         """
-        segmented = any(kernel_for(position.device.type, dtype, one) is by_segments for one in terms)
+        device, terms = position.device.type, tuple(terms)
+        segmented = any(kernel_for(device, dtype, one) is by_segments for one in terms)
+        uses = key_uses(device, dtype, terms)
         for samples, tree, division in zip(self.samples, self.trees, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             part = batch.select(chosen)
             inputs = ComputedTokens.of(part.offsets, tree, division, position.cp)
             lengths = [piece.tokens for piece in pieces_with_padding(division, position.cp)]
             apart = len(division.pieces) > 1 or tree.is_shared
-            sequences = packed_sequences(
-                lengths,
-                rotaries,
-                dtype,
-                segmented=segmented,
-                keys=visible_keys(division, position.cp, tree) if apart else None,
-            )
+            keys = [visible_keys(division, position.cp, tree, use) for use in uses] if apart else []
+            sequences = packed_sequences(lengths, rotaries, dtype, keys, segmented=segmented)
             if experts:
                 routed = _routed(part, division, inputs, position)
                 sequences = replace(sequences, routed=routed)
@@ -186,29 +184,29 @@ class Packing:
 
 
 def _packed(
-    families: Sequence[RowFamily], budget: int, *, most: int, key_share: float
+    families: Sequence[RowFamily], budget: int, *, most: int, copies: KeyCopies
 ) -> list[list[RowFamily]]:
     """Return the families, or parts of them, of each micro-batch."""
-    parts = [part for family in families for part in _fitting(family, budget, most, key_share)]
-    sizes = [_size(part, key_share) for part in parts]
+    parts = [part for family in families for part in _fitting(family, budget, most, copies)]
+    sizes = [_size(part, copies) for part in parts]
     found = pack(sizes, budget, most, [len(part.rows) for part in parts])
     return [[parts[index] for index in one] for one in found] or [[]]
 
 
-def _fitting(family: RowFamily, budget: int, most: int, key_share: float) -> Iterator[RowFamily]:
+def _fitting(family: RowFamily, budget: int, most: int, copies: KeyCopies) -> Iterator[RowFamily]:
     """Yield parts of a family that each fit a micro-batch, or are a single row."""
     for part in family.cut(budget, most):
         rows = len(part.rows)
-        if rows == 1 or _size(part, key_share) <= budget:
+        if rows == 1 or _size(part, copies) <= budget:
             yield part
             continue
         for half in (range(rows // 2), range(rows // 2, rows)):
-            yield from _fitting(part.part(half), budget, most, key_share)
+            yield from _fitting(part.part(half), budget, most, copies)
 
 
-def _size(family: RowFamily, key_share: float) -> int:
+def _size(family: RowFamily, copies: KeyCopies) -> int:
     """Return the tokens that take as much memory as a family."""
-    return family.tokens + ceil(key_share * (family.keys - family.tokens))
+    return family.tokens + ceil(copies.share * family.copies(copies.window))
 
 
 def _filling_stages(

@@ -16,6 +16,7 @@ from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_familie
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
 from trainer.megatron.layers.attention.terms import PLAIN
+from trainer.megatron.layers.limits import KeyCopies
 from trainer.megatron.layout import Place
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.parallel import Position
@@ -190,11 +191,20 @@ def test_a_replica_without_samples_takes_part_with_padding(tp: int, cp: int) -> 
     assert len(micro.trained.place) == 0
 
 
-def test_keys_that_stretches_hold_copies_of_take_room() -> None:
+def test_copies_of_keys_before_stretches_take_room() -> None:
     prompt = RowFamily(tuple(range(8)), (110,) * 8, (0, *[100] * 7))
-    assert prompt.keys == 100 + 8 * 110
-    assert Packing.of([prompt], position(), 200, 100, key_share=0.01).sizes == (180,)
-    assert Packing.of([prompt], position(), 200, 100, key_share=0.1).sizes == (140, 140)
+    assert (prompt.copies(0), prompt.copies(21)) == (800, 160)
+    for copies, sizes in (
+        (KeyCopies(0.02), (180,)),
+        (KeyCopies(0.1), (140, 140)),
+        (KeyCopies(0.1, window=21), (180,)),
+    ):
+        assert Packing.of([prompt], position(), 200, 100, copies=copies).sizes == sizes
+
+
+def test_a_tree_whose_keys_are_not_copied_takes_its_tokens() -> None:
+    tree = RowFamily(tuple(range(16)), (8703,) * 16, (0, *[8192] * 15))
+    assert Packing.of([tree], position(), 16384, 100).sizes == (16368,)
 
 
 def test_a_pipeline_cuts_a_tree_only_if_stages_would_wait_longer() -> None:

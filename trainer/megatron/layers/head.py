@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 
+PRODUCT_BLOCK = 1 << 20
+"""Elements of a product that are added to float32 at a time on a CPU, unless a row has more."""
+
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
@@ -119,8 +122,10 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total.addmm_(left.t(), right)
     elif left.is_cuda:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
-    else:
-        total += left.t() @ right
+    else:  # by rows, whose product in float32 stays in a processor's cache
+        rows = max(1, PRODUCT_BLOCK // right.size(1))
+        for part, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
+            part += columns.t() @ right
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -1,9 +1,17 @@
 """Computes a softmax over the vocabulary, and its gradient, in plain torch: the oracle of `softmax_triton`.
 
+It goes by blocks of tokens whose float32 logits stay in a processor's cache: arrays for all of them would be
+written to fresh memory, which takes longer than the arithmetic.
+
 Shapes: c tokens, v entries of the vocabulary on this rank, padding included.
 """
 
+from collections.abc import Iterator
+
 import torch
+
+BLOCK_BYTES = 1 << 20
+"""Size of a block's logits in float32, unless one token's take more."""
 
 
 def statistics(
@@ -24,14 +32,21 @@ def statistics(
     Returns:
         float32 [4, c].
     """
-    bounded = logits[:, :valid].float()
+    parts = [_statistics(logits[one, :valid], local[one], temperature, softcap) for one in _blocks(logits)]
+    return torch.cat(parts, dim=1)
+
+
+def _statistics(
+    logits: torch.Tensor, local: torch.Tensor, temperature: float, softcap: float
+) -> torch.Tensor:
+    scaled = logits.to(torch.float32, copy=True)
     if softcap:
-        bounded = (bounded / softcap).tanh_().mul_(softcap)
-    scaled = bounded / temperature
+        scaled.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        scaled.div_(temperature)
     highest = scaled.amax(-1)
     chosen = scaled.gather(-1, local[:, None])[:, 0]
-    scaled -= highest[:, None]
-    exponentials = scaled.exp()
+    exponentials = scaled.sub_(highest[:, None]).exp()
     return torch.stack([highest, exponentials.sum(-1), torch.linalg.vecdot(exponentials, scaled), chosen])
 
 
@@ -39,7 +54,12 @@ def statistics_in_place(
     logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float, softcap: float = 0.0
 ) -> torch.Tensor:
     """Return the same with 0 in place of the sum of exponential times logit; the logits are lost."""
-    bounded = logits[:, :valid].float()  # the same memory if they are float32
+    parts = [_totals(logits[one, :valid], local[one], temperature, softcap) for one in _blocks(logits)]
+    return torch.cat(parts, dim=1)
+
+
+def _totals(logits: torch.Tensor, local: torch.Tensor, temperature: float, softcap: float) -> torch.Tensor:
+    bounded = logits.float()  # the same memory if they are float32
     if softcap:
         bounded.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
@@ -76,16 +96,23 @@ def to_slopes(
         temperature: positive.
         softcap: as of `statistics`.
     """
-    bounded = logits[:, :valid].float()
-    if softcap:
-        bounded = (bounded / softcap).tanh_()
-        inner = 1 - bounded.square()
-        bounded.mul_(softcap)
-    log_p = (bounded / temperature).sub_(normalizer[:, None])
-    factor = (log_p + entropies[:, None]).mul_(-entropies_grad[:, None]).sub_(logprobs_grad[:, None])
-    slope = log_p.exp_().mul_(factor)
-    slope.scatter_add_(-1, local[:, None], (logprobs_grad * mine)[:, None])
-    if softcap:
-        slope.mul_(inner)
-    logits[:, :valid] = slope.div_(temperature).to(logits.dtype)
+    for one in _blocks(logits):
+        bounded = logits[one, :valid].float()
+        if softcap:
+            bounded = (bounded / softcap).tanh_()
+            inner = 1 - bounded.square()
+            bounded.mul_(softcap)
+        log_p = (bounded / temperature).sub_(normalizer[one, None])
+        factor = (log_p + entropies[one, None]).mul_(-entropies_grad[one, None])
+        slope = log_p.exp_().mul_(factor.sub_(logprobs_grad[one, None]))
+        slope.scatter_add_(-1, local[one, None], (logprobs_grad[one] * mine[one])[:, None])
+        if softcap:
+            slope.mul_(inner)
+        logits[one, :valid] = slope.div_(temperature)
     logits[:, valid:] = 0
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    """Yield the tokens of each block, of one at least."""
+    count = max(1, BLOCK_BYTES // (4 * logits.size(1)))
+    return (slice(first, first + count) for first in range(0, max(1, len(logits)), count))

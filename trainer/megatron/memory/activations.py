@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from trainer.config import TrainerConfig
 from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,20 @@ EXPERT_ACTIVATIONS = (
 """Activations that a layer with experts keeps, if all ranks get as many rows."""
 
 
-def key_share(a: Architecture, trainer: TrainerConfig) -> float:
-    """Return the size of a token's key and value in a layer, relative to all that the layer keeps of it."""
+def key_copies(a: Architecture, trainer: TrainerConfig) -> KeyCopies:
+    """Return which copies of shared keys take room of tokens in a micro-batch.
+
+    torch's kernel makes them for layers with a window, and again for the backward pass of a layer, with
+    gradients for every head; the few for other layers fit where the MLP's gradients do. Other kernels keep
+    them.
+    """
     without = trainer.recompute_modules if trainer.recompute_granularity == "selective" else ()
     kept = sum(row.elements(a) * (row.item_bytes or 2) for row in ACTIVATIONS if row.module not in without)
-    return 2 * (a.heads if a.latent else a.kv_heads) * (a.head_dim + a.value_dim) / kept
+    heads, sizes = a.heads if a.latent else a.kv_heads, 2 * (a.head_dim + a.value_dim)
+    if trainer.attention_backend not in ("auto", "torch") or a.score_softcap:
+        return KeyCopies(heads * sizes / kept)
+    window = max(map(a.window_of, range(a.layers)))
+    return KeyCopies((2 * heads + a.heads) * sizes / (kept * a.layers), window) if window else NO_COPIES
 
 
 def _heads(a: Architecture) -> int:

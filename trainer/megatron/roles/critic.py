@@ -29,7 +29,7 @@ from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.memory.activations import key_share
+from trainer.megatron.memory.activations import key_copies
 from trainer.megatron.memory.memory_plan import peak_gb
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.micro_batches import MicroBatch
@@ -162,7 +162,7 @@ class MegatronCritic(Critic):
             tokens,
             trainer.micro_batch_size,
             shares_prefixes=trainer.share_prefixes == "auto",
-            key_share=key_share(spec, trainer),
+            copies=key_copies(spec, trainer),
         )
         self._stepper = ModelStepper(self._runner, config, optimizer, tokens=tokens)
 

@@ -16,7 +16,7 @@ from trainer.megatron.forward import Runner
 from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.memory.activations import key_share
+from trainer.megatron.memory.activations import key_copies
 from trainer.megatron.memory.expected import FrozenShape, frozen_layout
 from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
 from trainer.megatron.parallel import Position
@@ -55,7 +55,7 @@ class FrozenPart(FrozenModel):
             trainer.micro_batch_tokens,
             trainer.micro_batch_size,
             shares_prefixes=trainer.share_prefixes == "auto",
-            key_share=key_share(architecture, trainer),
+            copies=key_copies(architecture, trainer),
         )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:

@@ -8,7 +8,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,16 +20,24 @@ from protocol.errors import SettingsError
 from trainer.config import AttentionBackend
 from trainer.megatron.layers.attention import fused
 from trainer.megatron.layers.attention.backends import LIBRARIES, lacks_terms
-from trainer.megatron.layers.attention.context import gather_visible, spread_queries
-from trainer.megatron.layers.attention.segmented import segmented_attention
+from trainer.megatron.layers.attention.context import gather_keys, seen_rows, spread_queries
+from trainer.megatron.layers.attention.joined import joined_attention
+from trainer.megatron.layers.attention.segmented import CausalPart, WholePart, segmented_attention
 from trainer.megatron.layers.attention.sequences import PackedSequences
 from trainer.megatron.layers.attention.terms import PLAIN, AttentionTerms
+from trainer.megatron.layers.attention.visible import KeyUse
 
 Kernel = Callable[..., torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
 sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels with the term `sinks`
-take these, [heads], as the last argument. With context parallelism there are more keys and values than T:
-`sequences.keys` says which."""
+take these, [heads], as the last argument. With context parallelism k and v come from all its ranks, and
+`sequences.keys` says which of them are seen, as it does where samples share tokens."""
+QUERY_COST = 2.5
+"""Cost of joining a query's attention to some keys with its attention to others, in copies of a key.
+
+On a GPU both go at the speed of memory. A query is read and its output written once more in both passes,
+about 14 times its bytes; a copy has gradients for every query head, about 5.5 times.
+"""
 
 
 def by_segments(
@@ -41,10 +49,16 @@ def by_segments(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute it with torch's attention, a segment at a time: anywhere, and as the reference for others."""
-    if (keys := sequences.keys) is not None:
+    keys, segments, numbers = sequences.keys, sequences.segments, (terms.scale, terms.window, terms.softcap)
+    if keys is not None and keys.shared:
+        narrower = q.size(-1) - v.size(-1)
+        shared = [WholePart(call.sizes, terms.scale) for call in keys.shared]
+        padded = F.pad(v, (0, narrower)) if narrower else v
+        out = joined_attention(q, k, padded, keys, CausalPart(segments, terms.scale), shared, sinks)
+        return out[..., : v.size(-1)] if narrower else out
+    if keys is not None:
         q = spread_queries(q, keys)
-    numbers = terms.scale, terms.window, terms.softcap
-    out = segmented_attention(q, k, v, sequences.segments, *numbers, sinks)
+    out = segmented_attention(q, seen_rows(k, keys), seen_rows(v, keys), segments, *numbers, sinks)
     return out if keys is None else out.index_select(0, keys.queries)
 
 
@@ -80,6 +94,27 @@ def kernel_for(device_type: str, dtype: torch.dtype, terms: AttentionTerms = PLA
     return FUSED[_backend] if fits and _backend in FUSED else by_segments
 
 
+def key_uses(device_type: str, dtype: torch.dtype, terms: Iterable[AttentionTerms]) -> list[KeyUse]:
+    """Return how layers attend that can attend to keys apart, then how the others do.
+
+    If only one of the two kinds is there, it is for all layers.
+    """
+    costs = {one: _query_cost(device_type, dtype, one) for one in terms}
+    joining = {cost for cost in costs.values() if cost is not None}
+    windows = [one.window for one, cost in costs.items() if cost is None]
+    uses = [KeyUse(query_cost=max(joining))] if joining else []
+    return [*uses, KeyUse(window=max(windows) if all(windows) else 0)] if windows else uses
+
+
+def _query_cost(device_type: str, dtype: torch.dtype, terms: AttentionTerms) -> float | None:
+    """Return what it costs a query to attend to keys apart; None if it cannot."""
+    kernel = kernel_for(device_type, dtype, terms)
+    if terms.joins and kernel is fused.varlen_attention:
+        return QUERY_COST
+    # by segments there are as many queries as keys, so that copies cost queries, too
+    return 0.0 if terms.joins and kernel is by_segments and device_type == "cpu" else None
+
+
 class PackedAttention(MegatronModule):
     """Attention of a training layer; it also rotates queries and keys, so that recomputing it keeps less."""
 
@@ -106,15 +141,16 @@ class PackedAttention(MegatronModule):
         Fused kernels know one size of a head: for them values are padded with zeros.
         """
         kernel = kernel_for(query.device.type, query.dtype, self.terms)
+        sequences = packed_seq_params.for_layer(self.terms)
         sinks = (self.sinks,) if self.terms.sinks else ()
         query, key = self.rotated(query, key, packed_seq_params)
-        if (keys := packed_seq_params.keys) is not None:
-            key, value = gather_visible(key, value, keys)
+        if sequences.keys is not None:
+            key, value = gather_keys(key, value)
         narrower = 0 if kernel is by_segments else query.size(-1) - value.size(-1)
         if not narrower:
-            return kernel(query, key, value, packed_seq_params, self.terms, *sinks)
+            return kernel(query, key, value, sequences, self.terms, *sinks)
         padded = F.pad(value, (0, narrower))
-        return kernel(query, key, padded, packed_seq_params, self.terms, *sinks)[..., : value.size(-1)]
+        return kernel(query, key, padded, sequences, self.terms, *sinks)[..., : value.size(-1)]
 
     def rotated(
         self, query: torch.Tensor, key: torch.Tensor, sequences: PackedSequences

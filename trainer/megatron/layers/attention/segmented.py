@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from trainer.megatron.layers.attention.softcapped import softcapped_attention
 
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 SIMILAR = 0.75
 """The shortest sequence of a segment has at least this share of the longest one's tokens, or"""
 CLOSE = 8
@@ -32,6 +34,26 @@ class AttentionSegment:
     last one of its sequence in the padding. None if all sequences are equally long."""
     places: torch.Tensor | None
     """int64 [tokens]: the place of each token."""
+
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the segment of rows [T, heads, any size], padded: [sequences, heads, longest, any size]."""
+        rows = rows.narrow(0, self.first, self.tokens)
+        if self.padded is not None:
+            rows = rows.index_select(0, self.padded)
+        return rows.unflatten(0, (self.sequences, self.longest)).transpose(1, 2)
+
+    def among_zeros(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the same with zeros as padding."""
+        if self.places is None:
+            return self.spread(rows)
+        padded = rows.new_zeros(self.sequences * self.longest, *rows.shape[1:])
+        padded.index_copy_(0, self.places, rows.narrow(0, self.first, self.tokens))
+        return padded.unflatten(0, (self.sequences, self.longest)).transpose(1, 2)
+
+    def picked(self, padded: torch.Tensor) -> torch.Tensor:
+        """Return the rows [tokens, heads, any size] of a padded segment, without the padding."""
+        rows = padded.transpose(1, 2).flatten(0, 1)
+        return rows if self.places is None else rows.index_select(0, self.places)
 
 
 def segments_of(lengths: Sequence[int], device: torch.device) -> tuple[AttentionSegment, ...]:
@@ -66,7 +88,94 @@ def segmented_attention(
         softcap: bound of the scores; 0: none.
         sinks: [heads], scores to which attention goes that no token gets.
     """
-    return torch.cat([_attend(q, k, v, segment, scale, window, softcap, sinks) for segment in segments])
+    outputs = []
+    for segment in segments:
+        queries, keys, values = map(segment.spread, (q, k, v))
+        outputs.append(segment.picked(causal_attention(queries, keys, values, scale, window, softcap, sinks)))
+    return torch.cat(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalPart:
+    """Causal attention within each sequence on a CPU, by segments; see `joined.Part`."""
+
+    segments: Sequence[AttentionSegment]
+    scale: float | None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute output and log-sum-exp."""
+        found = [
+            (segment, FORWARD(*map(segment.spread, (q, k, v)), is_causal=True, scale=self.scale))
+            for segment in self.segments
+        ]
+        outputs = torch.cat([segment.picked(out) for segment, (out, _) in found])
+        scores = torch.cat([segment.picked(one[..., None]) for segment, (_, one) in found])
+        return outputs, scores[..., 0].t().contiguous()
+
+    def backward(
+        self,
+        out_grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        total: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute gradients. Padding has a gradient of zero, and so adds to none."""
+        rows, scores = (q, k, v, out), total.t()[..., None]
+        gradients = []
+        for segment in self.segments:
+            spread = *map(segment.spread, rows), segment.spread(scores)[..., 0]
+            found = BACKWARD(segment.among_zeros(out_grad), *spread, 0.0, True, scale=self.scale)
+            gradients.append([segment.picked(one) for one in found])
+        q_grad, k_grad, v_grad = map(torch.cat, zip(*gradients, strict=True))
+        return q_grad, k_grad, v_grad
+
+
+@dataclass(frozen=True, slots=True)
+class WholePart:
+    """Attention of all queries of a sequence to all its keys on a CPU; see `joined.Part`."""
+
+    sizes: Sequence[tuple[int, int]]
+    """Queries and keys of each sequence."""
+    scale: float | None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute output and log-sum-exp."""
+        found = [FORWARD(*one, scale=self.scale) for one in self._sequences((q,), (k, v))]
+        outputs, scores = zip(*found, strict=True)
+        return torch.cat([out[0].transpose(0, 1) for out in outputs]), torch.cat(scores, -1)[0]
+
+    def backward(
+        self,
+        out_grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        total: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute gradients."""
+        gradients = []
+        scores = total.t()[..., None]
+        for upstream, queries, outputs, sums, *both in self._sequences((out_grad, q, out, scores), (k, v)):
+            found = BACKWARD(upstream, queries, *both, outputs, sums[..., 0], 0.0, False, scale=self.scale)
+            gradients.append([one[0].transpose(0, 1) for one in found])
+        q_grad, k_grad, v_grad = map(torch.cat, zip(*gradients, strict=True))
+        return q_grad, k_grad, v_grad
+
+    def _sequences(
+        self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]
+    ) -> Iterator[list[torch.Tensor]]:
+        """Yield of each sequence its rows of all `queries` and `keys`, [1, heads, rows, any size]."""
+        counts = zip(*self.sizes, strict=True)
+        parts = [
+            rows.split(sizes)
+            for sizes, arrays in zip(counts, (queries, keys), strict=True)
+            for rows in arrays
+        ]
+        for one in zip(*parts, strict=True):
+            yield [rows.transpose(0, 1)[None] for rows in one]
 
 
 def window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor | None:
@@ -110,27 +219,6 @@ def causal_attention(
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
-
-
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segment: AttentionSegment,
-    scale: float | None,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    def spread(x: torch.Tensor) -> torch.Tensor:
-        x = x.narrow(0, segment.first, segment.tokens)
-        if segment.padded is not None:
-            x = x.index_select(0, segment.padded)
-        return x.unflatten(0, (segment.sequences, segment.longest)).transpose(1, 2)
-
-    out = causal_attention(spread(q), spread(k), spread(v), scale, window, softcap, sinks)
-    out = out.transpose(1, 2).flatten(0, 1)
-    return out if segment.places is None else out.index_select(0, segment.places)
 
 
 def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

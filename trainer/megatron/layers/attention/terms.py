@@ -19,6 +19,15 @@ class AttentionTerms:
     """Whether each head has a learnt score to which attention goes that no token gets."""
 
     @property
+    def joins(self) -> bool:
+        """Whether attention to some keys can be joined with attention to others.
+
+        A window ends within some keys before a piece, at another one for each query; kernels with bounded
+        scores do not say their log-sum-exp.
+        """
+        return not (self.window or self.softcap)
+
+    @property
     def optional(self) -> frozenset[str]:
         """Its terms that not every kernel computes."""
         return frozenset(name for name in ("softcap", "sinks") if getattr(self, name))

@@ -1,12 +1,11 @@
-"""Tests that attention with sinks on torch's kernel is that by segments, with its gradients."""
+"""Tests that attention that is joined of parts is the whole one, with its gradients."""
 
 import pytest
 import torch
 
-from trainer.megatron.layers.attention.core import by_segments
+from trainer.megatron.layers.attention.core import FUSED, by_segments
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
-from trainer.megatron.layers.attention.sinks import varlen_attention_with_sinks
 from trainer.megatron.layers.attention.terms import AttentionTerms
 
 LENGTHS = [300, 280, 65, 64, 3, 1]
@@ -14,7 +13,7 @@ LENGTHS = [300, 280, 65, 64, 3, 1]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [0, 40])
-def test_values_and_gradients_are_those_by_segments(window: int) -> None:
+def test_sinks_on_the_fused_kernel_are_those_by_segments(window: int) -> None:
     torch.manual_seed(0)
     shapes = [(sum(LENGTHS), heads, 64) for heads in (8, 2, 2)]
     inputs = [torch.randn(shape, device="cuda") for shape in shapes] + [torch.randn(8, device="cuda") * 2]
@@ -24,7 +23,7 @@ def test_values_and_gradients_are_those_by_segments(window: int) -> None:
     upstream = torch.randn(shapes[0], device="cuda")
     terms = AttentionTerms(scale=0.2, window=window, sinks=True)
     results = []
-    for kernel, dtype in ((varlen_attention_with_sinks, torch.bfloat16), (by_segments, torch.float32)):
+    for kernel, dtype in ((FUSED["torch"], torch.bfloat16), (by_segments, torch.float32)):
         leaves = [x.bfloat16().to(dtype).requires_grad_() for x in inputs]
         out = kernel(*leaves[:3], sequences, terms, leaves[3])
         results.append([out, *torch.autograd.grad(out, leaves, upstream.to(dtype))])

@@ -1,0 +1,165 @@
+"""Joins attention to some keys with attention to others, so that no key has to lie beside all its queries.
+
+Attention to one set of keys gives an output o and the log-sum-exp l of its scores. Attention to two sets is
+o = o_1 exp(l_1 - l) + o_2 exp(l_2 - l) with l = log(exp(l_1) + exp(l_2)). A sink is a score s that takes part
+in the softmax of a query and has no value: o = o_1 exp(l_1 - l) with l = log(exp(l_1) + exp(s)). The backward
+pass of a kernel computes the probabilities again from the log-sum-exp, and subtracts the products of output
+and gradient: with the joined o and l, each gives its share of the gradients of queries, keys and values,
+exactly (as in ring attention: Liu et al. 2023, arXiv 2310.01889).
+
+Copies of keys are made again for the backward pass, so that none is kept.
+
+Shapes: T queries; C T gathered keys; n queries and m keys of a part; D head size; heads are of this
+tensor rank.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from trainer.megatron.layers.attention.context import add_copies, seen_rows
+from trainer.megatron.layers.attention.visible import SharedKeys, VisibleKeys
+
+
+class Part(Protocol):
+    """A kernel's attention of some queries to some keys."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [n, heads, D], and the log-sum-exp of the scores, float32 or wider [heads, n].
+
+        Args:
+            q: [n, heads, D].
+            k: [m, kv heads, D].
+            v: shaped as `k`.
+        """
+        ...
+
+    def backward(
+        self,
+        out_grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        total: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of q, k and v for the gradient of the joined output.
+
+        Args:
+            out_grad: [n, heads, D].
+            q: as before.
+            k: as before.
+            v: as before.
+            out: [n, heads, D]: the joined output.
+            total: [heads, n]: the joined log-sum-exp.
+        """
+        ...
+
+
+def joined_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: VisibleKeys | None,
+    own: Part,
+    shared: Sequence[Part],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return attention [T, heads, D] to a piece's own keys, and to those that pieces attend to apart.
+
+    Args:
+        q: [T, heads, D].
+        k: [C T, kv heads, D].
+        v: shaped as `k`.
+        keys: says which keys pieces see; None: their own alone.
+        own: attention to a piece's own keys, and to the copies in front of them.
+        shared: attention to each of `keys.shared`.
+        sinks: [heads], scores to which attention goes that no token gets.
+    """
+    out: torch.Tensor = _Joined.apply(q, k, v, sinks, keys, own, shared)
+    return out
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        keys: VisibleKeys | None,
+        own: Part,
+        shared: Sequence[Part],
+    ) -> torch.Tensor:
+        join = _compiled() if q.is_cuda else _join
+        out, total = own.forward(q, seen_rows(k, keys), seen_rows(v, keys))
+        calls = list(_calls(keys, shared))
+        out = out.to(_sum_dtype(q, calls))
+        for call, part in calls:
+            queries, seen = call.queries, call.tokens
+            found = part.forward(queries.take(q), seen.take(k), seen.take(v))
+            rows, scores = join(queries.take(out), queries.take(total.t()).t(), *found)
+            queries.put(out, rows)
+            queries.put(total.t(), scores.t())
+        if sinks is not None:
+            alone = total
+            total = torch.logaddexp(alone, sinks.to(alone)[:, None])
+            out = out * (alone - total).exp().t()[..., None]
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.keys, ctx.own, ctx.calls = keys, own, calls
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_grad: torch.Tensor) -> tuple[Any, ...]:
+        q, k, v, sinks, out, total = ctx.saved_tensors
+        out_grad, keys = out_grad.contiguous(), ctx.keys
+        visible = seen_rows(k, keys), seen_rows(v, keys)
+        q_grad, *copies = ctx.own.backward(out_grad, q, *visible, out, total)
+        k_grad, v_grad = (add_copies(gradient, keys, len(k)) for gradient in copies)
+        q_grad = q_grad.to(_sum_dtype(q, ctx.calls))
+        for call, part in ctx.calls:
+            queries, seen = call.queries, call.tokens
+            q_more, k_more, v_more = part.backward(
+                *(queries.take(x) for x in (out_grad, q)),
+                *(seen.take(x) for x in (k, v)),
+                queries.take(out),
+                queries.take(total.t()).t().contiguous(),
+            )
+            queries.add(q_grad, q_more)
+            seen.add(k_grad, k_more)
+            seen.add(v_grad, v_more)
+        sinks_grad = None
+        if sinks is not None:
+            shares = (sinks.to(total)[:, None] - total).exp()
+            products = (out_grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
+            sinks_grad = -(shares * products.t()).sum(-1).to(sinks.dtype)
+        return q_grad.to(q.dtype), k_grad, v_grad, sinks_grad, None, None, None
+
+
+def _calls(keys: VisibleKeys | None, shared: Sequence[Part]) -> Iterator[tuple[SharedKeys, Part]]:
+    return zip(() if keys is None else keys.shared, shared, strict=True)
+
+
+def _sum_dtype(q: torch.Tensor, calls: Sequence[object]) -> torch.dtype:
+    """Return the dtype of sums over parts: of two, the result is rounded once in any case."""
+    return torch.promote_types(q.dtype, torch.float32) if len(calls) > 1 else q.dtype
+
+
+def _join(
+    out: torch.Tensor, total: torch.Tensor, more: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the joined output and log-sum-exp of n queries."""
+    joined = torch.logaddexp(total, scores)
+    first, second = ((part - joined).exp().t()[..., None] for part in (total, scores))
+    return (out * first + more * second).to(out.dtype), joined
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    return torch.compile(_join, dynamic=True)
