@@ -32,7 +32,11 @@ def keep(*, rewards):
     ("setting", "words"),
     [
         ("algorithm.name=tired:Tired", "advantages() has -inf for sample 0; return finite numbers"),
-        ("algorithm.group_filter=tired:keep", "tired.py:15: IndexError: list index out of range"),
+        pytest.param(
+            "algorithm.group_filter=tired:keep",
+            "tired.py:15: IndexError: list index out of range",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_own_code_that_fails_ends_the_run_with_its_place(tmp_path: Path, setting: str, words: str) -> None:

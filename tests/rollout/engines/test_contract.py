@@ -21,6 +21,7 @@ from rollout.engines.contract.models import adapted, tiny_experts, tiny_model, w
 from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
+from tests.changes import SGLANG, VLLM, slow_unless_changed
 from tests.contracts.engine_commits import CommitContract
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_sessions import SessionContract
@@ -83,7 +84,12 @@ SETUPS = [
     engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP)),
     engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True)),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
-    engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True), ENGINE),
+    engine_under_test(
+        "vllm-recompute",
+        Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True),
+        ENGINE,
+        slow_unless_changed(*VLLM),
+    ),
     engine_under_test("vllm-keep", Setup("vllm", KvPolicy.KEEP, overlaps=True), ENGINE, SLOW),
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, overlaps=True), ENGINE, SLOW),
     engine_under_test("vllm-one-by-one", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE, SLOW),
@@ -113,7 +119,11 @@ SETUPS = [
         "vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, GPU
     ),
     engine_under_test(
-        "sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START
+        "sglang-recompute",
+        Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True),
+        ENGINE,
+        LONG_START,
+        slow_unless_changed(*SGLANG),
     ),
     engine_under_test(
         "sglang-lora",
