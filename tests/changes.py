@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SINCE = "TETHER_CHANGED_SINCE"
+SINCE = "CHANGED_SINCE"
 """Variable that names the commit to compare with; without it, the one before."""
 
 ENGINES = (
@@ -20,7 +20,7 @@ ENGINES = (
     "tests/contracts/engine",
     "tests/rollout/engines/test_contract.py",
 )
-"""How the paths begin on which the contract of every engine in processes of its own depends."""
+"""How the paths begin on which the contract of every engine depends."""
 SGLANG = (
     *ENGINES,
     "rollout/engines/sglang/",
@@ -30,8 +30,15 @@ SGLANG = (
     "deploy/setup_layer.sh",
 )
 VLLM = (*ENGINES, "rollout/engines/vllm/", "tests/contracts/vllm", "deploy/locks/cpu.txt")
+IN_PROCESS = (
+    *ENGINES,
+    "rollout/engines/in_process/",
+    "rollout/engines/hf/",
+    "rollout/engines/megatron/",
+    "trainer/megatron/inference",
+)
 PAGES = ("services/cli.py", "services/tools/templates/", "tests/docs/pages.py")
-"""The same for every page that is done as it is written, apart from the page itself."""
+"""Beginnings for all pages that are done as they are written; each page adds its own path."""
 
 
 def slow_unless_changed(*beginnings: str) -> pytest.MarkDecorator:
@@ -55,7 +62,7 @@ def changes_here() -> list[str] | None:
     """Return what `changed_files` finds in this tree.
 
     Raises:
-        pytest.UsageError: TETHER_CHANGED_SINCE names no commit.
+        pytest.UsageError: CHANGED_SINCE names no commit.
     """
     since = os.environ.get(SINCE)
     changed = changed_files(ROOT, since or "HEAD~1")

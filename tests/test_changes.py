@@ -70,7 +70,7 @@ def test_path_that_is_gone_is_named() -> None:
 
 def test_unknown_commit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SINCE, "no-such-commit")
-    with pytest.raises(pytest.UsageError, match="TETHER_CHANGED_SINCE=no-such-commit: git knows no such"):
+    with pytest.raises(pytest.UsageError, match="CHANGED_SINCE=no-such-commit: git knows no such"):
         changes_here.__wrapped__()
 
 

@@ -32,11 +32,7 @@ def keep(*, rewards):
     ("setting", "words"),
     [
         ("algorithm.name=tired:Tired", "advantages() has -inf for sample 0; return finite numbers"),
-        pytest.param(
-            "algorithm.group_filter=tired:keep",
-            "tired.py:15: IndexError: list index out of range",
-            marks=pytest.mark.slow,
-        ),
+        ("algorithm.group_filter=tired:keep", "tired.py:15: IndexError: list index out of range"),
     ],
 )
 def test_own_code_that_fails_ends_the_run_with_its_place(tmp_path: Path, setting: str, words: str) -> None:

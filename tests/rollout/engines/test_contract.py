@@ -21,7 +21,7 @@ from rollout.engines.contract.models import adapted, tiny_experts, tiny_model, w
 from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
-from tests.changes import SGLANG, VLLM, slow_unless_changed
+from tests.changes import IN_PROCESS, SGLANG, VLLM, slow_unless_changed
 from tests.contracts.engine_commits import CommitContract
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_sessions import SessionContract
@@ -72,17 +72,18 @@ def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> 
 
 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
+OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
     engine_under_test("hf-recompute", Setup("hf", KvPolicy.RECOMPUTE)),
-    engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP)),
+    engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP), OTHER_SETUP),
     engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
-    engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, experts=True)),
-    engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True)),
+    engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, experts=True), OTHER_SETUP),
+    engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
     engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
-    engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP)),
-    engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True)),
+    engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP), OTHER_SETUP),
+    engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
     engine_under_test(
         "vllm-recompute",
