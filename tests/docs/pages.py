@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.integration.command import tether
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
@@ -35,3 +37,14 @@ def follow(page: str, place: Path) -> str:
             assert result.returncode == 0, f"{text}\n{result.stdout}\n{result.stderr}"
             printed += result.stdout
     return printed
+
+
+def begin(page: str, place: Path) -> None:
+    """Make the directories that a page makes by `tether init`, and write its files."""
+    for language, _, text in blocks(page):
+        for name in re.findall(r"^tether init (\S+)$", text, re.MULTILINE) if language == "bash" else ():
+            done = tether("init", str(place / name))
+            assert done.returncode == 0, done.stderr
+    for _, name, text in blocks(page):
+        if name:
+            (place / name).write_text(text)

@@ -1,4 +1,4 @@
-"""Runs docs/environments.md as it is written; checks the settings that it shows but does not run."""
+"""Runs what docs/environments.md shows, and the page as it is written; checks its other settings."""
 
 import json
 import re
@@ -12,16 +12,39 @@ from rollout.config import EnvironmentConfig
 from rollout.environments import gsm8k, textarena, tools
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
-from tests.docs.pages import blocks, follow
+from tests.changes import PAGES, slow_unless_changed
+from tests.docs.pages import begin, blocks, follow
+from tests.integration.command import tether
 
 PAGE = "environments.md"
 
 
-def test_an_environment_of_ones_own_is_trained_as_written(tmp_path: Path) -> None:
-    printed = follow(PAGE, tmp_path)
-    steps = [json.loads(line) for line in (tmp_path / "my-game/game/metrics.jsonl").read_text().splitlines()]
+def check_run(run_dir: Path) -> None:
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [step["version"] for step in steps] == [1, 2, 3]
     assert all(0 < step["reward_mean"] < 1 for step in steps)
+
+
+def test_run_with_the_environments_of_the_page_is_trained(tmp_path: Path) -> None:
+    begin(PAGE, tmp_path)
+    config, run_dir = str(tmp_path / "my-game/game.toml"), tmp_path / "my-game/game"
+    other = ("--set", "environment.name=my_class:Game")
+    for words in (
+        ("check", config),
+        ("check", config, *other),
+        ("up", config, "--steps", "3"),
+        ("verify", str(run_dir)),
+    ):
+        done = tether(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    check_run(run_dir)
+    assert re.search(r"steps 3 .*violations 0", done.stdout)
+
+
+@slow_unless_changed(f"docs/{PAGE}", *PAGES)
+def test_an_environment_of_ones_own_is_trained_as_written(tmp_path: Path) -> None:
+    printed = follow(PAGE, tmp_path)
+    check_run(tmp_path / "my-game/game")
     assert re.search(r"steps 3 .*violations 0", printed)
 
 

@@ -1,18 +1,37 @@
-"""Runs docs/own_code.md as it is written: every part of a small run is the user's."""
+"""Runs the files of docs/own_code.md, and the page as it is written: every part of a run is the user's."""
 
 import json
 import re
 from pathlib import Path
 
-from tests.docs.pages import follow
+from tests.changes import PAGES, slow_unless_changed
+from tests.docs.pages import begin, follow
+from tests.integration.command import tether
+
+PAGE = "own_code.md"
 
 
-def test_a_run_of_ones_own_code_is_trained_as_written(tmp_path: Path) -> None:
-    printed = follow("own_code.md", tmp_path)
-    steps = [json.loads(line) for line in (tmp_path / "mine/own/metrics.jsonl").read_text().splitlines()]
+def check_run(run_dir: Path) -> None:
+    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [step["version"] for step in steps] == [1, 2, 3]
     assert all(0 < step["reward_mean"] < 1 for step in steps)
     assert all(step["skipped"] == "" for step in steps)
+
+
+def test_run_with_the_files_of_the_page_is_trained(tmp_path: Path) -> None:
+    begin(PAGE, tmp_path)
+    config = str(tmp_path / "mine/own.toml")
+    for words in (("check", config), ("up", config, "--steps", "3"), ("verify", str(tmp_path / "mine/own"))):
+        done = tether(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    check_run(tmp_path / "mine/own")
+    assert re.search(r"steps 3 .*violations 0", done.stdout)
+
+
+@slow_unless_changed(f"docs/{PAGE}", *PAGES)
+def test_a_run_of_ones_own_code_is_trained_as_written(tmp_path: Path) -> None:
+    printed = follow(PAGE, tmp_path)
+    check_run(tmp_path / "mine/own")
     assert re.search(r"my_loss:Reinforce on a made batch: 24 samples of 3 groups", printed)
     assert re.search(r"my_algorithm:Squashed on step 2 of mine/own: \d+ samples", printed)
     assert printed.count("differences from grpo, at most: advantages ") == 2

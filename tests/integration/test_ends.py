@@ -11,6 +11,7 @@ import pytest
 
 from services.ledger.event_log.archiver import FILE
 from services.run_record.steps import read_steps
+from tests.changes import VLLM, slow_unless_changed
 from tests.integration.command import audit, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 
@@ -55,7 +56,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("victim", ["trainer", "reward.0"])
+@pytest.mark.parametrize("victim", ["trainer", pytest.param("reward.0", marks=pytest.mark.slow)])
 def test_a_service_that_is_given_up_ends_the_run_drained_and_leaves_nothing(
     tmp_path: Path, victim: str
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_run_outlives_its_page_and_leaves_no_weights_at_a_second_ctrl_c(tmp_pa
     assert (processes_of(run_dir), shared_memory(run)) == ([], [])
 
 
+@slow_unless_changed(*VLLM, "tests/integration/test_ends.py")
 def test_setting_refused_at_the_start_of_an_engine_ends_the_run_at_once(tmp_path: Path) -> None:
     """The checks before the start do not find this one, and vLLM's engine process does."""
     run, run_dir, output = f"ends-engine-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"

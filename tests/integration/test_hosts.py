@@ -16,6 +16,7 @@ import psutil
 
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
 from tests.integration.trainer_place import Place, place
@@ -60,6 +61,9 @@ def kill_service(host: asyncio.subprocess.Process) -> None:
         child.kill()
 
 
+@slow_unless_changed(
+    "trainer/hosts/", "services/trainer/", "deploy/slurm/keep_running.sh", "tests/integration/test_hosts.py"
+)
 async def test_a_killed_host_of_the_trainer_returns_and_no_step_is_lost(tmp_path: Path) -> None:
     overrides = (
         "trainer.backend=megatron", "parallel.data_parallel_size=2", f"run.steps={STEPS}",

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from services.gpu_sharing.device_lock import DeviceLock
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.command import audit, processes_of, tether, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 
@@ -19,7 +20,7 @@ LAYOUTS = [
     pytest.param("megatron", "tensor_model_parallel_size", "ipc", marks=pytest.mark.slow),
     pytest.param("megatron", "pipeline_model_parallel_size", "nccl", marks=pytest.mark.slow),
     pytest.param("megatron", "data_parallel_size", "ipc", marks=pytest.mark.slow),
-    ("fsdp", "data_parallel_size", "ipc"),
+    pytest.param("fsdp", "data_parallel_size", "ipc", marks=slow_unless_changed("trainer/fsdp/")),
     pytest.param("fsdp", "data_parallel_size", "nccl", marks=pytest.mark.slow),
 ]
 

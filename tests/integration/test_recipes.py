@@ -14,6 +14,7 @@ from rollout.prompts.named_source import check_names
 from rollout.prompts.row_fields import compile_pattern, parse_template
 from services.settings.load import load_settings
 from services.tools.check import check_configuration
+from tests.changes import slow_unless_changed
 from tests.data_sets import math_rows, write_gsm8k, write_math, write_model, write_parquet
 from tests.hub_server import HubServer, files_of
 from tests.integration.command import audit, tether
@@ -73,6 +74,12 @@ def test_without_the_hub_a_recipe_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@slow_unless_changed(
+    "services/settings/hub.py",
+    "deploy/examples/gsm8k/",
+    "tests/hub_server.py",
+    "tests/integration/test_recipes.py",
+)
 def test_a_recipe_runs_from_the_hub_and_records_what_it_used(
     model: Path, data: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -11,10 +11,15 @@ from protocol.errors import RewardError
 from reward.config import RewardConfig, VerifierConfig
 from reward.verifiers.registry import VERIFIERS
 from reward.workers.pool import ScorePool
+from tests.changes import slow_unless_changed
 from tests.reward.judge_server import asked, judge_server
 from tests.reward.reward_models import write_reward_model
 
-pytestmark = [pytest.mark.xdist_group("sandbox"), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.xdist_group("sandbox"),
+    pytest.mark.asyncio(loop_scope="module"),
+    slow_unless_changed("reward/", "deploy/locks/cpu.txt", "tests/security/"),
+]
 
 LIMITS = {"wall_s": 3.0, "cpu_s": 1, "memory_mb": 256, "processes": 4}
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -30,8 +30,13 @@ OWN_VARIABLES = (
     "TORCHELASTIC_",
     "PYTEST_",
     "TOKENIZERS_PARALLELISM",
+    "TORCHINDUCTOR_",
+    "TRITON_CACHE_AUTOTUNING",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TILELANG_CLEANUP_TEMP_FILES",
 )
-"""How the names of variables begin that no library reads as it is imported."""
+"""How the names of variables begin that no library reads as it is imported. vLLM and sharded models set the
+last four for the test's own process."""
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -77,6 +82,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Pid of the process that starts it."""
     session: bool
     """Whether it leads a session."""
+    umask: int
     tied: bool
     """Whether it gets SIGTERM when its parent ends."""
 
@@ -108,11 +114,18 @@ class WarmPopen(_exec):  # type: ignore[type-arg, valid-type, misc]
             directory=str(cwd or os.getcwd()),
             parent=os.getpid(),
             session=start_new_session,
+            umask=umask_here(),
             tied=tied,
         )
         self.pid = fork(order, [p2cread, c2pwrite, errwrite])
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def umask_here() -> int:
+    """Return the mask of this process, which a child inherits."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("\nUmask:")[2].split()[0], 8)
 
 
 def can_be_forked(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> bool:

@@ -96,6 +96,7 @@ def become(order: Order) -> None:
     os.environ.update(order.environ)
     show(["-m", *order.words], order.environ)
     os.chdir(order.directory)
+    os.umask(order.umask)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), encoding="utf-8")
     sys.stdout = sys.__stdout__ = output(1, "strict")
     sys.stderr = sys.__stderr__ = output(2, "backslashreplace")

@@ -86,7 +86,7 @@ def test_a_fork_can_be_killed_and_waited_for(tmp_path: Path) -> None:
 def test_a_process_that_a_fork_would_not_be_is_none(
     words: list[str], environ: dict[str, str], options: dict[str, str]
 ) -> None:
-    assert popen.can_be_forked(WORDS, ROOT, environment())
+    assert popen.can_be_forked(WORDS, ROOT, environment() | {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"})
     assert not popen.can_be_forked(words, options.get("cwd", ROOT), {**environment(), **environ})
 
 

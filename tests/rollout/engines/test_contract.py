@@ -21,6 +21,7 @@ from rollout.engines.contract.models import adapted, tiny_experts, tiny_model, w
 from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
+from tests.changes import IN_PROCESS, SGLANG, VLLM, slow_unless_changed
 from tests.contracts.engine_commits import CommitContract
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_sessions import SessionContract
@@ -72,19 +73,25 @@ def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> 
 
 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
+OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
     engine_under_test("hf-recompute", Setup("hf", KvPolicy.RECOMPUTE)),
-    engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP)),
+    engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP), OTHER_SETUP),
     engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
-    engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, experts=True)),
-    engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True)),
+    engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, experts=True), OTHER_SETUP),
+    engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
     engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
-    engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP)),
-    engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True)),
+    engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP), OTHER_SETUP),
+    engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
-    engine_under_test("vllm-recompute", Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True), ENGINE),
+    engine_under_test(
+        "vllm-recompute",
+        Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True),
+        ENGINE,
+        slow_unless_changed(*VLLM),
+    ),
     engine_under_test("vllm-keep", Setup("vllm", KvPolicy.KEEP, overlaps=True), ENGINE, SLOW),
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, overlaps=True), ENGINE, SLOW),
     engine_under_test("vllm-one-by-one", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE, SLOW),
@@ -123,7 +130,11 @@ SETUPS = [
         GPU,
     ),
     engine_under_test(
-        "sglang-recompute", Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True), ENGINE, LONG_START
+        "sglang-recompute",
+        Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True),
+        ENGINE,
+        LONG_START,
+        slow_unless_changed(*SGLANG),
     ),
     engine_under_test(
         "sglang-lora",

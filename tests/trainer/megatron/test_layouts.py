@@ -1,6 +1,7 @@
 """Tests that every layout starts from the source's bits, trains as plain torch does, and restores exactly."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import transformers
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
+from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.megatron.by_hand import gather_by_hand, held_by
 from tests.trainer.megatron.layout_runs import Runs, marks_of
 from tests.trainer.megatron.layouts import EXPERT_LAYOUTS, LAYOUTS, models_of, one_of, tied_model_of
@@ -24,6 +26,9 @@ from tests.trainer.megatron.models import (
 )
 from tests.trainer.megatron.ranks import ALGORITHM, BY_SAMPLE, OVERFLOWS
 from trainer.config import ParallelConfig
+from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.layout import Layout
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process
 
@@ -63,6 +68,29 @@ def test_export_before_training_is_the_source(runs: Runs, layout: str, model: st
     source = tensors_of(make_model(model))
     assert exported.keys() == source.keys()
     assert [name for name in source if not torch.equal(exported[name], source[name])] == []
+
+
+def test_every_way_to_split_a_tensor_is_trained_by_default(runs: Runs) -> None:
+    """The way: which parameter, and what rule cuts it along which dimension, in whole heads or not."""
+
+    def ways(layout: str) -> set[tuple[object, ...]]:
+        found: set[tuple[object, ...]] = set()
+        for model in models_of(layout):
+            architecture = read_architecture(runs.models / model)
+            trained = TrainedModel(
+                architecture,
+                Layout.of(LAYOUTS[layout], architecture.layers),
+                "float32",
+                NO_ADAPTERS,
+                distributed=False,
+            )
+            for rule in trained.rules(0):
+                name = re.sub(r"\d+", "N", rule.parameter)
+                found.add((name, type(rule), rule.dim, rule.expert, getattr(rule, "unit", 1) > 1))
+        return found
+
+    assert ways("tp2-sequence-more") <= ways("tp2-sequence")
+    assert len(ways("tp2-sequence")) > 30
 
 
 @EACH_LAYOUT_AND_MODEL

@@ -14,6 +14,7 @@ from rollout.engines.base import EngineConfig
 from rollout.engines.contract.models import tiny_model
 from rollout.engines.sglang.arguments import CHANGEABLE, REFUSED, argument_names, option_words
 from rollout.engines.sglang.launch import adapter_options, server_command
+from tests.changes import SGLANG, slow_unless_changed
 from tests.contracts.sglang_environment import sglang_settings
 
 FIELDS = """
@@ -37,10 +38,12 @@ def known(config: EngineConfig) -> set[str]:
     return set(json.loads(result.stdout.splitlines()[-1]))
 
 
+@slow_unless_changed(*SGLANG)
 def test_names_that_are_read_are_those_of_the_installed_engine(config: EngineConfig, known: set[str]) -> None:
     assert set(argument_names(config)) == {name for name in known if not name.startswith("_")}
 
 
+@slow_unless_changed(*SGLANG)
 def test_every_name_of_the_table_is_an_argument(known: set[str]) -> None:
     assert REFUSED.keys() | CHANGEABLE <= known
     assert not REFUSED.keys() & CHANGEABLE

@@ -20,6 +20,7 @@ from rollout.engines.sglang.launch import (
     server_command,
     server_environment,
 )
+from tests.changes import SGLANG, slow_unless_changed
 from tests.contracts.sglang_environment import sglang_settings
 
 
@@ -96,6 +97,7 @@ def test_interpreter_without_sglang_is_named(tmp_path: Path, python: str, words:
         uvloop.run(engine.start())  # the event loop of the services
 
 
+@slow_unless_changed(*SGLANG)
 def test_arguments_that_sglang_refuses_are_no_reason_to_try_again(tmp_path: Path) -> None:
     tiny_model(1).save_pretrained(tmp_path)
     config = EngineConfig(name="sglang", dtype="float64", max_model_len=64, **sglang_settings())

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+from tests.changes import VLLM, slow_unless_changed
 from tests.integration.loop import ROOT
 
 CODE = """
@@ -22,6 +23,7 @@ if __name__ == "__main__":
 """
 
 
+@slow_unless_changed(*VLLM)
 def test_importing_an_engine_loads_what_its_start_and_its_server_need() -> None:
     words = [sys.executable, "-c", CODE]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
