@@ -16,6 +16,7 @@ import typer
 from protocol.errors import SettingsError, TetherError
 from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
+from services.serving.command import serve
 from services.tools.push import push
 
 if TYPE_CHECKING:
@@ -308,10 +309,7 @@ def scale(
         list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="number of workers")
     ],
 ) -> None:
-    """Change how many rollout and reward workers a running `tether up` keeps.
-
-    A worker that is removed hands back what it holds.
-    """
+    """Change how many rollout and reward workers a running `tether up` keeps; surplus ones hand back work."""
     from services.launcher.scaling import parse_counts, scale_run
     from services.tools.run_commands import refuse_if_over
 
@@ -364,6 +362,7 @@ def evaluate(
 
 
 app.command()(push)
+app.command()(serve)
 
 
 def _given(options: Mapping[str, object]) -> list[str]:

@@ -61,13 +61,22 @@ def remove_dead(run: str) -> list[Path]:
     Raises:
         OSError: shared memory cannot be listed.
     """
-    name = re.compile(rf"tether-{re.escape(run)}-[0-9a-f]{{8}}(\.tmp)?")
-    directories = [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
+    directories = shared_directories(run)
     for path in directories:
         if _is_dead(path):
             with suppress(FileNotFoundError):  # another process of the run was faster
                 shutil.rmtree(path)
     return [path for path in directories if path.exists()]
+
+
+def shared_directories(run: str) -> list[Path]:
+    """Return the run's directories in shared memory, unfinished (.tmp) and ownerless ones, too.
+
+    Raises:
+        OSError: shared memory cannot be listed.
+    """
+    name = re.compile(rf"tether-{re.escape(run)}-[0-9a-f]{{8}}(\.tmp)?")
+    return [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
 
 
 def _is_dead(directory: Path) -> bool:

@@ -9,11 +9,13 @@ from rollout.render import Renderer
 from rollout.sessions.requests import HarnessRequest
 from rollout.sessions.session import CallAnswer
 
+CHUNK = "chat.completion.chunk"
+
 
 def chat_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
     """Return the answer to a chat request, which is called `name`."""
     return {
-        **_head(request, name, "chat.completion"),
+        **_head(request, name, "chat.completion", answer),
         "choices": [
             {
                 "index": index,
@@ -30,7 +32,7 @@ def chat_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, n
 def text_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
     """Return the answer to a completion request."""
     return {
-        **_head(request, name, "text_completion"),
+        **_head(request, name, "text_completion", answer),
         "choices": _text_choices(request, answer, renderer),
         "usage": usage(answer),
     }
@@ -38,13 +40,14 @@ def text_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, n
 
 def chat_start(request: HarnessRequest, name: str) -> dict[str, Any]:
     """Return the first event of a streamed chat answer, which is sent while the rest is generated."""
-    return _chunk(request, name, {"role": "assistant", "content": ""}, None)
+    return _head(request, name, CHUNK) | _choice_of({"role": "assistant", "content": ""}, None)
 
 
 def chat_events(
     request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed chat answer after the first."""
+    head = _head(request, name, CHUNK, answer)
     for index, each in enumerate((answer, *answer.others)):
         delta: dict[str, Any] = {"role": "assistant"} if index else {}
         delta["content"] = each.message["content"]
@@ -52,22 +55,23 @@ def chat_events(
             delta["reasoning_content"] = thoughts
         if calls := each.message.get("tool_calls"):
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-        event = _chunk(request, name, delta, None, index)
+        event = head | _choice_of(delta, None, index)
         if request.logprobs:
             event["choices"][0]["logprobs"] = chat_logprobs(each, renderer)
         yield event
-        yield _chunk(request, name, {}, each.finish_reason, index)
+        yield head | _choice_of({}, each.finish_reason, index)
     if request.include_usage:
-        yield {**_head(request, name, "chat.completion.chunk"), "choices": [], "usage": usage(answer)}
+        yield {**head, "choices": [], "usage": usage(answer)}
 
 
 def text_events(
     request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed completion."""
-    yield {**_head(request, name, "text_completion"), "choices": _text_choices(request, answer, renderer)}
+    head = _head(request, name, "text_completion", answer)
+    yield {**head, "choices": _text_choices(request, answer, renderer)}
     if request.include_usage:
-        yield {**_head(request, name, "text_completion"), "choices": [], "usage": usage(answer)}
+        yield {**head, "choices": [], "usage": usage(answer)}
 
 
 def usage(answer: CallAnswer) -> dict[str, int]:
@@ -80,15 +84,29 @@ def usage(answer: CallAnswer) -> dict[str, int]:
     }
 
 
-def _head(request: HarnessRequest, name: str, kind: str) -> dict[str, Any]:
-    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
+def versions_of(answer: CallAnswer) -> str | None:
+    """Return the versions that sampled an answer and its others, such as v3 or v3-v4; None without one."""
+    completions = (each.call.completion for each in (answer, *answer.others))
+    versions = {version for completion in completions for _, version in completion.spans}
+    first, last = min(versions, default=-1), max(versions, default=-1)
+    if last < 0:
+        return None
+    return f"v{last}" if first == last else f"v{first}-v{last}"
 
 
-def _chunk(
-    request: HarnessRequest, name: str, delta: dict[str, Any], reason: str | None, index: int = 0
-) -> dict[str, Any]:
-    choice = {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-    return {**_head(request, name, "chat.completion.chunk"), "choices": [choice]}
+def _head(request: HarnessRequest, name: str, kind: str, answer: CallAnswer | None = None) -> dict[str, Any]:
+    """Return what every answer has; `answer` None: it is not generated yet."""
+    return {
+        "id": name,
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+        "system_fingerprint": answer and versions_of(answer),
+    }
+
+
+def _choice_of(delta: dict[str, Any], reason: str | None, index: int = 0) -> dict[str, Any]:
+    return {"choices": [{"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}]}
 
 
 def _text_choices(request: HarnessRequest, answer: CallAnswer, renderer: Renderer) -> list[dict[str, Any]]:

@@ -13,6 +13,8 @@ A key is 192 random bits, and is not answered any more when its session has ende
 proof of who calls. Where others reach the endpoint, URLs get into the logs of clients and proxies, so a
 request has to prove with the session's token, too, that it comes from its harness; clients send that as
 their API key.
+
+`ApiServer` has what does not depend on sessions with keys; `tether serve` (services/serving) is one, too.
 """
 
 import asyncio
@@ -21,7 +23,10 @@ import hashlib
 import hmac
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
 
 from aiohttp import ClientConnectionResetError, hdrs, web
 from aiohttp.typedefs import Handler
@@ -34,7 +39,7 @@ from protocol.network.http_listener import LimitedListener, request_logger
 from rollout.config import EnvironmentConfig
 from rollout.off_loop import LARGE, off_loop
 from rollout.sessions.refusal import RequestRefused, ended, invalid
-from rollout.sessions.requests import read_body
+from rollout.sessions.requests import HarnessRequest, read_body
 from rollout.sessions.served_call import APIS, Api, ServedCall
 from rollout.sessions.session import Session
 
@@ -54,46 +59,42 @@ LOOPBACK = EnvironmentConfig()
 """Settings of an endpoint that this machine alone reaches."""
 
 
-class SessionEndpoint:
-    """HTTP server for the sessions of a process, on a port of its own."""
+class ApiServer(ABC):
+    """HTTP server of the APIs of models, on a port of its own; a subclass knows the session of a request."""
 
     def __init__(
         self,
         config: EnvironmentConfig = LOOPBACK,
         *,
+        prefix: str = "",
+        apis: Iterable[Api] = APIS,
         body_mb: int = 16,
         max_connections: int = MAX_CONNECTIONS,
         header_s: float = HEADER_S,
         body_s: float = BODY_S,
     ) -> None:
-        """Create an endpoint that is not started.
+        """Create a server that is not started.
 
         Args:
-            config: says where it listens and which address harnesses get.
+            config: says where it listens and which address clients get.
+            prefix: of every path.
+            apis: those that are served.
             body_mb: largest body of a request, MiB.
             max_connections: as for `LimitedListener`.
             header_s: as for `LimitedListener`.
             body_s: how long the body of a request may take to come, seconds.
         """
         self._config = config
-        self._needs_token = bool(config.advertise) or not is_loopback(config.host)
-        self._secret = secrets.token_bytes(32)
-        """Key by which tokens of sessions are derived."""
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
-        self._sessions: dict[bytes, Session] = {}
-        self._ended: OrderedDict[bytes, str] = OrderedDict()
         full = RequestRefused(503, "too_many_connections", f"{max_connections} connections are open")
         self._listener = LimitedListener(
             max_connections=max_connections, header_s=header_s, full=json.dumps(full.body).encode()
         )
         app = web.Application(client_max_size=self._max_bytes, middlewares=[self._listener.note, _as_errors])
-        app.router.add_get("/s/{key}/v1/models", self._serve_models)
-        for api in APIS:
-            app.router.add_post("/s/{key}" + api.path, functools.partial(self._serve, api))
-        app.router.add_get("/s/{key}/v1/responses/{name}", self._serve_stored)
-        app.router.add_delete("/s/{key}/v1/responses/{name}", self._serve_stored)
-        app.router.add_get("/s/{key}/v1/results/{name}", self._serve_result)
-        app.router.add_put("/s/{key}/v1/results/{name}", self._serve_result)
+        app.router.add_get(prefix + "/v1/models", self._serve_models)
+        for api in apis:
+            app.router.add_post(prefix + api.path, functools.partial(self._serve, api))
+        self._router = app.router
         self._runner = web.AppRunner(
             app, access_log=None, logger=_log, handler_cancellation=True, shutdown_timeout=1.0
         )
@@ -117,7 +118,7 @@ class SessionEndpoint:
         except OSError as error:
             await self._runner.cleanup()
             raise SettingsError(
-                f"setting environment.port: cannot serve sessions on {config.host}:{config.port} "
+                f"setting environment.port: cannot serve on {config.host}:{config.port} "
                 f"(environment.ports = {config.ports}): {error.strerror or error}; choose others"
             ) from None
         url = URL(self.bound)
@@ -126,95 +127,39 @@ class SessionEndpoint:
         )
 
     async def close(self) -> None:
-        """End all sessions and stop serving."""
-        for known in list(self._sessions):
-            self._end(known, "the worker stops")
+        """Stop serving."""
         self._listener.close()
         await self._runner.cleanup()
 
-    def open(self, session: Session) -> str:
-        """Serve a session and return its key."""
-        key = secrets.token_urlsafe(24)
-        self._sessions[_known(key)] = session
-        return key
+    @abstractmethod
+    def session_of(self, request: web.Request) -> Session:
+        """Return the session of a request.
 
-    def url(self, key: str) -> str:
-        """Return the base URL for clients of the OpenAI API, as its harness gets it."""
-        return f"{self._address}/s/{key}/v1"
+        Raises:
+            RequestRefused: there is none for its client.
+        """
 
-    def token(self, key: str) -> str:
-        """Return the API key that the harness of a session sends."""
-        return hmac.digest(self._secret, key.encode(errors="surrogateescape"), "sha256").hex()
+    @abstractmethod
+    def models(self, request: web.Request) -> list[dict[str, Any]]:
+        """Return the models that requests may name, each as the OpenAI API has it; raises as `session_of`."""
 
-    def _has_token(self, request: web.Request, key: str) -> bool:
-        """Return whether a request has the token of a session as its API key, in one of the usual headers."""
-        scheme, _, bearer = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        given = (bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
-        expected = self.token(key).encode()
-        return any([hmac.compare_digest(each.encode(errors="replace"), expected) for each in given])
-
-    def end(self, key: str, reason: str) -> None:
-        """End a session: its calls that run are ended, and its key is refused. Idempotent."""
-        self._end(_known(key), reason)
-
-    def _end(self, key: bytes, reason: str) -> None:
-        session = self._sessions.pop(key, None)
-        if session is None:
-            return
-        session.end(reason)
-        self._ended[key] = session.ended
-        while len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
-
-    def _session(self, request: web.Request) -> Session:
-        """Return the session of a request; without its token no session is admitted to."""
-        key = request.match_info["key"]
-        if self._needs_token and not self._has_token(request, key):
-            raise RequestRefused(401, "invalid_api_key", "the API key is not the key of the task")
-        known = _known(key)
-        if (session := self._sessions.get(known)) is not None:
-            return session
-        if (reason := self._ended.get(known)) is not None:
-            raise ended(reason)
-        raise RequestRefused(404, "session_not_found", "there is no session with this key")
+    @abstractmethod
+    def admit(self, request: web.Request, parsed: HarnessRequest) -> None:
+        """Raise RequestRefused for a request that the server cannot fulfil; may run in a thread."""
 
     async def _serve_models(self, request: web.Request) -> web.Response:
-        self._session(request)
-        listed = {"id": MODEL, "object": "model", "created": 0, "owned_by": "tether"}
-        return web.json_response({"object": "list", "data": [listed]})
-
-    async def _serve_stored(self, request: web.Request) -> web.Response:
-        """Return a response that was stored, or forget it."""
-        stored, name = self._session(request).stored, request.match_info["name"]
-        if name not in stored:
-            raise RequestRefused(404, "not_found", f"the session has no stored response {name[:80]!r}")
-        if request.method == "DELETE":
-            del stored[name]
-            return web.json_response({"id": name, "object": "response", "deleted": True})
-        body = stored[name].body
-        return web.json_response(text=await off_loop(LARGE + 1, lambda: json.dumps(body)))
-
-    async def _serve_result(self, request: web.Request) -> web.Response:
-        """Return a tool's result, or record it: it is on disk when the client has an answer."""
-        results, name = self._session(request).results, request.match_info["name"]
-        try:
-            if request.method == "PUT":
-                body = await self._body(request)
-                value = await off_loop(len(body), functools.partial(read_body, body))
-                result: bytes | None = await results.keep(name, value)
-            else:
-                result = await results.find(name)
-        except EpisodeError as error:
-            raise RequestRefused(500, "not_recorded", str(error)) from None
-        if result is None:
-            raise RequestRefused(404, "not_recorded", f"the session has no result {name[:80]!r}")
-        return web.Response(body=result, content_type="application/json")
+        return web.json_response({"object": "list", "data": self.models(request)})
 
     async def _serve(self, api: Api, request: web.Request) -> web.StreamResponse:
         try:
-            session = self._session(request)
+            session = self.session_of(request)
             known = {"stored": session.stored} if api.keep is not None else {}
-            read = functools.partial(api.read, rules=session.rules, **known)
+
+            def read(parsed: Any) -> HarnessRequest:
+                found = api.read(parsed, rules=session.rules, **known)
+                self.admit(request, found)
+                return found
+
             body = await self._body(request)
             pending = await session.read(body, read)
             call = ServedCall(api, request, session, pending, api.prefix + secrets.token_hex(8), len(body))
@@ -230,6 +175,114 @@ class SessionEndpoint:
             raise RequestRefused(
                 408, "body_too_slow", f"the body did not come within {self._body_s:g} s"
             ) from None
+
+
+class SessionEndpoint(ApiServer):
+    """HTTP server for the sessions of a process."""
+
+    def __init__(self, config: EnvironmentConfig = LOOPBACK, **limits: Any) -> None:
+        """Create an endpoint that is not started; `limits` are keyword arguments of `ApiServer`."""
+        super().__init__(config, prefix="/s/{key}", **limits)
+        self._needs_token = bool(config.advertise) or not is_loopback(config.host)
+        self._secret = secrets.token_bytes(32)
+        """Key by which tokens of sessions are derived."""
+        self._sessions: dict[bytes, Session] = {}
+        self._ended: OrderedDict[bytes, str] = OrderedDict()
+        self._router.add_get("/s/{key}/v1/responses/{name}", self._serve_stored)
+        self._router.add_delete("/s/{key}/v1/responses/{name}", self._serve_stored)
+        self._router.add_get("/s/{key}/v1/results/{name}", self._serve_result)
+        self._router.add_put("/s/{key}/v1/results/{name}", self._serve_result)
+
+    async def close(self) -> None:
+        """End all sessions and stop serving."""
+        for known in list(self._sessions):
+            self._end(known, "the worker stops")
+        await super().close()
+
+    def open(self, session: Session) -> str:
+        """Serve a session and return its key."""
+        key = secrets.token_urlsafe(24)
+        self._sessions[_known(key)] = session
+        return key
+
+    def url(self, key: str) -> str:
+        """Return the base URL for clients of the OpenAI API, as its harness gets it."""
+        return f"{self._address}/s/{key}/v1"
+
+    def token(self, key: str) -> str:
+        """Return the API key that the harness of a session sends."""
+        return hmac.digest(self._secret, key.encode(errors="surrogateescape"), "sha256").hex()
+
+    def end(self, key: str, reason: str) -> None:
+        """End a session: its calls that run are ended, and its key is refused. Idempotent."""
+        self._end(_known(key), reason)
+
+    def _end(self, key: bytes, reason: str) -> None:
+        session = self._sessions.pop(key, None)
+        if session is None:
+            return
+        session.end(reason)
+        self._ended[key] = session.ended
+        while len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def session_of(self, request: web.Request) -> Session:
+        """Return the session of a request; without its token no session is admitted to."""
+        key = request.match_info["key"]
+        if self._needs_token and not has_api_key(request, self.token(key)):
+            raise RequestRefused(401, "invalid_api_key", "the API key is not the key of the task")
+        known = _known(key)
+        if (session := self._sessions.get(known)) is not None:
+            return session
+        if (reason := self._ended.get(known)) is not None:
+            raise ended(reason)
+        raise RequestRefused(404, "session_not_found", "there is no session with this key")
+
+    def models(self, request: web.Request) -> list[dict[str, Any]]:
+        self.session_of(request)
+        return [listed_model(MODEL)]
+
+    def admit(self, request: web.Request, parsed: HarnessRequest) -> None:
+        """Admit every request: it may name any model."""
+
+    async def _serve_stored(self, request: web.Request) -> web.Response:
+        """Return a response that was stored, or forget it."""
+        stored, name = self.session_of(request).stored, request.match_info["name"]
+        if name not in stored:
+            raise RequestRefused(404, "not_found", f"the session has no stored response {name[:80]!r}")
+        if request.method == "DELETE":
+            del stored[name]
+            return web.json_response({"id": name, "object": "response", "deleted": True})
+        body = stored[name].body
+        return web.json_response(text=await off_loop(LARGE + 1, lambda: json.dumps(body)))
+
+    async def _serve_result(self, request: web.Request) -> web.Response:
+        """Return a tool's result, or record it: it is on disk when the client has an answer."""
+        results, name = self.session_of(request).results, request.match_info["name"]
+        try:
+            if request.method == "PUT":
+                body = await self._body(request)
+                value = await off_loop(len(body), functools.partial(read_body, body))
+                result: bytes | None = await results.keep(name, value)
+            else:
+                result = await results.find(name)
+        except EpisodeError as error:
+            raise RequestRefused(500, "not_recorded", str(error)) from None
+        if result is None:
+            raise RequestRefused(404, "not_recorded", f"the session has no result {name[:80]!r}")
+        return web.Response(body=result, content_type="application/json")
+
+
+def has_api_key(request: web.Request, key: str) -> bool:
+    """Return whether a request has this API key, in one of the usual headers."""
+    scheme, _, bearer = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    given = (bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
+    return any([hmac.compare_digest(each.encode(errors="replace"), key.encode()) for each in given])
+
+
+def listed_model(name: str) -> dict[str, Any]:
+    """Return a model as the list of models has it."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "tether"}
 
 
 def _known(key: str) -> bytes:

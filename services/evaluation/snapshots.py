@@ -3,15 +3,12 @@
 import contextlib
 import shutil
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
-
-import msgspec
 
 from protocol.messages import WeightManifest
 from services.run_record.evaluations import LEFT_OUT, SNAPSHOTS
-from trainer.weights.version_directories import VERSION_NAME
-
-MANIFEST = "manifest.json"
+from trainer.weights.version_directories import read_manifests
 
 Key = tuple[int, str, str]
 """Version, digest and set: the unit that is scored once."""
@@ -19,18 +16,7 @@ Key = tuple[int, str, str]
 
 def read_snapshots(run_dir: Path) -> list[WeightManifest]:
     """Return the manifests of the snapshots that are there, by version, the newer epoch last."""
-    snapshots = []
-    for path in sorted((run_dir / SNAPSHOTS).glob("v*")):
-        if not VERSION_NAME.fullmatch(path.name):
-            continue
-        try:
-            data = (path / MANIFEST).read_bytes()
-            time_ns = path.stat().st_mtime_ns
-            manifest = msgspec.json.decode(data, type=WeightManifest)
-        except (OSError, msgspec.MsgspecError):  # being removed
-            continue
-        snapshots.append((manifest.version, time_ns, msgspec.structs.replace(manifest, location=str(path))))
-    return [manifest for _, _, manifest in sorted(snapshots, key=lambda item: item[:2])]
+    return sorted(read_manifests(run_dir / SNAPSHOTS), key=attrgetter("version"))
 
 
 def remove_snapshot(manifest: WeightManifest) -> None:

@@ -21,6 +21,22 @@ def session_endpoint_problems(settings: Settings) -> Iterator[Problem]:
     if config.name not in ENVIRONMENTS.having("has_sessions"):
         yield from () if is_own(config.name) else _unused(config)
         return
+    yield from listening_problems(config)
+    if config.advertise:
+        yield from _advertise_problems(settings)
+    elif is_loopback(config.host) and (elsewhere := _server_elsewhere(config)):
+        yield Problem(
+            f"the server at {elsewhere} would get the endpoint's address on loopback, which is another "
+            "machine there",
+            "set environment.host and environment.advertise; if it is this machine, set "
+            'environment.advertise to "http://127.0.0.1:{port}"',
+            "environment.options",
+            config.options,
+        )
+
+
+def listening_problems(config: EnvironmentConfig) -> Iterator[Problem]:
+    """Yield settings of an address that strangers could listen in on, or that is half configured."""
     if bool(config.cert_file) != bool(config.key_file):
         given, missing = ("cert_file", "key_file") if config.cert_file else ("key_file", "cert_file")
         yield Problem(
@@ -36,17 +52,6 @@ def session_endpoint_problems(settings: Settings) -> Iterator[Problem]:
             "key_file; or set environment.plain_http, if a tunnel or a service mesh encrypts",
             "environment.host",
             config.host,
-        )
-    if config.advertise:
-        yield from _advertise_problems(settings)
-    elif is_loopback(config.host) and (elsewhere := _server_elsewhere(config)):
-        yield Problem(
-            f"the server at {elsewhere} would get the endpoint's address on loopback, which is another "
-            "machine there",
-            "set environment.host and environment.advertise; if it is this machine, set "
-            'environment.advertise to "http://127.0.0.1:{port}"',
-            "environment.options",
-            config.options,
         )
 
 

@@ -35,7 +35,7 @@ def access_key(host: str, key_file: str, run_dir: Path) -> str:
     try:
         if not key_file:
             _make_key(path)
-        return _read_key(path)
+        return read_key(path)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
             f"monitor.host = {host!r} needs a key: {path}: {getattr(error, 'strerror', None) or error}"
@@ -53,17 +53,21 @@ def add_key(page: str, host: str, key_file: str, run_dir: Path) -> str:
     """
     if not is_loopback(host) or key_file:
         with suppress(OSError, UnicodeDecodeError, SettingsError):
-            return str(
-                URL(page).with_query(key=_read_key(Path(key_file) if key_file else run_dir / KEY_FILE))
-            )
+            return str(URL(page).with_query(key=read_key(Path(key_file) if key_file else run_dir / KEY_FILE)))
     return page
 
 
-def _read_key(path: Path) -> str:
-    """Return the key in a file. Raises SettingsError: it is short, or others can read it."""
+def read_key(path: Path) -> str:
+    """Return the key in a file.
+
+    Raises:
+        SettingsError: it is short, or others can read it.
+        OSError: the file cannot be read.
+        UnicodeDecodeError: it is no text.
+    """
     mode, key = path.stat().st_mode, path.read_text().strip()
     if mode & 0o077:
-        raise SettingsError(f"{path}: others can read the key of the monitor's page: chmod 600 {path}")
+        raise SettingsError(f"{path}: others can read the key: chmod 600 {path}")
     if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable():
         raise SettingsError(f"{path}: a key has at least {SHORTEST_KEY} printable characters")
     return key

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors.torch import load_file
 
-from protocol.errors import EngineError, SettingsError
+from protocol.errors import EngineError
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import paired_difference
@@ -24,12 +23,11 @@ from services.observability.redirect_output import redirect_output
 from services.run_record.evaluations import Evaluation, describe_scores
 from services.runtime.event_loop import run_loop
 from services.runtime.user_modules import add_user_modules
+from services.serving.exports import newest_export, publish_model
 from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
-from trainer.storage.checksums import check_model_files
-from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.files import disk_sender
 
 CONSTANTS = 50
@@ -95,8 +93,8 @@ async def _score_models(
         sender = disk_sender(WeightConfig(directory=directory), Path(directory))
         try:
             for version, model in enumerate(models):
-                tensors = in_dtype(load_model(model).items(), settings.engine.dtype)
-                manifest = await asyncio.to_thread(sender.publish, "eval", version, tensors)
+                dtype = settings.engine.dtype
+                manifest = await asyncio.to_thread(publish_model, sender, model, "eval", version, dtype)
                 await scorer.serve(manifest)
                 by_set = {}
                 for name, prompts in sets.items():
@@ -134,29 +132,6 @@ def add_gains(entries: Sequence[dict[str, Any]], scores: Sequence[SetScores]) ->
                 entry[f"{kind}_gain"] = gain
                 if stderr is not None:
                     entry[f"{kind}_gain_stderr"] = stderr
-
-
-def newest_export(run_dir: Path) -> Path:
-    """Return the Hugging Face directory of the newest exported checkpoint. Raises SettingsError."""
-    exports = sorted((run_dir / "exports").glob("step_*[0-9]"))
-    if not exports:
-        raise SettingsError(
-            f"no exported checkpoint in {run_dir / 'exports'}: let the run finish, or give --checkpoint"
-        )
-    return exports[-1]
-
-
-def load_model(directory: Path) -> dict[str, Any]:
-    """Return all tensors of a Hugging Face directory, by name.
-
-    Raises:
-        SettingsError: there are none, or a file of the directory is damaged.
-    """
-    check_model_files(directory)
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise SettingsError(f"no safetensors in {directory}")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 async def best_constant(pool: ScorePool | None, prompts: Sequence[Prompt]) -> float | None:

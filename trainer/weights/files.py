@@ -2,7 +2,7 @@
 
     DIRECTORY/owner.pid                          of `shm`, see `protocol/host/owned_directory.py`
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
-    DIRECTORY/v00000012-EPOCH/manifest.json      of `disk`: the manifest, written last
+    DIRECTORY/v00000012-EPOCH/manifest.json      the manifest, written last
 
 Versions on disk outlive the run, so engines that join late and restarted trainers find them. Versions in
 shared memory end with the trainer. They are plain files rather than `multiprocessing.shared_memory`, because
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from protocol.errors import WeightError
@@ -23,9 +22,8 @@ from protocol.host.owned_directory import OWNER, SHARED_MEMORY, claim, claim_sha
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
-from trainer.weights.version_directories import VersionDirectories, remove
+from trainer.weights.version_directories import VersionDirectories, remove, write_manifest
 
-MANIFEST = "manifest.json"
 REMEDIES = {
     "disk": "free some, or lower weights.keep",
     "shm": "enlarge it (docker: --shm-size), lower weights.keep, or set weights.directory",
@@ -90,7 +88,7 @@ class FileSender:
             directory: an existing directory, which holds the versions.
             config: section `[weights]`.
             release: called by `close`, once all versions are removed. None: versions outlive the sender, and
-                each is synced to the disk and described by a file.
+                each is synced to the disk.
 
         Raises:
             OSError: the directory cannot be read.
@@ -130,9 +128,7 @@ class FileSender:
                 manifest = make_manifest(
                     self._transport, str(final), epoch, version, contents, base_model=base_model, tied=tied
                 )
-                if self._release is None:
-                    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-                    (aside / MANIFEST).write_bytes(data)
+                write_manifest(manifest, aside)
         except OSError as error:
             drain(tensors)
             raise WeightError(f"version {version} in {self.directory}: {error}") from error

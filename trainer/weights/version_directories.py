@@ -6,9 +6,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from protocol.host.atomic_file import directory_written_aside
+from protocol.messages import WeightManifest
 
 VERSION_NAME = re.compile(r"v(\d{8,})-([0-9a-zA-Z_-]+)")
+MANIFEST = "manifest.json"
+"""A version's manifest, in its directory."""
+
+
+def write_manifest(manifest: WeightManifest, directory: Path) -> None:
+    """Write the manifest of a version into its directory. Raises OSError."""
+    data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    (directory / MANIFEST).write_bytes(data)
+
+
+def read_manifests(directory: Path) -> list[WeightManifest]:
+    """Return the manifests of the versions in a directory, the one that was written last at the end."""
+    found = []
+    for path in directory.glob("v*"):
+        if not VERSION_NAME.fullmatch(path.name):
+            continue
+        try:
+            data = (path / MANIFEST).read_bytes()
+            time_ns = path.stat().st_mtime_ns
+            manifest = msgspec.json.decode(data, type=WeightManifest)
+        except (OSError, msgspec.MsgspecError):  # being removed
+            continue
+        manifest = msgspec.structs.replace(manifest, location=str(path))
+        found.append((time_ns, manifest.version, manifest))
+    return [manifest for _, _, manifest in sorted(found, key=lambda item: item[:2])]
 
 
 class VersionDirectories:

@@ -1,20 +1,15 @@
 """Tests the numbers of `tether eval`: gains with their errors, the best constant answer, and the text."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from protocol.errors import SettingsError
 from reward.config import RewardConfig
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import PromptScore
 from services.evaluation.scoring import SetScores
-from services.tools.evaluate import add_gains, best_constant, load_model, newest_export, render_scores
-from trainer.storage.checksums import write_checksums
+from services.tools.evaluate import add_gains, best_constant, render_scores
 
 
 def greedy(*rewards: float | None) -> SetScores:
@@ -83,26 +78,3 @@ async def test_best_constant_is_the_reward_of_the_most_frequent_answer() -> None
         assert await best_constant(pool, prompts) == pytest.approx(0.75)
         assert await best_constant(pool, [Prompt(text="no answer")]) == 0.0
     assert await best_constant(None, prompts) is None
-
-
-def test_newest_export_is_the_one_with_the_highest_step(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no exported checkpoint"):
-        newest_export(tmp_path)
-    for name in ("step_00000010", "step_00000020", "step_00000030.tmp", "best_step_00000040"):
-        (tmp_path / "exports" / name).mkdir(parents=True)
-    assert newest_export(tmp_path).name == "step_00000020"
-
-
-def test_a_directory_without_tensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no safetensors in"):
-        load_model(tmp_path)
-
-
-def test_a_damaged_export_is_not_loaded(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    save_file({"w": torch.ones(3)}, weights)
-    write_checksums(tmp_path)
-    assert load_model(tmp_path)["w"].tolist() == [1.0, 1.0, 1.0]
-    weights.write_bytes(weights.read_bytes()[:-1] + b"A")
-    with pytest.raises(SettingsError, match=r"model\.safetensors is damaged"):
-        load_model(tmp_path)

@@ -1,0 +1,1 @@
+"""Serves a model to clients of the OpenAI API, without a run."""

@@ -1,0 +1,156 @@
+"""Answers clients of the OpenAI API by an engine, without sessions: each request stands alone.
+
+GET  /health
+GET  /v1/models
+POST /v1/chat/completions
+POST /v1/completions
+POST /v1/messages
+POST /inference/v1/generate
+"""
+
+import itertools
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from aiohttp import web
+
+from protocol.errors import InvalidRequest
+from rollout.config import EnvironmentConfig
+from rollout.engines.base import Completion, Engine, Sampling
+from rollout.render import Renderer
+from rollout.sessions.answers.reader import AnswerReader
+from rollout.sessions.endpoint import ApiServer, has_api_key, listed_model
+from rollout.sessions.model_calls import ModelCalls
+from rollout.sessions.refusal import RequestRefused
+from rollout.sessions.requests import HarnessRequest
+from rollout.sessions.sampling import MAX_ANSWERS, RequestSampling, SamplingRules
+from rollout.sessions.served_call import APIS
+from rollout.sessions.session import Session, SessionLimits
+from services.observability.http import names_loopback
+
+LIMITS = SessionLimits(max_calls=MAX_ANSWERS, max_running=MAX_ANSWERS)
+
+
+class Generation:
+    """Continues the tokens of one request (`Generate`), up to its own limit or the end of the context."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: Sampling,
+        config: EnvironmentConfig,
+        max_model_len: int,
+        renderer: Renderer,
+    ) -> None:
+        self._engine, self._sampling, self._config = engine, sampling, config
+        self._max_model_len, self._renderer = max_model_len, renderer
+        self._name, self._numbers = secrets.token_hex(8), itertools.count()
+
+    async def __call__(
+        self, tokens: tuple[int, ...], max_tokens: int | None, own: RequestSampling | None = None
+    ) -> Completion:
+        room = self._max_model_len - len(tokens)
+        if room < 1:
+            raise InvalidRequest(f"{len(tokens)} tokens fill engine.max_model_len {self._max_model_len}")
+        calls = ModelCalls(
+            self._engine,
+            replace(self._sampling, max_tokens=room),
+            self._config,
+            self._max_model_len,
+            f"{self._name}.{next(self._numbers)}",
+            renderer=self._renderer,
+        )
+        return await calls(tokens, max_tokens, own)
+
+
+class GenerationEndpoint(ApiServer):
+    """HTTP server of one engine. Requests' own sampling applies: nothing is trained."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        reader: AnswerReader,
+        config: EnvironmentConfig,
+        *,
+        model: str,
+        sampling: Sampling,
+        max_model_len: int,
+        key: str = "",
+        follows: bool = False,
+        body_mb: int = 16,
+    ) -> None:
+        """Create a server that is not started.
+
+        Args:
+            engine: started.
+            renderer: has the template; its `max_prompt_tokens` is below `max_model_len`.
+            reader: reads tool calls and thoughts from answers.
+            config: section `[environment]`: address, certificate, `call_s`.
+            model: name of the model that is listed.
+            sampling: of requests that name none.
+            max_model_len: tokens of a context with its answer.
+            key: the API key that clients send; empty: they come from this machine and send any.
+            follows: whether there is nothing to serve before a version was committed.
+            body_mb: as for `ApiServer`.
+        """
+        super().__init__(config, apis=[api for api in APIS if api.keep is None], body_mb=body_mb)
+        self._engine, self._renderer, self._reader = engine, renderer, reader
+        self._sampling, self._max_model_len = sampling, max_model_len
+        self._model = model
+        self._key, self._follows = key, follows
+        self._rules = SamplingRules("context", sampling, renderer.stop_strings, engine.capabilities.seeds)
+        self._router.add_get("/health", self._serve_health)
+
+    @property
+    def url(self) -> str:
+        """Base URL for clients of the OpenAI API."""
+        return f"{self._address}/v1"
+
+    def session_of(self, request: web.Request) -> Session:
+        """Return a new session: a request continues no other one."""
+        self._check_client(request)
+        if not self._is_ready:
+            raise RequestRefused(503, "no_version", "the run has published no version yet")
+        config, most = self._config, self._max_model_len
+        generation = Generation(self._engine, self._sampling, config, most, self._renderer)
+        return Session(
+            generation,
+            self._renderer,
+            LIMITS,
+            self._reader,
+            max_model_len=most,
+            rules=self._rules,
+            generate_as=generation,
+        )
+
+    def models(self, request: web.Request) -> list[dict[str, Any]]:
+        self._check_client(request)
+        version = self._engine.served.version
+        return [{**listed_model(self._model), "version": None if version < 0 else version}]
+
+    def admit(self, request: web.Request, parsed: HarnessRequest) -> None:
+        """Refuse a request that names another model; it may name none."""
+        if parsed.model not in ("", self._model):
+            raise RequestRefused(
+                404, "model_not_found", f"there is no model {parsed.model!r}; there is {self._model}", "model"
+            )
+
+    @property
+    def _is_ready(self) -> bool:
+        return not self._follows or self._engine.served.version >= 0
+
+    def _check_client(self, request: web.Request) -> None:
+        """Refuse clients without the key, and, where none is needed, pages that a browser here was sent."""
+        if self._key and not has_api_key(request, self._key):
+            raise RequestRefused(401, "invalid_api_key", "the API key is not the server's")
+        if not self._key and not names_loopback(request):
+            raise RequestRefused(403, "not_loopback", "without a key, name the server 127.0.0.1 or localhost")
+
+    async def _serve_health(self, request: web.Request) -> web.Response:
+        """Say whether requests are answered; needs no key and names no text."""
+        await self._engine.check()
+        served = self._engine.served
+        body = {"ok": self._is_ready, "epoch": served.epoch, "version": served.version}
+        return web.json_response(body, status=200 if self._is_ready else 503)

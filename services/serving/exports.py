@@ -1,0 +1,55 @@
+"""Reads the models that a run exports, and publishes one to an engine as a version."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from protocol.errors import SettingsError
+from protocol.messages import WeightManifest
+from trainer.storage.checksums import check_model_files
+from trainer.weights.bucket_writer import in_dtype
+from trainer.weights.files import FileSender
+
+EXPORTS = "exports"
+"""Folder of a run directory with a model for each kept checkpoint."""
+
+
+def exports(run_dir: Path) -> list[Path]:
+    """Return the Hugging Face directories of a run's exported checkpoints, oldest first."""
+    return sorted((run_dir / EXPORTS).glob("step_*[0-9]"))
+
+
+def newest_export(run_dir: Path) -> Path:
+    """Return the Hugging Face directory of the newest exported checkpoint. Raises SettingsError."""
+    found = exports(run_dir)
+    if not found:
+        raise SettingsError(
+            f"no exported checkpoint in {run_dir / EXPORTS}: let the run finish, or name a model directory"
+        )
+    return found[-1]
+
+
+def load_model(directory: Path) -> dict[str, Any]:
+    """Return all tensors of a Hugging Face directory, by name.
+
+    Raises:
+        SettingsError: there are none, or a file of the directory is damaged.
+    """
+    check_model_files(directory)
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise SettingsError(f"no safetensors in {directory}")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def publish_model(
+    sender: FileSender, directory: Path, epoch: str, version: int, dtype: str
+) -> WeightManifest:
+    """Publish the model of a Hugging Face directory as a version in an engine's dtype.
+
+    Raises:
+        SettingsError: as `load_model`.
+        WeightError: it cannot be written.
+    """
+    return sender.publish(epoch, version, in_dtype(load_model(directory).items(), dtype))

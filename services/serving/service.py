@@ -1,0 +1,182 @@
+"""Runs `tether serve`: one engine and its endpoint, until a signal; with `follow` on a run's newest version.
+
+Consumes: a model directory, or the versions of a run as files. Produces: answers. Waits for: requests, and
+for the first version of a run that is followed. It needs no ledger, no bus and no other process.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from protocol.errors import PoisonedError, SettingsError, WeightError
+from protocol.network.addresses import is_loopback
+from protocol.validation import validated
+from protocol.weights.lora import NO_ADAPTERS
+from rollout.engines.base import Engine, Sampling
+from rollout.engines.registry import make_engine
+from rollout.environments.session import SessionOptions
+from rollout.render import RenderConfig, Renderer
+from rollout.sessions.answers.reader import AnswerReader
+from services.preflight.problem import refuse
+from services.preflight.session_endpoint import listening_problems
+from services.run_record.page_key import read_key
+from services.runtime.user_modules import add_user_modules
+from services.serving.endpoint import GenerationEndpoint
+from services.serving.source import Serving
+from services.serving.versions import PublishedVersions, Versions, versions_of
+from services.settings.hub import fetch_model
+from services.settings.sections import Settings
+
+log = logging.getLogger("tether.serving")
+
+POLL_S = 0.5
+"""Seconds between two searches for a version."""
+RETRY_S = 5.0
+"""Seconds after which a version that could not be staged is tried again."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str], None]) -> None:
+    """Serve until `stop` is set; `announce` gets the base URL once requests are taken.
+
+    Raises:
+        SettingsError: there is no model, or engine, renderer or address cannot be made from the settings.
+        EngineError: the engine does not start, or has ended.
+        PoisonedError: the engine may hold mixed weights.
+    """
+    settings, config = serving.settings, serving.settings.environment
+    refuse(listening_problems(config))
+    key = _key(serving)
+    add_user_modules(settings)
+    directory = await asyncio.to_thread(fetch_model, settings)
+    if not serving.follows and not any(directory.glob("*.safetensors")):
+        raise SettingsError(f"no safetensors in {directory}: an engine would serve random weights")
+    renderer = await asyncio.to_thread(Renderer, directory, _rendering(settings))
+    options = _options(settings)
+    reader = AnswerReader(
+        options.tool_syntax, options.reasoning_syntax, settings.engine.python, settings.engine.environment
+    )
+    versions = await asyncio.to_thread(versions_of, settings) if serving.follows else None
+    published = isinstance(versions, PublishedVersions)  # exports have the adapters merged
+    engine = make_engine(settings.engine, directory, "serve", settings.lora if published else NO_ADAPTERS)
+    endpoint = GenerationEndpoint(
+        engine,
+        renderer,
+        reader,
+        config,
+        model=serving.name,
+        sampling=_sampling(settings, renderer),
+        max_model_len=settings.engine.max_model_len,
+        key=key,
+        follows=serving.follows,
+        body_mb=options.body_mb,
+    )
+    try:
+        await engine.start()
+        await endpoint.start()
+        announce(endpoint.url)
+        await _run(engine, versions, stop)
+    finally:
+        await endpoint.close()
+        await reader.close()
+        await engine.close()
+        if versions is not None:
+            versions.close()
+
+
+async def _run(engine: Engine, versions: Versions | None, stop: asyncio.Event) -> None:
+    """Wait for `stop`, and keep the engine on the newest version meanwhile."""
+    async with asyncio.TaskGroup() as tasks:
+        beside = [tasks.create_task(_check_loop(engine), name="serving.check")]
+        if versions is not None:
+            beside.append(tasks.create_task(follow_loop(engine, versions), name="serving.follow"))
+        await stop.wait()
+        for task in beside:
+            task.cancel()
+
+
+async def _check_loop(engine: Engine) -> None:
+    """End with EngineError once the engine has ended, so that the server is started anew."""
+    while True:
+        await asyncio.sleep(POLL_S)
+        await engine.check()
+
+
+async def follow_loop(engine: Engine, versions: Versions) -> None:
+    """Stage and commit each newest version until cancelled; a version that fails leaves the live one.
+
+    Raises:
+        PoisonedError: the engine must not be used any more.
+    """
+    log.info("serving.follow from=%s", versions.where)
+    while True:
+        try:
+            manifest = await asyncio.to_thread(versions.newest)
+            live = engine.served
+            if manifest is None or (manifest.epoch, manifest.version) == (live.epoch, live.version):
+                await asyncio.sleep(POLL_S)
+                continue
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            log.info("serving.version version=%d epoch=%s", manifest.version, manifest.epoch)
+        except PoisonedError:
+            raise
+        except WeightError as error:  # the trainer may have removed it for a newer one
+            log.warning("serving.version_failed error=%s", error)
+            await asyncio.sleep(RETRY_S)
+
+
+def _rendering(settings: Settings) -> RenderConfig:
+    """Return section `[render]` with a limit of prompts that leaves room for a token."""
+    most = settings.render.max_prompt_tokens or max(1, settings.engine.max_model_len - 1)
+    return replace(settings.render, max_prompt_tokens=most)
+
+
+def _sampling(settings: Settings, renderer: Renderer) -> Sampling:
+    """Return the sampling of requests that name none."""
+    config = settings.sampling
+    return Sampling(
+        max_tokens=settings.engine.max_model_len,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        stop_token_ids=renderer.stop_token_ids,
+    )
+
+
+def _options(settings: Settings) -> SessionOptions:
+    """Return the options of an environment with sessions, if the settings have such ones."""
+    names = SessionOptions.__dataclass_fields__
+    given = {name: value for name, value in settings.environment.options.items() if name in names}
+    return validated(SessionOptions, given, "setting environment.options.")
+
+
+def _key(serving: Serving) -> str:
+    """Return the API key. Raises SettingsError: there is none, and others can reach the server."""
+    config = serving.settings.environment
+    if not serving.key_file:
+        if config.advertise or not is_loopback(config.host):
+            raise SettingsError(f"others can reach {config.advertise or config.host}: give --key-file")
+        return ""
+    try:
+        return read_key(Path(serving.key_file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--key-file {serving.key_file}: {error}") from None
+
+
+async def serve_until_signal(serving: Serving, announce: Callable[[str], None]) -> None:
+    """Serve as `serve`, until SIGINT or SIGTERM; a second one cancels, also while the engine starts."""
+    stop, loop, main = asyncio.Event(), asyncio.get_running_loop(), asyncio.current_task()
+    assert main is not None
+
+    def on_signal() -> None:
+        if stop.is_set():
+            main.cancel()
+        stop.set()
+
+    for signum in STOP_SIGNALS:
+        loop.add_signal_handler(signum, on_signal)
+    await serve(serving, stop, announce)

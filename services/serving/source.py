@@ -1,0 +1,54 @@
+"""Turns the source that a user names into the model or the run that is served."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from protocol.errors import SettingsError
+from services.serving.exports import newest_export
+from services.settings.load import FILE, compose_settings, run_settings
+from services.settings.sections import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Model that is served, and the key of its clients."""
+
+    settings: Settings
+    """Sections model, engine, render, sampling, environment; of a run that is followed, weights and lora."""
+    name: str
+    """Name of the model that clients see."""
+    follows: bool = False
+    """Whether the versions of the settings' run are served as they come."""
+    key_file: str = ""
+    """File with the API key of clients; empty: clients on this machine need none."""
+
+
+def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
+    """Return what to serve.
+
+    Args:
+        source: a run directory, a settings file, a model directory or a name on the hub.
+        overrides: as for `compose_settings`.
+        follow: whether to serve the versions of the run.
+
+    Raises:
+        SettingsError: the source has no model, or is no run that could be followed.
+    """
+    path = Path(source)
+    if (path / FILE).is_file():
+        # the port of the run's own endpoint, and who reaches it, are not the server's
+        own = ["environment.host=127.0.0.1", "environment.advertise=", *overrides]
+        settings = run_settings(path, own)
+        if follow:
+            return Serving(settings, settings.run.name, follows=True)
+        export = newest_export(path)
+        model = replace(settings.model, path=str(export.absolute()), revision="")
+        return Serving(replace(settings, model=model), settings.run.name)
+    if follow:
+        raise SettingsError(f"--follow: no run in {source}: there is no {FILE}")
+    if path.is_file():
+        settings = compose_settings(source, overrides)
+    else:
+        settings = compose_settings(None, [f"model.path={json.dumps(source)}", *overrides])
+    return Serving(settings, Path(settings.model.path or settings.run.name).name)
