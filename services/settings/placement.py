@@ -1,5 +1,6 @@
-"""Defines section `[services]`, and assigns GPUs to the processes that `tether up` starts."""
+"""Defines section `[services]`, and places processes on GPUs, and models on ranks of the trainer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -8,6 +9,9 @@ from annotated_types import Interval
 from protocol.errors import SettingsError
 from protocol.paths import set_first
 from services.settings.engine_pool import PoolEntry, pool_size
+from trainer.config import TrainerConfig
+from trainer.registry import BACKENDS
+from trainer.roles.config import FrozenConfig, PlacementConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -81,6 +85,48 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) ->
             raise SettingsError(f"setting services.{name}: {text!r} names {len(gpus)} GPUs, {reason}")
         if len(set(gpus)) < len(gpus):
             raise SettingsError(f"setting services.{name}: {text!r} names a GPU twice")
+
+
+def check_roles_apart(
+    placement: PlacementConfig, trainer: TrainerConfig, roles: Mapping[str, FrozenConfig], *, colocated: bool
+) -> None:
+    """Check models that have ranks of their own.
+
+    Args:
+        placement: section `[placement]`.
+        trainer: section `[trainer]`.
+        roles: role -> its section.
+        colocated: whether trainer and engines take turns on their GPUs.
+
+    Raises:
+        SettingsError: names the setting, its value and what it can be.
+    """
+    for role, ranks in placement.ranks.items():
+        named = f"setting placement.{role}: {ranks}"
+        tensor, backend = getattr(placement, f"{role}_tensor_parallel_size"), trainer.backend
+        if backend not in BACKENDS.having("frozen_apart"):
+            raise SettingsError(f"{named}: trainer.backend {backend!r} has no models beside the policy")
+        if backend == "reference" and ranks > 1:
+            raise SettingsError(f"{named}: trainer.backend 'reference' has one rank for a model; set it to 1")
+        if tensor > 1 and backend != "megatron":
+            raise SettingsError(
+                f"setting placement.{role}_tensor_parallel_size: {tensor}: trainer.backend {backend!r} has "
+                "no tensor ranks; leave it out, or use megatron"
+            )
+        if ranks % tensor:
+            raise SettingsError(
+                f"{named}: placement.{role}_tensor_parallel_size {tensor} does not divide it; set a multiple"
+            )
+        if colocated:
+            raise SettingsError(
+                f"{named}: with colocated.enabled trainer and engines take turns on all of the trainer's "
+                "GPUs, and a model with a GPU of its own takes no turns; leave one of the two out"
+            )
+        if roles[role].offload:
+            raise SettingsError(
+                f"setting {role}.offload: the model has ranks of its own (placement.{role}), where nothing "
+                "else needs the memory; leave it out"
+            )
 
 
 def gpu_list(text: str) -> list[str]:
