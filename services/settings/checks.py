@@ -12,7 +12,7 @@ from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.settings.engine_pool import check_pool, engine_names
 from services.settings.evaluation import check_evaluation
-from services.settings.placement import check_gpus, check_roles_apart, gpu_list
+from services.settings.placement import check_gpus, check_roles_apart, gpu_list, reward_ranks
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
@@ -361,7 +361,10 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_sessions,
     lambda settings: check_pool(settings.services.pool, settings.engine),
     lambda settings: check_gpus(
-        settings.services, settings.ranks_per_host, settings.engine.tensor_parallel_size
+        settings.services,
+        settings.ranks_per_host,
+        settings.engine.tensor_parallel_size,
+        reward_ranks(settings.reward),
     ),
     lambda settings: check_roles_apart(
         settings.placement,

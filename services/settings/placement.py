@@ -8,6 +8,7 @@ from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from protocol.paths import set_first
+from reward.config import RewardConfig
 from services.settings.engine_pool import PoolEntry, pool_size
 from trainer.config import TrainerConfig
 from trainer.registry import BACKENDS
@@ -65,8 +66,14 @@ def gpu_variables(gpus: str) -> dict[str, str]:
     return {VISIBLE: ",".join(gpu_list(gpus))} if gpu_list(gpus) else {}
 
 
-def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) -> None:
+def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int, reward_ranks: int = 1) -> None:
     """Compare the lists of GPUs with how many GPUs one process of each kind needs.
+
+    Args:
+        config: section `[services]`.
+        ranks: of the trainer on a host.
+        tensor_parallel_size: GPUs of an engine.
+        reward_ranks: GPUs of a reward worker.
 
     Raises:
         SettingsError: a list is too short, or names a GPU twice.
@@ -78,13 +85,20 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) ->
     for name, text, count, reason in (
         ("trainer_gpus", config.trainer_gpus, ranks, trainer),
         ("rollout_gpus", config.rollout_gpus, tensor_parallel_size, engine),
-        ("reward_gpus", config.reward_gpus, 1, ""),
+        ("reward_gpus", config.reward_gpus, reward_ranks, f"a reward model is on {reward_ranks} GPUs"),
     ):
         gpus = gpu_list(text)
         if gpus and len(gpus) < count:
             raise SettingsError(f"setting services.{name}: {text!r} names {len(gpus)} GPUs, {reason}")
         if len(set(gpus)) < len(gpus):
             raise SettingsError(f"setting services.{name}: {text!r} names a GPU twice")
+
+
+def reward_ranks(config: RewardConfig) -> int:
+    """Return the GPUs of a reward worker: as many as its largest reward model is divided between."""
+    options = [entry.options for entry in config.verifiers if entry.name == "reward_model"]
+    sizes = [given.get("tensor_parallel_size", 1) for given in options]
+    return max((size for size in sizes if isinstance(size, int)), default=1)  # others are refused elsewhere
 
 
 def check_roles_apart(

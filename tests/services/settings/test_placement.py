@@ -3,11 +3,13 @@
 import pytest
 
 from protocol.errors import SettingsError
+from reward.config import RewardConfig, VerifierConfig
 from services.settings.placement import (
     ServicesConfig,
     check_gpus,
     check_roles_apart,
     gpu_variables,
+    reward_ranks,
     rollout_variables,
 )
 from trainer.config import TrainerConfig
@@ -53,11 +55,23 @@ def test_rollout_workers_take_their_gpus_in_turn() -> None:
             "services.rollout_gpus: '0,1' names 2 GPUs, engine.tensor_parallel_size is 4",
         ),
         (ServicesConfig(trainer_gpus="1,1"), "names a GPU twice"),
+        (
+            ServicesConfig(reward_gpus="7"),
+            "services.reward_gpus: '7' names 1 GPUs, a reward model is on 2 GPUs",
+        ),
     ],
 )
 def test_lists_that_cannot_work_are_refused(config: ServicesConfig, text: str) -> None:
     with pytest.raises(SettingsError, match=text):
-        check_gpus(config, 2, 4)
+        check_gpus(config, 2, 4, 2)
+
+
+def test_a_reward_worker_has_the_gpus_of_its_largest_model() -> None:
+    given: list[dict[str, object]] = [{}, {"tensor_parallel_size": 4}, {"tensor_parallel_size": "2"}]
+    verifiers = [VerifierConfig("reward_model", options=options) for options in given]
+    other = VerifierConfig("function", options={"tensor_parallel_size": 8})
+    assert reward_ranks(RewardConfig(verifiers=(*verifiers, other))) == 4
+    assert reward_ranks(RewardConfig()) == 1
 
 
 ROLES = {"reference": ReferenceConfig(), "teacher": TeacherConfig(path="there")}
