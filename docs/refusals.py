@@ -34,7 +34,9 @@ SECTIONS: dict[str, Sequence[str]] = {
         "trainer/megatron/families/latent.py", "trainer/megatron/families/experts.py",
         "trainer/megatron/families/windows.py", "trainer/megatron/families/rope.py",
     ),
-    "Models beside the policy": ("services/preflight/roles.py", "services/preflight/critic.py"),
+    "Models beside the policy": (
+        "services/preflight/roles.py", "services/preflight/critic.py", "services/settings/placement.py",
+    ),
     "Layouts and hosts": ("trainer/megatron/layout.py", "trainer/hosts/place.py"),
 }  # fmt: skip
 """Heading -> modules whose refusals are below it."""

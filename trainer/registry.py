@@ -9,7 +9,7 @@ from protocol.choices import Entry, Registry, checked_name, load
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend, FrozenSpec
+from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic
@@ -17,20 +17,30 @@ from trainer.roles.critic import Critic
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry(Entry):
-    """Class of a training backend, and of its critic."""
+    """Class of a training backend and of its critic, and what loads its models on ranks of their own."""
 
     critic: str = ""
     """`MODULE:NAME` of its critic's class; empty: it has no critic."""
+    frozen_apart: str = ""
+    """`MODULE:NAME` of the function that `make_frozen` calls; empty: it has no models beside the policy."""
 
 
 BACKENDS = Registry(
     {
-        "fsdp": BackendEntry("trainer.fsdp.backend:FsdpBackend", "trainer.fsdp.critic:FsdpCritic"),
+        "fsdp": BackendEntry(
+            "trainer.fsdp.backend:FsdpBackend",
+            "trainer.fsdp.critic:FsdpCritic",
+            "trainer.fsdp.apart:load_frozen_apart",
+        ),
         "megatron": BackendEntry(
-            "trainer.megatron.backend:MegatronBackend", "trainer.megatron.roles.critic:MegatronCritic"
+            "trainer.megatron.backend:MegatronBackend",
+            "trainer.megatron.roles.critic:MegatronCritic",
+            "trainer.megatron.roles.apart:load_frozen_apart",
         ),
         "reference": BackendEntry(
-            "trainer.reference.backend:ReferenceBackend", "trainer.reference.critic:ReferenceCritic"
+            "trainer.reference.backend:ReferenceBackend",
+            "trainer.reference.critic:ReferenceCritic",
+            "trainer.reference.apart:load_frozen_apart",
         ),
         "scripted": BackendEntry("trainer.backends.scripted:ScriptedBackend"),
     }
@@ -122,3 +132,25 @@ def make_critic(
         policy, model_dir, optimizer=optimizer, trainer=trainer, config=config
     )
     return critic
+
+
+def make_frozen(
+    spec: FrozenSpec, *, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[FrozenModel, Replicas]:
+    """Return this rank's part of a model that has ranks of its own. Called on every one of them.
+
+    Args:
+        spec: which model.
+        parallel: layout of its ranks, which have met.
+        trainer: settings of the backend.
+
+    Returns:
+        The part, and the ranks of each replica of the model.
+
+    Raises:
+        SettingsError: the backend has no such models, or cannot load this one in this layout.
+    """
+    placing = BACKENDS.having("frozen_apart")
+    name = checked_name(trainer.backend, placing, f"setting trainer.backend, with placement.{spec.role}:")
+    made: tuple[FrozenModel, Replicas] = load(BACKENDS[name].frozen_apart)(spec, parallel, trainer)
+    return made

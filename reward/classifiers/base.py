@@ -24,6 +24,8 @@ class ClassifierConfig:
     """Share of a GPU's memory that an engine may take."""
     kv_cache_mb: int
     """KV cache of an engine on a CPU, MiB."""
+    tensor_parallel_size: int = 1
+    """Devices from `device` on that share every layer, in an engine."""
 
 
 class Classifier(Protocol):

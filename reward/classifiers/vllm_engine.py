@@ -1,4 +1,4 @@
-"""Computes the logits of a sequence classifier by vLLM, in this process.
+"""Computes the logits of a sequence classifier by vLLM: in this process or, on several devices, its children.
 
 The engine packs texts of different lengths into one pass, keeps the KV cache of the prompt that the responses
 of a group share, and has kernels that transformers lacks. Its logits equal `hf.py`'s up to the rounding of
@@ -59,7 +59,8 @@ class VllmClassifier:
             max_model_len=config.max_length or None,
             max_num_seqs=config.batch_size,
             enforce_eager=True,
-            distributed_executor_backend="uni",
+            tensor_parallel_size=config.tensor_parallel_size,
+            distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
             **sizes,
         )
 

@@ -54,6 +54,8 @@ class Options:
     """vllm on a GPU: share of its memory for weights and KV cache."""
     kv_cache_mb: Annotated[int, Interval(ge=1, le=10**9)] = 1024
     """vllm on a CPU: KV cache, MiB."""
+    tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
+    """vllm: devices that share the model, from `device` on, a process on each."""
 
 
 class RewardModel:
@@ -72,6 +74,17 @@ class RewardModel:
         if options.device.partition(":")[0] not in ("cpu", "cuda"):
             raise SettingsError(
                 f"verifier reward_model: option device: {options.device!r}; use cpu, cuda or cuda:N"
+            )
+        tensor = options.tensor_parallel_size
+        if tensor > 1 and options.engine != "vllm":
+            raise SettingsError(
+                f"verifier reward_model: option tensor_parallel_size: {tensor}: transformers computes on one "
+                "device; leave it out, or use engine = 'vllm'"
+            )
+        if tensor > 1 and ":" in options.device:
+            raise SettingsError(
+                f"verifier reward_model: option device: {options.device!r}: a model on {tensor} GPUs has the "
+                "first ones that the worker sees; use cuda, and name them in services.reward_gpus"
             )
         self._options = options
         if not is_hub_name(options.path):
@@ -147,7 +160,7 @@ def _make_classifier(options: Options, directory: Path, limit: int) -> Classifie
     """Load the model. Raises its library's errors."""
     config = ClassifierConfig(
         directory, options.device, options.dtype, limit, options.batch_size, options.threads,
-        options.memory_fraction, options.kv_cache_mb,
+        options.memory_fraction, options.kv_cache_mb, options.tensor_parallel_size,
     )  # fmt: skip
     if options.engine == "vllm":
         from reward.classifiers.vllm_engine import VllmClassifier

@@ -191,7 +191,7 @@ class Fleet:
         )
 
     def _has_spares(self, role: Role) -> bool:
-        ranks = self._settings.parallel.world_size if role is Role.TRAINER else 1
+        ranks = self._settings.trainer_ranks if role is Role.TRAINER else 1
         return self._settings.services.spares and role in SPARED and ranks == 1
 
     def _variables(self, role: Role, index: int) -> dict[str, str]:

@@ -136,7 +136,8 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"E={bound.max_staleness}, {bound.staleness_policy}",
         f"learns   {settings.algorithm.name}, lr {settings.optimizer.lr:g}{_clips(settings)}",
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
-        f"{parallel.world_size} rank(s): {ranks}{_on(services.trainer_gpus)}{_on_hosts(settings)}",
+        f"{settings.trainer_ranks} rank(s): {ranks}{_apart(settings)}{_on(services.trainer_gpus)}"
+        f"{_on_hosts(settings)}",
         *([f"critic   {settings.critic_dir}"] if settings.needs_critic else []),
         f"rollout  {engines or f'{services.rollouts} on {engine.name}'}, {engine.dtype}, "
         f"tensor {engine.tensor_parallel_size}{_on(services.rollout_gpus)}; "
@@ -194,6 +195,11 @@ def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Promp
             more = f" and {len(text) - SHOWN:,} more characters" if len(text) > SHOWN else ""
             return json.dumps(text[:SHOWN], ensure_ascii=not text.isprintable()) + more
     return "none"
+
+
+def _apart(settings: Settings) -> str:
+    """Return the models that have ranks of their own, and how many."""
+    return "".join(f" + {ranks} of the {role}" for role, ranks in settings.placement.ranks.items())
 
 
 def _on(gpus: str) -> str:

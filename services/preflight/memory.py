@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
@@ -10,11 +11,18 @@ from services.preflight.critic import critic_architecture
 from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem
 from services.settings.automatic import visible_gpus
-from services.settings.hub import fetch_frozen
+from services.settings.hub import fetch_frozen, fetch_role
 from services.settings.sections import Settings
 from trainer.megatron.families.reading import architecture_of, read_architecture
 from trainer.megatron.memory.budget import TOKENS_MOST, TOKENS_STEP
-from trainer.megatron.memory.expected import GIB, FrozenShape, Workload, expected_memory
+from trainer.megatron.memory.expected import (
+    GIB,
+    ITEM_BYTES,
+    FrozenShape,
+    Workload,
+    expected_memory,
+    parameters_of_stage,
+)
 from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
 
 
@@ -30,7 +38,10 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
         trainer=settings.trainer,
         optimizer=settings.optimizer,
         adapters=settings.lora,
-        reference=settings.algorithm.kl_coef > 0 and not settings.lora.rank and not settings.reference.path,
+        reference=settings.algorithm.kl_coef > 0
+        and not settings.lora.rank
+        and not settings.reference.path
+        and not settings.placement.reference,
         frozen=tuple(frozen_shapes(settings)),
         shared=settings.weights.transport == TRANSPORT,
         critic=critic_architecture(settings, model) if settings.needs_critic else None,
@@ -38,13 +49,34 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
 
 
 def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
-    """Yield the facts that the memory of the models that are not trained depends on.
+    """Yield the facts that the memory of models depends on that are on the policy's ranks and not trained.
 
     Raises:
         SettingsError: the backend does not support one.
     """
     for role, directory in fetch_frozen(settings).items():
+        if role in settings.placement.ranks:
+            continue
         yield FrozenShape(read_architecture(directory), getattr(settings, role).offload)
+
+
+def weights_apart(settings: Settings, work: Workload) -> dict[str, int]:
+    """Return the bytes of weights on each GPU of a model that has ranks of its own, by its role.
+
+    Args:
+        settings: the run's settings.
+        work: the policy's, which is the reference model where that has no path.
+
+    Raises:
+        SettingsError: the backend does not support one.
+    """
+    found = {}
+    for role in settings.placement.ranks:
+        path = getattr(settings, role).path
+        architecture = read_architecture(fetch_role(settings, role)) if path else work.architecture
+        alone = replace(work, architecture=architecture, parallel=settings.placement.layout(role))
+        found[role] = parameters_of_stage(alone, 0) * ITEM_BYTES[settings.trainer.dtype]
+    return found
 
 
 def expected_gb(settings: Settings, model: ModelFacts) -> float | None:
@@ -111,6 +143,11 @@ def describe_memory(
         return []
     workload = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
     lines = [memory_text(workload.work)] if workload.on_gpu else []
+    if workload.on_gpu:
+        apart = weights_apart(settings, workload.work)
+        lines += [
+            f"weights of the {role} on each of its GPUs: {held / GIB:.1f} GiB" for role, held in apart.items()
+        ]
     if workload.on_gpu or settings.optimizer.cpu_offload:
         where = "each host" if workload.hosts > 1 else "the host"
         lines.append(f"expected of {where}: {expected_host_memory(workload)}; this one has {_has()}")

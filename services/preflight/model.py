@@ -110,15 +110,17 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
     if backend in OF_TRANSFORMERS:
         yield from _unknown_to_transformers(setting, str(model.place), model)
     if backend == "megatron":
-        parallel = frozen_layout(settings.parallel)
+        apart = role in settings.placement.ranks
+        section = f"placement.{role}" if apart else "section [parallel]"
+        parallel = settings.placement.layout(role) if apart else frozen_layout(settings.parallel)
         try:
             architecture = architecture_of(dict(model.config), model.place / "config.json")
             if architecture.experts.count:
                 check_ranks(architecture.experts, parallel)
             export_plan(architecture, Layout.of(parallel, architecture.layers))
         except SettingsError as error:
-            yield Problem(f"section [parallel] with {model.place}: {error}", "", setting, str(model.place))
-    if not any(model.place.glob("*.safetensors")):
+            yield Problem(f"{section} with {model.place}: {error}", "", setting, str(model.place))
+    if model.is_made and not any(model.place.glob("*.safetensors")):
         yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
 
 

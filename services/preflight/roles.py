@@ -36,6 +36,8 @@ def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Prob
                 yield from frozen_problems(settings, role, facts)
         except SettingsError as error:
             yield Problem(str(error))
+    if model is not None and settings.placement.reference and not settings.reference.path:
+        yield from frozen_problems(settings, "reference", model)
 
 
 def _unused_revisions(settings: Settings) -> Iterator[Problem]:
@@ -67,6 +69,20 @@ def _unused_roles(settings: Settings) -> Iterator[Problem]:
             "leave it out, or set algorithm.kl_coef",
             "reference.path",
             settings.reference.path,
+        )
+    if settings.placement.reference and not algorithm.kl_coef:
+        yield Problem(
+            "there is no reference model with algorithm.kl_coef = 0",
+            "leave it out, or set algorithm.kl_coef",
+            "placement.reference",
+            settings.placement.reference,
+        )
+    if settings.placement.teacher and not settings.teacher.path:
+        yield Problem(
+            "there is no teacher without teacher.path",
+            "leave it out, or set teacher.path",
+            "placement.teacher",
+            settings.placement.teacher,
         )
 
 

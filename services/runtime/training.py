@@ -1,6 +1,8 @@
 """Builds a rank's models, and the command of a step, from the settings of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from protocol.device.shared_layout import TRANSPORT
 from services.ledger.interface import Taken
@@ -9,41 +11,94 @@ from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
-from trainer.registry import make_backend, make_critic
+from trainer.execution.role_follower import FrozenFollower, RoleSeat
+from trainer.ranks.seats import seat_of, take_seat
+from trainer.ranks.wire import BetweenModels
+from trainer.registry import make_backend, make_critic, make_frozen
 from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
+from trainer.roles.placed import PlacedRole, RoleLink
 from trainer.step.train_command import TrainCommand
 
 
 def build_models(settings: Settings) -> RankModels:
-    """Return this rank's parts of the run's models, loaded."""
+    """Return this rank's parts of the run's models, loaded, on a rank of the policy.
+
+    Rank 0 waits until models with ranks of their own are loaded.
+    """
     add_user_modules(settings)
+    links = {role: RoleLink(wire) for role, wire in _wires(settings).items()}
     policy, algorithm = build_backend(settings), make_algorithm(settings.algorithm)
     control = EntropyControl(settings.algorithm) if settings.algorithm.entropy_target else None
     roles = {
-        spec.role: FrozenRole(policy.load_frozen(spec), policy.device, offload=spec.offload)
+        spec.role: PlacedRole(links.get(spec.role), policy.replicas)
+        if spec.apart
+        else FrozenRole(policy.load_frozen(spec), policy.device, offload=spec.offload)
         for spec in frozen_specs(settings)
     }
-    return RankModels(
+    models = RankModels(
         policy,
         entropy=control,
         frozen=FrozenModels(**roles),
         critic=_critic(settings, policy),
         algorithm=algorithm,
+        links=links,
+    )
+    for link in links.values():
+        link.await_ready()
+    return models
+
+
+def build_follower(settings: Settings, process: int) -> FrozenFollower | None:
+    """Return this rank's part of a model that has ranks of its own, loaded; None on a rank of the policy.
+
+    Args:
+        settings: the run's settings.
+        process: number of this process, as torchrun gives it.
+
+    Raises:
+        SettingsError: the model cannot be loaded.
+    """
+    placement = settings.placement
+    seat = seat_of(process, settings.parallel.world_size, placement.ranks)
+    if not seat.role:
+        return None
+    spec = next(spec for spec in frozen_specs(settings) if spec.role == seat.role)
+    wire = _wires(settings)[seat.role]
+    model, replicas = make_frozen(spec, parallel=placement.layout(seat.role), trainer=settings.trainer)
+    return FrozenFollower(seat.role, model, RoleSeat(wire, seat.rank, replicas))
+
+
+def _wires(settings: Settings) -> Mapping[str, BetweenModels]:
+    """Join the ranks of this process's model, if models have ranks of their own; return its connections."""
+    if not settings.placement.total:
+        return {}
+    trainer = settings.trainer
+    return take_seat(
+        settings.parallel.world_size,
+        settings.placement.ranks,
+        on_gpu=trainer.device != "cpu" and torch.cuda.is_available(),
+        timeout_s=trainer.process_group_timeout_s,
     )
 
 
 def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
     """Return the models of a run that are not trained; models of the hub are fetched unless they are here.
 
+    The initial policy is among them if it has ranks of its own as the reference model.
+
     Raises:
         SettingsError: as `fetch_frozen`.
     """
+    apart = settings.placement.ranks
+    found = dict(fetch_frozen(settings))
+    if "reference" in apart:
+        found.setdefault("reference", fetch_model(settings))
     return tuple(
-        FrozenSpec(role, directory, getattr(settings, role).offload)
-        for role, directory in fetch_frozen(settings).items()
+        FrozenSpec(role, directory, getattr(settings, role).offload, role in apart)
+        for role, directory in found.items()
     )
 
 

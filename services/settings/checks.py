@@ -12,7 +12,7 @@ from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.settings.engine_pool import check_pool, engine_names
 from services.settings.evaluation import check_evaluation
-from services.settings.placement import check_gpus, gpu_list
+from services.settings.placement import check_gpus, check_roles_apart, gpu_list, reward_ranks
 from services.settings.sections import Settings
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
@@ -20,6 +20,7 @@ from trainer.config import WeightConfig
 from trainer.hosts.place import check_cluster
 from trainer.recipe import check_publishing, check_recipe, check_schedule
 from trainer.registry import BACKENDS
+from trainer.roles.config import FROZEN_ROLES
 from trainer.weights.registry import TRANSPORTS
 
 OWN_OPTIONS = {
@@ -176,7 +177,7 @@ def _check_critic(settings: Settings) -> None:
 
 
 def _check_hosts(settings: Settings) -> None:
-    check_cluster(settings.cluster, settings.parallel.world_size)
+    check_cluster(settings.cluster, settings.trainer_ranks)
     if settings.colocated.enabled and settings.cluster.nodes > 1:
         raise SettingsError(
             f"setting colocated.enabled: trainer and engines take turns on the GPUs of one host, and "
@@ -320,8 +321,8 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
             f"it has to be {backend!r}",
         ),
         (
-            settings.parallel.world_size != 1,
-            f"[parallel] asks for {settings.parallel.world_size} ranks; the trainer has to be one",
+            settings.trainer_ranks != 1,
+            f"[parallel] and [placement] ask for {settings.trainer_ranks} ranks; the trainer has to be one",
         ),
         (
             engine.tensor_parallel_size != 1,
@@ -365,7 +366,16 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_sessions,
     lambda settings: check_pool(settings.services.pool, settings.engine),
     lambda settings: check_gpus(
-        settings.services, settings.ranks_per_host, settings.engine.tensor_parallel_size
+        settings.services,
+        settings.ranks_per_host,
+        settings.engine.tensor_parallel_size,
+        reward_ranks(settings.reward),
+    ),
+    lambda settings: check_roles_apart(
+        settings.placement,
+        settings.trainer,
+        {role: getattr(settings, role) for role in FROZEN_ROLES},
+        colocated=settings.colocated.enabled,
     ),
     check_shared,
     _check_hosts,

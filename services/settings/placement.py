@@ -1,5 +1,6 @@
-"""Defines section `[services]`, and assigns GPUs to the processes that `tether up` starts."""
+"""Defines section `[services]`, and places processes on GPUs, and models on ranks of the trainer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,7 +8,11 @@ from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from protocol.paths import set_first
+from reward.config import RewardConfig
 from services.settings.engine_pool import PoolEntry, pool_size
+from trainer.config import TrainerConfig
+from trainer.registry import BACKENDS
+from trainer.roles.config import FrozenConfig, PlacementConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -61,8 +66,14 @@ def gpu_variables(gpus: str) -> dict[str, str]:
     return {VISIBLE: ",".join(gpu_list(gpus))} if gpu_list(gpus) else {}
 
 
-def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) -> None:
+def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int, reward_ranks: int = 1) -> None:
     """Compare the lists of GPUs with how many GPUs one process of each kind needs.
+
+    Args:
+        config: section `[services]`.
+        ranks: of the trainer on a host.
+        tensor_parallel_size: GPUs of an engine.
+        reward_ranks: GPUs of a reward worker.
 
     Raises:
         SettingsError: a list is too short, or names a GPU twice.
@@ -74,13 +85,62 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int) ->
     for name, text, count, reason in (
         ("trainer_gpus", config.trainer_gpus, ranks, trainer),
         ("rollout_gpus", config.rollout_gpus, tensor_parallel_size, engine),
-        ("reward_gpus", config.reward_gpus, 1, ""),
+        ("reward_gpus", config.reward_gpus, reward_ranks, f"a reward model is on {reward_ranks} GPUs"),
     ):
         gpus = gpu_list(text)
         if gpus and len(gpus) < count:
             raise SettingsError(f"setting services.{name}: {text!r} names {len(gpus)} GPUs, {reason}")
         if len(set(gpus)) < len(gpus):
             raise SettingsError(f"setting services.{name}: {text!r} names a GPU twice")
+
+
+def reward_ranks(config: RewardConfig) -> int:
+    """Return the GPUs of a reward worker: as many as its largest reward model is divided between."""
+    options = [entry.options for entry in config.verifiers if entry.name == "reward_model"]
+    sizes = [given.get("tensor_parallel_size", 1) for given in options]
+    return max((size for size in sizes if isinstance(size, int)), default=1)  # others are refused elsewhere
+
+
+def check_roles_apart(
+    placement: PlacementConfig, trainer: TrainerConfig, roles: Mapping[str, FrozenConfig], *, colocated: bool
+) -> None:
+    """Check models that have ranks of their own.
+
+    Args:
+        placement: section `[placement]`.
+        trainer: section `[trainer]`.
+        roles: role -> its section.
+        colocated: whether trainer and engines take turns on their GPUs.
+
+    Raises:
+        SettingsError: names the setting, its value and what it can be.
+    """
+    for role, ranks in placement.ranks.items():
+        named = f"setting placement.{role}: {ranks}"
+        tensor, backend = getattr(placement, f"{role}_tensor_parallel_size"), trainer.backend
+        if backend not in BACKENDS.having("frozen_apart"):
+            raise SettingsError(f"{named}: trainer.backend {backend!r} has no models beside the policy")
+        if backend == "reference" and ranks > 1:
+            raise SettingsError(f"{named}: trainer.backend 'reference' has one rank for a model; set it to 1")
+        if tensor > 1 and backend != "megatron":
+            raise SettingsError(
+                f"setting placement.{role}_tensor_parallel_size: {tensor}: trainer.backend {backend!r} has "
+                "no tensor ranks; leave it out, or use megatron"
+            )
+        if ranks % tensor:
+            raise SettingsError(
+                f"{named}: placement.{role}_tensor_parallel_size {tensor} does not divide it; set a multiple"
+            )
+        if colocated:
+            raise SettingsError(
+                f"{named}: with colocated.enabled trainer and engines take turns on all of the trainer's "
+                "GPUs, and a model with a GPU of its own takes no turns; leave one of the two out"
+            )
+        if roles[role].offload:
+            raise SettingsError(
+                f"setting {role}.offload: the model has ranks of its own (placement.{role}), where nothing "
+                "else needs the memory; leave it out"
+            )
 
 
 def gpu_list(text: str) -> list[str]:

@@ -82,6 +82,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.epochs_per_batch": (ResumeRule.REPEATED, _STEP),
     "trainer.num_mini_batches": (ResumeRule.REPEATED, _STEP),
     "parallel": (ResumeRule.REPEATED, _LAYOUT),
+    "placement": (ResumeRule.REPEATED, "the model is the same, but its float additions have another order"),
     "optimizer.name": (ResumeRule.FIXED, "the state in the checkpoint is that optimizer's"),
     "optimizer": (ResumeRule.REPEATED, _STEP),
     "algorithm": (ResumeRule.REPEATED, _STEP),

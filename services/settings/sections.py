@@ -38,7 +38,7 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
-from trainer.roles.config import CriticConfig, FrozenConfig, ReferenceConfig, TeacherConfig
+from trainer.roles.config import CriticConfig, FrozenConfig, PlacementConfig, ReferenceConfig, TeacherConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +219,7 @@ class Settings:
     lora: LoraConfig = field(default_factory=LoraConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -233,9 +234,19 @@ class Settings:
         return Path(self.run.dir or f"runs/{self.run.name}").absolute()
 
     @property
+    def trainer_ranks(self) -> int:
+        """Processes of the trainer on all of its hosts: the policy's ranks and ranks of `[placement]`."""
+        return self.parallel.world_size + self.placement.total
+
+    @property
+    def together(self) -> "Settings":
+        """The settings with all models on the policy's ranks."""
+        return replace(self, placement=PlacementConfig())
+
+    @property
     def ranks_per_host(self) -> int:
-        """Ranks of the trainer on one of its hosts."""
-        return -(-self.parallel.world_size // max(1, self.cluster.nodes))
+        """Processes of the trainer on one of its hosts, each of which has a GPU."""
+        return -(-self.trainer_ranks // max(1, self.cluster.nodes))
 
     @property
     def context_tokens(self) -> int:

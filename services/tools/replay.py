@@ -263,7 +263,7 @@ def other_settings(settings: Settings, overrides: Sequence[str]) -> Settings:
 @contextmanager
 def _models(settings: Settings) -> Iterator[Executor]:
     """Lead a run's models on every rank, the reference included; the ranks leave them with the block."""
-    executor = Executor(build_models(settings))
+    executor = Executor(build_models(settings.together))
     try:
         if settings.algorithm.kl_coef > 0:
             executor.lead(KeepReferenceCommand())
@@ -385,7 +385,7 @@ def main() -> None:
     if os.environ["RANK"] != "0":
         others = [other_settings(settings, overrides)] if overrides else []
         for followed in (settings, *others):
-            executor = Executor(build_models(followed))
+            executor = Executor(build_models(followed.together))
             executor.follow()
             executor.close()
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name
-from services.preflight.memory import workload_of
+from services.preflight.memory import weights_apart, workload_of
 from services.preflight.model import ModelFacts, read_facts, read_model
 from services.settings.automatic import ALONE
 from services.settings.load import load_settings
@@ -55,6 +55,8 @@ class Sizes:
     gpu_gb: float
     sample_tokens: int
     """Longest sample, prompt included."""
+    apart: dict[str, int]
+    """Bytes of weights on each GPU of a model that has ranks of its own, by its role."""
     layouts: Sequence[FittingLayout]
     engines: Sequence[EngineRoom]
     remedy: str
@@ -72,26 +74,34 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
     Args:
         config: settings file.
         overrides: `A.B=C` each.
-        gpus: GPUs of the trainer.
+        gpus: GPUs of the trainer, with the GPUs that `[placement]` gives to models.
         gpu_gb: memory of one GPU, GiB.
 
     Raises:
-        SettingsError: a setting is wrong, or the trainer does not support the model.
+        SettingsError: a setting is wrong, or the trainer does not support the model; or `[placement]` leaves
+            no GPU to the policy.
     """
     settings = load_settings(config, overrides)
     if settings.trainer.backend != "megatron":
         raise SettingsError(
             f"setting trainer.backend: {settings.trainer.backend!r} has no layouts: use megatron"
         )
+    placed = settings.placement.total
+    if placed >= gpus:
+        raise SettingsError(
+            f"section [placement]: it takes {placed} GPUs of the trainer's {gpus}, and leaves none to the "
+            "policy; give --gpus more, or place fewer"
+        )
     work = workload_of(settings, _configuration(settings))
     whole = parameters_of_stage(dataclasses.replace(work, parallel=ParallelConfig()), 0)
-    layouts = fitting_layouts(work, gpus, int(gpu_gb * GIB), settings.context_tokens)
+    layouts = fitting_layouts(work, gpus - placed, int(gpu_gb * GIB), settings.context_tokens)
     return Sizes(
         model=settings.model.path or "[model.scratch]",
         parameters=whole,
         gpus=gpus,
         gpu_gb=gpu_gb,
         sample_tokens=settings.context_tokens,
+        apart=weights_apart(settings, work),
         layouts=layouts,
         engines=list(_engine_rooms(settings, whole, work.architecture, int(gpu_gb * GIB))),
         remedy="" if layouts else refusal(work, gpu_gb * GIB * USED_SHARE),
@@ -153,6 +163,8 @@ def render_sizes(sizes: Sizes) -> str:
         )
         numbers = " ".join(f"{number:>3}" for number in ranks)
         lines.append(f"  {numbers}  {layout.tokens:>7,} tok  {layout.memory}")
+    for role, held in sizes.apart.items():
+        lines.append(f"{role:<8} on GPUs of its own: weights {held / GIB:.1f} GiB a GPU")
     lines.append("engine   with its staging copy, by its tensor ranks:")
     for room in sizes.engines:
         lines.append(f"  {_engine_line(room, sizes.sample_tokens)}")

@@ -35,6 +35,7 @@ COMPARED = (
     "model",
     "trainer",
     "parallel",
+    "placement",
     "optimizer",
     "algorithm",
     "critic",
@@ -77,9 +78,9 @@ def run_on_hosts(settings: Settings, place: HostPlace) -> int:
             consequence = Consequence.REFUSED if isinstance(error, SettingsError) else Consequence.RESTART
             meeting.leave(Ending(consequence, str(error)))
             raise
-    log.info("hosts.met hosts=%d ranks=%d", place.hosts, settings.parallel.world_size)
+    log.info("hosts.met hosts=%d ranks=%d", place.hosts, settings.trainer_ranks)
     meeting.watch(_end_at_once)
-    ranks = settings.parallel.world_size // place.hosts
+    ranks = settings.trainer_ranks // place.hosts
     code, stopped = launch(torchrun_on_hosts(ranks, place, port, "services.trainer"))
     if stopped:
         meeting.leave(Ending(Consequence.STOPPED, f"host {place.number} was asked to stop"))

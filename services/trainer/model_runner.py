@@ -28,7 +28,6 @@ from trainer.execution.commands import (
     RestoreCommand,
 )
 from trainer.execution.executor import Executor
-from trainer.ranks.collectives import is_distributed
 from trainer.roles.models import RankModels
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
@@ -202,7 +201,7 @@ class ModelRunner:
             TetherError: a rank could not write its part.
         """
         await asyncio.to_thread(self.executor.await_part)
-        if is_distributed():  # a command to the other ranks comes between two others
+        if self.executor.has_followers:  # a command to the other ranks comes between two others
             failure = await self.carry_out(FinishSaveCommand())
         else:
             failure = await asyncio.to_thread(self.executor.lead, FinishSaveCommand())

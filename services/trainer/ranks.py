@@ -1,11 +1,13 @@
 """Runs the trainer on several ranks: the process that starts torchrun, and the ranks that follow rank 0."""
 
 import signal
+import sys
 from collections.abc import Sequence
 
+from protocol.errors import TetherError
 from services.gpu_sharing.device_lock import DeviceLock
-from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging
-from services.runtime.training import build_models
+from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging, describe_error
+from services.runtime.training import build_follower, build_models
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.gpu_turn import await_device
@@ -25,7 +27,7 @@ def run_ranks(settings: Settings) -> int:
     """
     if settings.colocated.enabled:
         DeviceLock(settings.run_dir).allow_children()
-    return launch(torchrun(settings.parallel.world_size, "services.trainer"))[0]
+    return launch(torchrun(settings.trainer_ranks, "services.trainer"))[0]
 
 
 def launch(command: Sequence[str]) -> tuple[int, bool]:
@@ -53,7 +55,7 @@ def launch(command: Sequence[str]) -> tuple[int, bool]:
 
 
 def follow_rank_0(rank: int) -> None:
-    """Be a rank other than 0: load its part of the model, then carry out what rank 0 commands.
+    """Be a process other than rank 0: load its part of a model, then carry out what rank 0 commands.
 
     Signals to stop are ignored: rank 0 decides when the ranks end, as none may leave in the middle of a step.
     """
@@ -61,6 +63,14 @@ def follow_rank_0(rank: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     configure_logging(f"trainer.{rank}")
     settings = load_settings()
+    try:
+        if follower := build_follower(settings, rank):
+            follower.follow()
+            return
+    except TetherError as error:  # rank 0 does not meet it, as it does with its own model
+        line, code = describe_error(error)
+        print(f"tether trainer: {line}", file=sys.stderr)
+        sys.exit(code)
     await_device(settings)
     models = build_models(settings)
     sender = make_sender(

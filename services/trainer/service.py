@@ -147,12 +147,12 @@ def main() -> None:
     if rank < 0:
         try:
             settings = load_settings()
-            place = find_place(settings.cluster, settings.parallel.world_size, os.environ)
+            place = find_place(settings.cluster, settings.trainer_ranks, os.environ)
             check_host_memory(settings, place.hosts)
             if place.hosts > 1:
                 configure_logging(os.environ.get("TETHER_INSTANCE", Role.TRAINER))
                 sys.exit(run_on_hosts(settings, place))
-            if settings.parallel.world_size > 1:
+            if settings.trainer_ranks > 1:
                 sys.exit(run_ranks(settings))
         except TetherError as error:
             line, code = describe_error(error)

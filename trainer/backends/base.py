@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
 NOTHING_TRAINED = "no token of the batch is within the bound and in a sample that is trained"
 """Why a step is skipped of which no token carries gradient."""
+Replicas = Sequence[Sequence[int]]
+"""Ranks of each data-parallel replica of a model; rank 0 is in the first one. A batch is cut between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,8 @@ class FrozenSpec:
     """Hugging Face directory."""
     offload: bool = False
     """Whether it is in host memory between its passes."""
+    apart: bool = False
+    """Whether it has ranks of its own, so that the policy's ranks do not load it."""
 
 
 def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequence[FrozenSpec]) -> bool:
@@ -128,7 +132,7 @@ def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequenc
 
 
 class FrozenModel(ABC):
-    """A rank's part of a model that is never trained, in the layout of the policy.
+    """A rank's part of a model that is never trained, in the layout of the policy or of ranks of its own.
 
     Every method is called on every rank in the same order (collectives inside).
     """
@@ -151,8 +155,7 @@ class Backend(ABC):
     """With a rank above 0, only adapters are trained."""
     targets: Sequence[AdapterTarget] = ()
     """The weights that have an adapter."""
-    replicas: Sequence[Sequence[int]] = ((0,),)
-    """Ranks of each data-parallel replica; rank 0 is in the first. A batch is cut between them."""
+    replicas: Replicas = ((0,),)
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return what sequences of these lengths (int64 [N]) cost, float64 [N], in any unit; 0 costs 0."""

@@ -14,7 +14,7 @@ import torch
 
 from protocol.messages import WeightDraft, WeightManifest
 from trainer.backends.base import StepStats
-from trainer.ranks.messages import broadcast_message, next_message
+from trainer.ranks.messages import next_message
 from trainer.step.train_command import UpdateSchedule
 
 T = TypeVar("T")
@@ -140,11 +140,16 @@ AnyCommand = (
 _decoder = msgspec.msgpack.Decoder(AnyCommand)
 
 
-def broadcast_command(command: RankCommand[T]) -> None:
-    """Send a command from rank 0 to every other rank. Without other ranks this does nothing."""
-    broadcast_message(msgspec.msgpack.encode(command))
+def encode_command(command: RankCommand[T]) -> bytes:
+    """Return a command as a message between ranks."""
+    return msgspec.msgpack.encode(command)
+
+
+def decode_command(data: bytes) -> AnyCommand:
+    """Return the command of a message."""
+    return _decoder.decode(data)
 
 
 def next_command() -> AnyCommand:
-    """Wait for the next command, on a rank other than 0; at most the process group's timeout."""
-    return _decoder.decode(next_message())
+    """Wait for the next command, on another rank of the policy; at most the process group's timeout."""
+    return decode_command(next_message())

@@ -14,6 +14,7 @@ from protocol.host.atomic_file import written_aside
 from trainer.backends.base import StepStats
 from trainer.backends.early_export import Tensors
 from trainer.batch import Batch
+from trainer.data.prefix_tree import RowFamily
 from trainer.execution.commands import (
     AnyCommand,
     CopyModelCommand,
@@ -32,13 +33,15 @@ from trainer.execution.commands import (
     RestoreCommand,
     SaveCommand,
     StepCommand,
-    broadcast_command,
+    encode_command,
     next_command,
 )
 from trainer.execution.state_writer import StateWriter
 from trainer.ranks.collectives import is_distributed
+from trainer.ranks.messages import broadcast_message
 from trainer.ranks.scatter_batch import receive_part, send_part
 from trainer.roles.models import RankModels
+from trainer.roles.placed import RoleLink, StepDivision
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand, plan_command, schedule_updates
 from trainer.step.update import make_updates
@@ -66,9 +69,14 @@ class Executor:
 
     def lead(self, command: RankCommand[T]) -> T:
         """Carry out a command on all ranks, from rank 0; returns rank 0's result."""
-        broadcast_command(command)
+        self._send_command(command)
         result: T = self.carry_out(command)
         return result
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether other ranks carry out the commands of this one."""
+        return is_distributed() or bool(self.models.links)
 
     def follow(self) -> None:
         """Carry out the commands of rank 0, on another rank, until it says exit."""
@@ -97,7 +105,9 @@ class Executor:
         pieces, imbalance = plan.mini_batches.divide(families, policy.costs, len(policy.replicas))
         step = StepCommand(schedule_updates(command, plan, algorithm), command.profile)
         own, *others = [plan.part(piece) for piece in pieces]  # before any rank begins: it may refuse
-        broadcast_command(step)
+        self._send_command(step)
+        for link in self.models.links.values():
+            self._send_step(link, plan, families, pieces)
         for ranks, part in zip(policy.replicas[1:], others, strict=True):
             send_part(part, ranks)
         send_part(own, [rank for rank in policy.replicas[0] if rank != 0])
@@ -155,6 +165,29 @@ class Executor:
         """Release the models, when their checkpoint is written; idempotent."""
         self._writer.close()
         self.models.close()
+
+    def _send_command(self, command: RankCommand[T]) -> None:
+        """Send a command to every other rank of the policy, and of models apart from it."""
+        data = encode_command(command)
+        broadcast_message(data)
+        for link in self.models.links.values():
+            link.send_command(data)
+
+    def _send_step(
+        self, link: RoleLink, plan: StepPlan, families: list[RowFamily], pieces: list[list[int]]
+    ) -> None:
+        """Send each replica of a model apart from the policy its part of a step.
+
+        Args:
+            link: leads to the model.
+            plan: the step's.
+            families: rows of the step that are best together.
+            pieces: rows of each replica of the policy.
+        """
+        costs = self.models.policy.costs
+        apart, _ = plan.mini_batches.divide(families, costs, len(link.replicas))
+        division = StepDivision(plan.lengths.tolist(), pieces, apart)
+        link.send_step([plan.part(piece) for piece in apart], division)
 
     def _offload(self) -> None:
         """Move what this rank has on its device to the host, and wait until every rank has.

@@ -69,7 +69,7 @@ class FsdpBackend(Backend):
         self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
         model = load_model(model_dir, "model.path")
         self.architecture = type(model).__name__
-        self.mesh, self._owns_group = _join(parallel, trainer)
+        self.mesh, self._owns_group = join_mesh(parallel, trainer)
         self.replicas = [[rank] for rank in range(self.mesh.size())]
         paths = {name: name for name, _ in model.named_parameters()}
         if adapters.rank:
@@ -253,7 +253,7 @@ class FsdpBackend(Backend):
                 yield from ((view.name, view.within(whole)) for view in group)
 
 
-def _join(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:
+def join_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:
     """Return the mesh of the ranks, and whether the backend is to leave their group."""
     device = choose_device(trainer.device)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

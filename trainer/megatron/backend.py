@@ -94,7 +94,7 @@ class MegatronBackend(Backend):
         check_ranks(self._model_spec.experts, parallel)
         self._places = Layout.of(parallel, self._model_spec.layers)
         self._plan = export_plan(self._model_spec, self._places)
-        self._position = _initialize(parallel, trainer)
+        self._position = initialize(parallel, trainer)
         self.replicas = self._position.replicas()
         self._closed = False
         try:
@@ -382,8 +382,8 @@ class MegatronBackend(Backend):
         load_checkpoint(model_dir, self._model_spec, self._parameters, self._places, place)
 
 
-def _initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:
-    """Prepare torch for megatron-core and join the process groups."""
+def initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:
+    """Prepare torch for megatron-core and join the process groups; as `parallel.initialize`."""
     if trainer.threads > 0:
         torch.set_num_threads(trainer.threads)
     cpu.install()

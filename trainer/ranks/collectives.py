@@ -75,10 +75,36 @@ def concatenate_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]
     """
     if not is_distributed():
         return values
+    own, entries = _own_range(len(values), replicas)
+    whole = values.new_zeros(entries)
+    whole[own] = values
+    return sum_replicas(whole, replicas)
+
+
+def divide_over_replicas(
+    values: torch.Tensor | None, entries: int, replicas: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Return a replica's part of float32 values that rank 0 has, on the CPU of its ranks. A collective.
+
+    Args:
+        values: on rank 0 the parts of all replicas, one after the other, on the CPU; None on other ranks.
+        entries: of the replica's part.
+        replicas: ranks of each replica.
+    """
+    if not is_distributed():
+        assert values is not None  # this is rank 0
+        return values
+    own, total = _own_range(entries, replicas)
+    whole = torch.empty(total) if values is None else values
+    whole = whole.to(control_device())
+    dist.broadcast(whole, src=0)
+    return whole[own].cpu()
+
+
+def _own_range(entries: int, replicas: Sequence[Sequence[int]]) -> tuple[slice, int]:
+    """Return where this rank's replica has its entries, and how many all have together. A collective."""
     own = next(number for number, ranks in enumerate(replicas) if dist.get_rank() in ranks)
     counts = torch.zeros(len(replicas), dtype=torch.int64)
-    counts[own] = len(values)
+    counts[own] = entries
     ends = sum_replicas(counts, replicas).cumsum(0).tolist()
-    whole = values.new_zeros(ends[-1])
-    whole[ends[own] - len(values) : ends[own]] = values
-    return sum_replicas(whole, replicas)
+    return slice(ends[own] - entries, ends[own]), ends[-1]

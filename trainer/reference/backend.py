@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import inspect
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,13 +20,13 @@ from trainer.backends.engine_attach import check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.functional.logprobs import token_logprobs
 from trainer.lora import merged, without_adapters
 from trainer.reference.attaching import check_model_buffers
 from trainer.reference.frozen import FrozenTransformer, in_dtype, load_model
+from trainer.reference.logprobs import evaluate, forward
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.padding import padded, passes
+from trainer.reference.padding import passes
 from trainer.reference.state import copy_state, load_state
 from trainer.step.measures import StepMeasures
 from trainer.step.token_loss import micro_batch_loss
@@ -62,7 +61,7 @@ class ReferenceBackend(Backend):
             SettingsError: more than one rank, an unknown dtype or device, or a directory that
                 transformers cannot load.
         """
-        _require_one_rank()
+        require_one_rank()
         checked_name(trainer.dtype, DTYPES, "setting trainer.dtype:")
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(trainer.seed)
@@ -110,13 +109,13 @@ class ReferenceBackend(Backend):
         )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._evaluate(self._model, batch)
+        return evaluate(self._model, batch, self._trainer)
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         if self._reference is None:
             raise RuntimeError("keep_reference has not been called")
         with without_adapters(self._reference):
-            return self._evaluate(self._reference, batch)
+            return evaluate(self._reference, batch, self._trainer)
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights, or use the base of the adapters; further calls have no effect.
@@ -129,8 +128,7 @@ class ReferenceBackend(Backend):
             self._reference = copy.deepcopy(self._model).requires_grad_(False)
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        model = load_model(spec.directory, f"{spec.role}.path").to(self._device)
-        return FrozenTransformer(in_dtype(model, DTYPES[self._trainer.dtype]), self._evaluate)
+        return load_frozen(spec, self._trainer, self._device)
 
     @property
     def device(self) -> torch.device:
@@ -214,37 +212,31 @@ class ReferenceBackend(Backend):
     def _accumulate(self, part: Batch, measures: StepMeasures) -> torch.Tensor:
         """Add one micro-batch's gradient to the masters'; return its measurements."""
         tokens = trained_tokens(part)
-        logprobs, entropy = self._forward(self._model, part, tokens.place)
+        logprobs, entropy = forward(self._model, part, tokens.place)
         loss, vector = micro_batch_loss(self._algorithm, measures, tokens, logprobs, entropy)
         loss.backward()
         self._stepper.collect()
         return vector
 
-    def _forward(
-        self, model: torch.nn.Module, part: Batch, place: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropy of the tokens at `place` (int64 [k]) of a micro-batch, [k]."""
-        tokens, sample, position = padded(part)
-        before = position[place] - 1
-        selects = "logits_to_keep" in inspect.signature(model.forward).parameters
-        asked = before.unique() if selects else torch.arange(tokens.shape[1], device=self._device)
-        options = {"logits_to_keep": asked} if selects else {}
-        logits = model(input_ids=tokens, use_cache=False, **options).logits
-        rows = logits[sample[place], torch.searchsorted(asked, before)]
-        return token_logprobs(rows, part.tokens[place].long(), part.temperature)
 
-    @torch.no_grad()
-    def _evaluate(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        out = torch.zeros(len(batch.tokens))
-        for samples in passes(batch, self._trainer):
-            part = batch.select(samples).to(self._device)
-            logprobs, _ = self._forward(model, part, part.sampled_mask.nonzero()[:, 0])
-            sampled = batch.sampled_mask & torch.isin(batch.sample_index, samples)
-            out[sampled] = logprobs.cpu()
-        return out
+def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) -> FrozenModel:
+    """Load a model that is never trained on a device.
+
+    Raises:
+        SettingsError: transformers cannot load it.
+    """
+    model = load_model(spec.directory, f"{spec.role}.path").to(device)
+    return FrozenTransformer(
+        in_dtype(model, DTYPES[trainer.dtype]), lambda model, batch: evaluate(model, batch, trainer)
+    )
 
 
-def _require_one_rank() -> None:
+def require_one_rank() -> None:
+    """Refuse to be one of several ranks.
+
+    Raises:
+        SettingsError: there are several.
+    """
     ranks = (
         dist.get_world_size()
         if dist.is_available() and dist.is_initialized()

@@ -3,13 +3,14 @@
 No torch here: every process reads settings.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 from annotated_types import Interval
 
 from protocol.paths import HubPath
-from trainer.config import OptimizerConfig
+from trainer.config import OptimizerConfig, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,47 @@ class TeacherConfig(FrozenConfig):
 
 FROZEN_ROLES = ("reference", "teacher")
 """Sections with a `FrozenConfig`."""
+Ranks = Annotated[int, Interval(ge=0, le=4096)]
+TensorRanks = Annotated[int, Interval(ge=1, le=4096)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementConfig:
+    """Section `[placement]`: models beside the policy that have ranks of the trainer, and GPUs, of their own.
+
+    They are in addition to the ranks of `[parallel]`.
+    """
+
+    reference: Ranks = 0
+    """Ranks that have the reference model alone. 0: it is on the policy's ranks, in their layout."""
+    reference_tensor_parallel_size: TensorRanks = 1
+    """How many of them share every layer; the others have copies of the model, each with its part of the
+    batch."""
+    teacher: Ranks = 0
+    """Ranks that have the teacher alone. 0: it is on the policy's ranks, in their layout."""
+    teacher_tensor_parallel_size: TensorRanks = 1
+    """As `reference_tensor_parallel_size`."""
+
+    @property
+    def ranks(self) -> Mapping[str, int]:
+        """Roles with ranks of their own -> how many, in the order in which they follow the policy's."""
+        return {role: count for role in PLACED_ROLES if (count := getattr(self, role))}
+
+    @property
+    def total(self) -> int:
+        """Ranks of all these roles."""
+        return sum(self.ranks.values())
+
+    def layout(self, role: str) -> ParallelConfig:
+        """Return the layout of a role's own ranks, which their tensor ranks divide."""
+        tensor = getattr(self, f"{role}_tensor_parallel_size")
+        return ParallelConfig(
+            tensor_model_parallel_size=tensor, data_parallel_size=getattr(self, role) // tensor
+        )
+
+
+PLACED_ROLES = FROZEN_ROLES
+"""Roles that `[placement]` can give ranks of their own."""
 
 
 @dataclass(frozen=True, slots=True)

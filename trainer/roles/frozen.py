@@ -7,6 +7,7 @@ import torch
 from trainer.backends.base import Backend, FrozenModel
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
+from trainer.roles.placed import PlacedRole
 
 
 class FrozenRole:
@@ -42,12 +43,12 @@ class FrozenRole:
 class FrozenModels:
     """Frozen models of a run."""
 
-    reference: FrozenRole | None = None
+    reference: FrozenRole | PlacedRole | None = None
     """None: the reference model is the one that the policy's backend keeps."""
-    teacher: FrozenRole | None = None
+    teacher: FrozenRole | PlacedRole | None = None
 
     @property
-    def roles(self) -> tuple[FrozenRole, ...]:
+    def roles(self) -> tuple[FrozenRole | PlacedRole, ...]:
         """Those that there are."""
         return tuple(role for role in (self.reference, self.teacher) if role is not None)
 

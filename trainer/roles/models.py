@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from trainer.ranks.collectives import is_rank_0
 from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.frozen import NO_FROZEN, FrozenModels
+from trainer.roles.placed import NO_LINKS, RoleLink
 from trainer.storage.host_state import HostState
 
 log = logging.getLogger("tether.trainer")
@@ -40,6 +41,8 @@ class RankModels:
     """Estimates advantages; None: the algorithm needs none."""
     algorithm: Algorithm = field(default_factory=lambda: make_algorithm(AlgorithmConfig()))
     """Advantages, loss and weights of a step."""
+    links: Mapping[str, RoleLink] = field(default_factory=lambda: NO_LINKS)
+    """On rank 0: roles with ranks of their own -> the way there."""
 
     def copy_state(self) -> HostState:
         """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""

@@ -19,12 +19,15 @@ TOLERANCE = 1e-4
 
 @pytest.mark.engine
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "pad"), [("qwen2", None), ("llama", 2)])
-async def test_logits_of_vllm_are_those_of_transformers(kind: str, pad: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "pad", "ranks"), [("qwen2", None, 1), ("llama", 2, 1), ("qwen2", None, 2)])
+async def test_logits_of_vllm_are_those_of_transformers(
+    kind: str, pad: int | None, ranks: int, tmp_path: Path
+) -> None:
     path = write_reward_model(tmp_path / "model", pad=pad, hidden=128, kind=kind)
     found = {}
     for engine in ("transformers", "vllm"):
         options = {"path": str(path), "engine": engine, "batch_size": 4, "kv_cache_mb": 64}
+        options |= {"tensor_parallel_size": ranks} if engine == "vllm" else {}
         config = RewardConfig(
             verifiers=(VerifierConfig("reward_model", options=options),), workers=1, start_timeout_s=400
         )

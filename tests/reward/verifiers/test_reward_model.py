@@ -70,6 +70,11 @@ def test_lengths_are_limited_and_scores_squashed(tmp_path: Path) -> None:
         ({"path": "good", "text": "chatty"}, "did you mean 'chat'"),
         ({"path": "good", "dtype": "int8"}, "dtype"),
         ({"path": "good", "device": "tpu"}, "use cpu, cuda"),
+        ({"path": "good", "tensor_parallel_size": 2}, "2: transformers computes on one device"),
+        (
+            {"path": "good", "tensor_parallel_size": 2, "engine": "vllm", "device": "cuda:1"},
+            "'cuda:1': a model on 2 GPUs has the first ones",
+        ),
         ({"path": "good", "engine": "sglang"}, "'sglang' is not known; use one of transformers, vllm"),
         ({"path": "good", "engine": "vlm"}, "did you mean 'vllm'"),
         ({"path": "good", "batch_size": 0}, "batch_size: 0 is not at least 1"),

@@ -58,6 +58,12 @@ def test_more_rows_than_tokens_are_padding(tmp_path: Path) -> None:
     [
         ((DISTILLS,), "there is no teacher; set teacher.path"),
         (('teacher.path="TEACHER"',), "algorithm.name 'grpo' has no teacher"),
+        (("placement.teacher=1",), "there is no teacher without teacher.path"),
+        (("placement.reference=1",), "there is no reference model with algorithm.kl_coef = 0"),
+        (
+            ("placement.reference=5", "placement.reference_tensor_parallel_size=5", "algorithm.kl_coef=0.1"),
+            "placement.reference with ",
+        ),
         (('reference.path="TEACHER"',), "nothing uses a reference model with algorithm.kl_coef = 0"),
         ((DISTILLS, 'teacher.path="nowhere"'), "setting teacher.path: no config.json in"),
         ((DISTILLS, 'teacher.path="TEACHER"', 'teacher.revision="main"'), "setting teacher.revision"),

@@ -79,6 +79,8 @@ def given(name: str, overrides: tuple[str, ...]) -> bool:
         (["0"], ("engine.dtype=float32",),
          {**SHARED_GPU, "engine.dtype": "float32", "trainer.dtype": "float32"}),
         (["0", "1"], ("parallel.tensor_model_parallel_size=2",), SHARED_GPU),
+        (["0", "1", "2"], ("placement.reference=1",),
+         {**APART, "services.trainer_gpus": "0,1", "services.rollout_gpus": "2"}),
         (["4", "5", "6"], ("services.trainer_gpus=6",),
          {**APART, "services.trainer_gpus": "6", "services.rollout_gpus": "4,5"}),
     ],

@@ -48,6 +48,16 @@ def test_parameters_and_cache_are_the_sizes_that_hugging_face_makes(
     assert one.weights // 2 + int(80 * GIB * one.memory_fraction) < 80 * GIB
 
 
+def test_gpus_of_models_of_their_own_are_not_the_policys(overrides: list[str]) -> None:
+    two = ["algorithm.kl_coef=0.1", "placement.reference=2", "placement.reference_tensor_parallel_size=2"]
+    sizes, whole = (size_run(CONFIG, [*overrides, *more], gpus=8, gpu_gb=80) for more in (two, []))
+    assert {layout.parallel.world_size for layout in sizes.layouts} == {6}
+    assert sizes.apart["reference"] == pytest.approx(2 * whole.parameters / 2, rel=1e-3)  # norms are whole
+    assert whole.apart == {}
+    with pytest.raises(SettingsError, match="it takes 2 GPUs of the trainer's 2"):
+        size_run(CONFIG, [*overrides, *two], gpus=2, gpu_gb=80)
+
+
 def test_layouts_use_all_gpus_hold_a_sample_and_come_with_the_fewest_ranks_first(
     overrides: list[str],
 ) -> None:

@@ -198,7 +198,10 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
             "trainer.backend is 'reference'; with engine.name 'megatron' it has to be 'megatron'",
         ),
         ("engine.name=sglang", "engine.name is 'sglang'; it has to be hf or megatron or vllm"),
-        ("parallel.tensor_model_parallel_size=2", "[parallel] asks for 2 ranks; the trainer has to be one"),
+        (
+            "parallel.tensor_model_parallel_size=2",
+            "[parallel] and [placement] ask for 2 ranks; the trainer has to be one",
+        ),
         ("engine.tensor_parallel_size=2", "engine.tensor_parallel_size is 2"),
         ("engine.enable_sleep_mode=true", "engine.enable_sleep_mode is true"),
         ("services.rollouts=2", "services.rollouts is 2; there can be one"),

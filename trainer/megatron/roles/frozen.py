@@ -86,13 +86,15 @@ def _loaded(
 
 
 def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
-    """Return the facts that the memory of frozen models depends on.
+    """Return the facts that the memory of frozen models on the policy's ranks depends on.
 
     Raises:
         SettingsError: one is not supported; names the setting.
     """
     shapes = []
     for spec in specs:
+        if spec.apart:
+            continue
         try:
             shapes.append(FrozenShape(read_architecture(spec.directory), spec.offload))
         except SettingsError as error:

@@ -1,0 +1,71 @@
+"""Tests that a step comes out the same where the models beside the policy have ranks of their own."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from services.runtime.training import build_models
+from tests.services.runtime.apart_ranks import Case, make_steps
+from tests.trainer.megatron.launch import launch
+from tests.trainer.megatron.models import save_model
+from trainer.config import ParallelConfig
+from trainer.execution.executor import Executor
+from trainer.roles.config import PlacementConfig
+
+MODULE = "tests.services.runtime.apart_ranks"
+
+
+def compare(case: Case, tmp_path: Path, tolerance: float) -> None:
+    """Make the steps of a case, and on one rank that has all models in plain torch."""
+    results, processes = tmp_path / "found.pt", case.parallel.world_size + case.placement.total
+    arguments = msgspec.json.encode(case).decode(), str(results)
+    launch(processes, MODULE, *arguments, logs=tmp_path / "logs", deadline_s=300)
+    found = torch.load(results, weights_only=True)
+    executor = Executor(build_models(Case("reference", case.model, case.teacher).settings))
+    stats, weights = make_steps(executor)
+    executor.close()
+    wanted = [(own.loss, own.grad_norm, own.reference_kl_k3, own.teacher_kl_k1) for own in stats]
+    assert all(wanted[-1])  # after the first step the policy differs from both
+    for measured, own in zip(found["measured"], wanted, strict=True):
+        assert measured == pytest.approx(own, rel=tolerance, abs=tolerance)
+    assert found["weights"].keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found["weights"][name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def models(tmp_path: Path) -> tuple[str, str]:
+    """The policy's model, and a teacher of the same vocabulary that says something else."""
+    return str(save_model("qwen2-tied", tmp_path / "policy")), str(save_model("llama", tmp_path / "teacher"))
+
+
+@pytest.mark.xdist_group("layouts")
+def test_reference_and_teacher_apart_make_the_same_bits(tmp_path: Path) -> None:
+    compare(
+        Case("reference", *models(tmp_path), placement=PlacementConfig(reference=1, teacher=1)), tmp_path, 0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("layouts")
+@pytest.mark.parametrize(
+    ("backend", "parallel", "placement"),
+    [
+        ("fsdp", ParallelConfig(data_parallel_size=2), PlacementConfig(reference=1, teacher=3)),
+        (
+            "megatron",
+            ParallelConfig(tensor_model_parallel_size=1, data_parallel_size=2),
+            PlacementConfig(reference=1, teacher=2, teacher_tensor_parallel_size=2),
+        ),
+        (
+            "megatron",
+            ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=1),
+            PlacementConfig(teacher=4, teacher_tensor_parallel_size=2),
+        ),
+    ],
+)
+def test_any_layouts_make_the_same_step(
+    backend: str, parallel: ParallelConfig, placement: PlacementConfig, tmp_path: Path
+) -> None:
+    compare(Case(backend, *models(tmp_path), parallel, placement), tmp_path, 1e-5)

@@ -1,0 +1,26 @@
+"""Tests in which order numbers of a model with ranks of its own reach the policy's replicas."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.roles.placed import StepDivision
+
+
+@given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=8), data=st.data())
+def test_each_replica_of_the_policy_gets_the_numbers_of_its_rows(
+    lengths: list[int], data: st.DataObject
+) -> None:
+    def divided(replicas: int) -> list[list[int]]:
+        owners = [data.draw(st.integers(0, replicas - 1)) for _ in lengths]
+        return [[row for row, owner in enumerate(owners) if owner == replica] for replica in range(replicas)]
+
+    division = StepDivision(lengths, divided(2), divided(3))
+    numbers = [torch.arange(length) + 100.0 * row for row, length in enumerate(lengths)]
+
+    def of(rows: list[int]) -> torch.Tensor:
+        return torch.cat([torch.zeros(0), *(numbers[row] for row in rows)])
+
+    sent = [of(rows) for rows in division.apart]
+    assert [len(values) for values in sent] == [division.entries(replica) for replica in range(3)]
+    assert torch.equal(division.to_policy(sent), torch.cat([of(rows) for rows in division.policy]))

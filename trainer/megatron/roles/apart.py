@@ -1,0 +1,36 @@
+"""Loads a model beside the policy on ranks of its own, in a layout of its own."""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+import torch
+
+from trainer.backends.base import FrozenModel, FrozenSpec, Replicas
+from trainer.batch import Batch
+from trainer.config import ParallelConfig, TrainerConfig
+from trainer.megatron.backend import initialize
+from trainer.megatron.forward import Runner
+from trainer.megatron.memory.budget import TOKENS_ON_CPU
+from trainer.megatron.memory.oom_retry import OomRetry
+from trainer.megatron.roles.frozen import FrozenPart
+
+TOKENS_ON_GPU = 16384
+"""Tokens of a pass on a GPU, at first, where `trainer.micro_batch_tokens` is 0."""
+
+
+def load_frozen_apart(
+    spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[FrozenModel, Replicas]:
+    """Load a model that is never trained; as `trainer.registry.make_frozen`. A collective.
+
+    Raises:
+        SettingsError: the model is not supported, or does not fit the layout; names the setting.
+    """
+    position = initialize(parallel, trainer)
+    least = TOKENS_ON_GPU if position.device.type == "cuda" else TOKENS_ON_CPU
+    passes = OomRetry(position, trainer.micro_batch_tokens or least, lambda: None)
+
+    def evaluate(runner: Runner, batch: Batch) -> torch.Tensor:
+        return passes.alone(runner, batch, lambda: runner.logprobs(batch))
+
+    return FrozenPart(spec, position, trainer, evaluate), position.replicas()

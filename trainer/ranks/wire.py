@@ -1,0 +1,86 @@
+"""Sends arrays and messages between two ranks, of the same model or of two models.
+
+Every wait is bounded by the process group's timeout.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainer.ranks.collectives import control_device
+
+
+class Wire(Protocol):
+    """Connection between ranks; arrays arrive in the order in which they were sent."""
+
+    def send(self, values: torch.Tensor, rank: int) -> None:
+        """Send an array to a rank; returns when it has it. An empty one is not sent."""
+
+    def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
+        """Wait for an array of a rank, [entries], on the CPU. An empty one was not sent."""
+
+
+class OwnRanks:
+    """Connection between the ranks of one model, which share the default process group."""
+
+    def send(self, values: torch.Tensor, rank: int) -> None:
+        """Send an array, on the CPU, as `Wire.send` says."""
+        self._exchange(dist.isend, values.to(control_device()), rank)
+
+    def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
+        """Receive an array as `Wire.receive` says."""
+        values = torch.empty(entries, dtype=dtype, device=control_device())
+        self._exchange(dist.irecv, values, rank)
+        return values.cpu()
+
+    def _exchange(self, operation: Callable[..., object], values: torch.Tensor, rank: int) -> None:
+        """Exchange an array as a batch of one operation.
+
+        NCCL runs that in the communicator of all ranks: it would make and keep one for each pair otherwise.
+        """
+        if len(values):
+            for work in dist.batch_isend_irecv([dist.P2POp(operation, _bytes(values), rank)]):
+                work.wait()
+
+
+class BetweenModels:
+    """Connection of rank 0 of the policy, which is rank 0 here, and the ranks of another model, on gloo."""
+
+    def __init__(self, group: Any) -> None:
+        """Take over a connected `ProcessGroupGloo`."""
+        self._group = group
+
+    @property
+    def others(self) -> range:
+        """Ranks of the other model."""
+        return range(1, self._group.size())
+
+    def send(self, values: torch.Tensor, rank: int) -> None:
+        """Send an array, on the CPU, as `Wire.send` says."""
+        if len(values):
+            self._group.send([_bytes(values)], rank, 0).wait()
+
+    def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
+        """Receive an array as `Wire.receive` says."""
+        values = torch.empty(entries, dtype=dtype)
+        if entries:
+            self._group.recv([_bytes(values)], rank, 0).wait()
+        return values
+
+
+def send_bytes(wire: Wire, data: bytes, rank: int) -> None:
+    """Send a message, which is not empty."""
+    wire.send(torch.tensor([len(data)]), rank)
+    wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
+
+
+def receive_bytes(wire: Wire, rank: int = 0) -> bytes:
+    """Wait for a message of a rank."""
+    data = wire.receive(int(wire.receive(1, torch.int64, rank)), torch.uint8, rank)
+    return data.numpy().tobytes()
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,41 @@
+"""Computes log-probabilities with models of transformers, on padded samples.
+
+Shapes: k tokens that a pass asks for.
+"""
+
+import inspect
+
+import torch
+
+from trainer.batch import Batch
+from trainer.config import TrainerConfig
+from trainer.functional.logprobs import token_logprobs
+from trainer.reference.padding import padded, passes
+
+
+def forward(model: torch.nn.Module, part: Batch, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities and entropy of the tokens at `place` (int64 [k]) of a micro-batch, [k].
+
+    The micro-batch is on the model's device.
+    """
+    tokens, sample, position = padded(part)
+    before = position[place] - 1
+    selects = "logits_to_keep" in inspect.signature(model.forward).parameters
+    asked = before.unique() if selects else torch.arange(tokens.shape[1], device=tokens.device)
+    options = {"logits_to_keep": asked} if selects else {}
+    logits = model(input_ids=tokens, use_cache=False, **options).logits
+    rows = logits[sample[place], torch.searchsorted(asked, before)]
+    return token_logprobs(rows, part.tokens[place].long(), part.temperature)
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, batch: Batch, trainer: TrainerConfig) -> torch.Tensor:
+    """Return the log-probabilities of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
+    device = next(model.parameters()).device
+    out = torch.zeros(len(batch.tokens))
+    for samples in passes(batch, trainer):
+        part = batch.select(samples).to(device)
+        logprobs, _ = forward(model, part, part.sampled_mask.nonzero()[:, 0])
+        sampled = batch.sampled_mask & torch.isin(batch.sample_index, samples)
+        out[sampled] = logprobs.cpu()
+    return out

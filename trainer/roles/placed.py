@@ -1,0 +1,108 @@
+"""Uses, on the policy's ranks, a model that has ranks of its own: rows go there, and numbers come back.
+
+Rank 0 of the policy sends each replica of the other model its part of a step, and hands what comes back to
+the policy's replicas, whose parts are others. Shapes: N rows of the step, T tokens of all of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import msgspec
+import torch
+
+from trainer.backends.base import Replicas
+from trainer.batch import Batch
+from trainer.ranks.collectives import divide_over_replicas
+from trainer.ranks.scatter_batch import send_part
+from trainer.ranks.wire import BetweenModels, receive_bytes, send_bytes
+
+_ranks = msgspec.msgpack.Decoder(list[list[int]])
+
+
+@dataclass(frozen=True, slots=True)
+class StepDivision:
+    """Division of a step between the replicas of two models."""
+
+    lengths: Sequence[int]
+    """[N], tokens of each row."""
+    policy: Sequence[Sequence[int]]
+    """Rows of each replica of the policy."""
+    apart: Sequence[Sequence[int]]
+    """Rows of each replica of the other model."""
+
+    def entries(self, replica: int) -> int:
+        """Return the tokens that a replica of the other model has."""
+        return sum(self.lengths[row] for row in self.apart[replica])
+
+    def to_policy(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return values of the other model's replicas, in the order of the policy's: float32 [T]."""
+        rows = list(chain(*self.apart))
+        found = torch.cat(list(values)).split([self.lengths[row] for row in rows])
+        by_row = dict(zip(rows, found, strict=True))
+        return torch.cat([by_row[row] for row in chain(*self.policy)])
+
+
+class RoleLink:
+    """Rank 0's use of the ranks of another model. Every method belongs to one thread."""
+
+    def __init__(self, wire: BetweenModels) -> None:
+        """Take over a connection; `await_ready` follows."""
+        self._wire = wire
+        self._division: StepDivision | None = None
+        self.replicas: Replicas = ()
+        """Ranks of each replica of the model."""
+
+    def await_ready(self) -> None:
+        """Wait until the model is loaded."""
+        self.replicas = _ranks.decode(receive_bytes(self._wire, 1))
+
+    def send_command(self, data: bytes) -> None:
+        """Send a command to each of the ranks."""
+        for rank in self._wire.others:
+            send_bytes(self._wire, data, rank)
+
+    def send_step(self, parts: Sequence[Batch], division: StepDivision) -> None:
+        """Send each replica its part of a step, after the step's command."""
+        for ranks, part in zip(self.replicas, parts, strict=True):
+            send_part(part, [rank + 1 for rank in ranks], self._wire)
+        self._division = division
+
+    def receive_rows(self) -> torch.Tensor:
+        """Wait for a value of each token of the step, in the order of the policy's replicas: float32 [T]."""
+        division = self._division
+        if division is None:
+            raise RuntimeError("a model with ranks of its own was asked for values before it was sent a step")
+        return division.to_policy(
+            [
+                self._wire.receive(division.entries(replica), torch.float32, ranks[0] + 1)
+                for replica, ranks in enumerate(self.replicas)
+            ]
+        )
+
+
+NO_LINKS: Mapping[str, RoleLink] = {}
+
+
+class PlacedRole:
+    """A frozen model that has ranks of its own, as each rank of the policy uses it."""
+
+    def __init__(self, link: RoleLink | None, policy: Replicas) -> None:
+        """Use a model by rank 0's link.
+
+        Args:
+            link: on rank 0.
+            policy: ranks of each replica of the policy.
+        """
+        self._link, self._policy = link, policy
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return the batch's log-probabilities under this model, float32 [t] on the CPU. A collective."""
+        whole = self._link.receive_rows() if self._link is not None else None
+        return divide_over_replicas(whole, len(batch.tokens), self._policy)
+
+    def offload(self) -> None:
+        """Leave the model where it is: its device is its own."""
+
+    def onload(self) -> None:
+        """Leave the model where it is."""
