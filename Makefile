@@ -13,6 +13,8 @@ SGLANG_READY := $(if $(filter $(CUDA_SGLANG)/bin/python,$(SGLANG_PYTHON)),$(CUDA
 TRACKING := $(VENV)-tracking
 BRIDGE := $(VENV)-bridge
 VERIFIERS := $(VENV)-verifiers
+JAX := $(VENV)-jax
+JAX_PYTHON ?= python3.12
 BIN := $(VENV)/bin
 LOCK := deploy/locks/cpu.txt
 # test processes: one more than the least number of cores, since tests wait for services half of their time
@@ -54,6 +56,11 @@ $(VERIFIERS)/.ready: $(VENV)/.ready deploy/locks/verifiers.txt deploy/setup_laye
 	bash deploy/setup_layer.sh $(VENV) $(VERIFIERS) deploy/locks/verifiers.txt
 	touch $@
 
+# sglang-jax on a CPU, for slow tests; nothing of it can live in Python 3.11
+$(JAX)/.ready: deploy/locks/sglang-jax.txt deploy/setup.sh
+	PYTHON=$(JAX_PYTHON) bash deploy/setup.sh $(JAX) sglang-jax
+	touch $@
+
 $(CUDA)/.ready: deploy/locks/cuda.txt pyproject.toml deploy/setup.sh
 	PYTHON=python3.12 bash deploy/setup.sh $(CUDA) cuda
 	touch $@
@@ -80,7 +87,7 @@ test: $(VENV)/.ready
 pytest: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 -m "not slow and not gpu"
 
-test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready
+test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready $(JAX)/.ready
 	$(BIN)/python -m pytest -m slow
 
 # a process for each GPU, then what needs two; with -k (--keep-going) also if the first fails
@@ -131,4 +138,4 @@ test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(TRACKING) $(BRIDGE) $(VERIFIERS) $(CUDA) $(CUDA_SGLANG) runs
+	rm -rf $(VENV) $(SGLANG) $(TRACKING) $(BRIDGE) $(VERIFIERS) $(JAX) $(CUDA) $(CUDA_SGLANG) runs

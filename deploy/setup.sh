@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Build an environment as locked, without resolving anything again.
-# usage: deploy/setup.sh VENV [cpu|cuda|sglang-cuda]     PYTHON names the interpreter: 3.11 for cpu, else 3.12
+# usage: deploy/setup.sh VENV [cpu|cuda|sglang-cuda|sglang-jax]     PYTHON names the interpreter: 3.11 for cpu, else 3.12
 set -euo pipefail
-venv=${1:?usage: deploy/setup.sh VENV [cpu|cuda|sglang-cuda]}
+venv=${1:?usage: deploy/setup.sh VENV [cpu|cuda|sglang-cuda|sglang-jax]}
 kind=${2:-cpu}
 here=$(cd "$(dirname "$0")/.." && pwd)
 case $kind in
   cpu) version=3.11 ;;  # vLLM's CPU build has wheels for it alone
   cuda | sglang-cuda) version=3.12 ;; # what the GPU suite ran with
-  *) echo "deploy/setup.sh: $kind is none of cpu, cuda, sglang-cuda" >&2; exit 2 ;;
+  sglang-jax) version=3.12 ;; # the oldest that sglang-jax has wheels for
+  *) echo "deploy/setup.sh: $kind is none of cpu, cuda, sglang-cuda, sglang-jax" >&2; exit 2 ;;
 esac
 python=${PYTHON:-python$version}
 command -v "$python" >/dev/null || python=python3
@@ -17,7 +18,7 @@ command -v "$python" >/dev/null || python=python3
 if [ "$kind" = cpu ]; then
   "$python" -c 'import ctypes.util, sys; sys.exit(ctypes.util.find_library("numa") is None)' ||
     echo "libnuma was not found: vLLM's CPU engine needs it (on Debian: apt-get install libnuma1)" >&2
-elif ! command -v nvidia-smi >/dev/null; then
+elif [ "$kind" != sglang-jax ] && ! command -v nvidia-smi >/dev/null; then
   echo "nvidia-smi was not found: a driver for CUDA 13 is needed to run on the GPU" >&2
 fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
@@ -27,5 +28,6 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-
 # Where PyPI's torch is a CUDA build, PIP_EXTRA_INDEX_URL may name PyTorch's CPU index: it saves gigabytes.
 [ "$kind" != cpu ] || "${pip[@]}" torch==2.13.0
 "${pip[@]}" --no-deps -r "$here/deploy/locks/$kind.txt"
-"${pip[@]}" --no-deps --no-build-isolation --editable "$here"
+# sglang-jax's process finds this project by its PYTHONPATH
+[ "$kind" = sglang-jax ] || "${pip[@]}" --no-deps --no-build-isolation --editable "$here"
 PYTHONWARNINGS=ignore "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true # some packages have templates that are no Python

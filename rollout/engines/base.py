@@ -79,9 +79,10 @@ class EngineConfig:
     start_timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 300.0
     """How long loading the model may take, seconds."""
     python: ProgramPath = ""
-    """sglang: the Python interpreter that has SGLang. Empty: the one of the rollout worker."""
+    """sglang, sglang_jax: the Python interpreter that has SGLang or sglang-jax. Empty: the one of the rollout
+    worker."""
     environment: dict[str, str] = field(default_factory=dict)
-    """sglang: environment variables of its server, which override the rollout worker's."""
+    """sglang, sglang_jax: environment variables of its process, which override the rollout worker's."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """vllm, sglang: arguments of vLLM's AsyncEngineArgs, or of SGLang's server, passed as they are.
     docs/engines.md lists the refused ones."""

@@ -63,6 +63,7 @@ ENGINES = Registry(
             records_experts=True,
             arguments="rollout.engines.sglang.arguments",
         ),
+        "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine"),
         "vllm": EngineEntry(
             "rollout.engines.vllm.engine:VllmEngine",
             serves_adapters=True,

@@ -1,10 +1,12 @@
-"""Finds settings that an engine refuses for a model: ranks, experts to record, layers without experts."""
+"""Finds what an engine refuses: ranks, experts to record, layers without experts, sglang-jax's families."""
 
 from collections.abc import Iterator
 
 from rollout.engines.base import EngineConfig
+from rollout.engines.sglang_jax.interpreter import check_interpreter
+from rollout.engines.sglang_jax.model_check import check_model
 from services.preflight.model import ModelFacts, engines_of
-from services.preflight.problem import Problem
+from services.preflight.problem import Problem, refusals
 from services.settings.sections import Settings
 
 ON_ONE_RANK = ("hf", "megatron")
@@ -18,6 +20,9 @@ def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     for engine in engines_of(settings):
         yield from _rank_problems(engine)
         yield from _dense_layer_problems(engine, model)
+        if engine.name == "sglang_jax":
+            yield from refusals(check_interpreter, engine.python)
+            yield from refusals(check_model, engine, model.config, model.place)
     yield from _recording_problems(settings, model)
 
 

@@ -20,7 +20,7 @@ from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.requests import check_adapters
 from rollout.staging.releasable_memory import ReleasableMemory, check_room
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
-from rollout.staging.staging import LiveAndStaged, Staging, stored_once, whole_source
+from rollout.staging.staging import LiveAndStaged, Staging, digest_of, stored_once, whole_source
 
 
 class HFEngine(InProcessEngine):
@@ -57,15 +57,15 @@ class HFEngine(InProcessEngine):
         live = model_tensors(model)
         weights, staging, memory = _staging(model, live, self._lora, self._config.staging_mb)
 
-        def checkpoint() -> dict[str, torch.Tensor]:
+        def digest() -> int:
             # copies: a digest is computed through numpy, and a storage that numpy has seen can never be
             # released again
             found = weights.live if self._lora.rank else checkpoint_views(model, weights.live)
-            return {
-                name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()
-            }
+            return digest_of(
+                {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+            )
 
-        return LoadedModel(self._decoder(model), weights, staging, checkpoint, memory)
+        return LoadedModel(self._decoder(model), weights, staging, digest, memory)
 
     def _share(self, model: Any, path: Path) -> LoadedModel:
         self._shared_memory, buffers = share_parameters(model, dict(model.named_buffers()))
@@ -73,7 +73,7 @@ class HFEngine(InProcessEngine):
         describe(self._shared_memory, path, live, buffers)
         sources = {name: whole_source(tensor) for name, tensor in live.items()}
         staging = SharedStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
-        return LoadedModel(self._decoder(model), staging, staging, lambda: live)
+        return LoadedModel(self._decoder(model), staging, staging, lambda: digest_of(live))
 
     def _decoder(self, model: Any) -> PaddingDecoder:
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.engines.weight_state import WeightState
 from rollout.staging.in_process import InProcessStaging
 from rollout.staging.releasable_memory import ReleasableMemory
-from rollout.staging.staging import Committable, Staging, digest_of
+from rollout.staging.staging import Committable, Staging
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ class LoadedModel:
     weights: Committable
     """The parameters that updates change."""
     staging: Staging
-    checkpoint: Callable[[], Mapping[str, torch.Tensor]]
-    """Returns the live weights by the names that manifests give them."""
+    digest: Callable[[], int]
+    """Returns the digest that a manifest of the live weights would have."""
     memory: ReleasableMemory | None = None
     """What sleep releases; None: the engine cannot sleep."""
 
@@ -294,7 +294,7 @@ class InProcessEngine(Engine):
     def _digest(self) -> int:
         if self._weights.released:
             raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
-        return digest_of(self._model.checkpoint())
+        return self._model.digest()
 
     def _release_memory(self) -> None:
         assert self._model.memory is not None

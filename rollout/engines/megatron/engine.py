@@ -5,23 +5,21 @@ joins them at the next step. There is one rank, and no CUDA graphs. Weights come
 every engine, or the trainer computes with the live ones, too.
 """
 
-from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
-from rollout.engines.in_process.running_request import RunningRequest
+from rollout.engines.in_process.slot_decoder import SlotDecoder
 from rollout.engines.requests import check_fits, read_config
 from rollout.staging.loader_trace import trace
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
-from rollout.staging.staging import whole_source
+from rollout.staging.staging import digest_of, whole_source
 from trainer.megatron.inference import SlotModel
 
 DEFAULT_BATCH_TOKENS = 8192
@@ -80,10 +78,14 @@ class MegatronEngine(InProcessEngine):
         staging = plan.staging(architecture=model.architecture.name, tied=model.architecture.tied)
         memory = ReleasableMemory([*plan.live.values(), *plan.buffer.values(), *model.cache.tensors])
         return LoadedModel(
-            decoder, plan, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()}, memory
+            decoder,
+            plan,
+            staging,
+            lambda: digest_of({name: tensor for name, tensor, _ in plan.gathered()}),
+            memory,
         )
 
-    def _share(self, model: SlotModel, decoder: "SlotDecoder", path: Path) -> LoadedModel:
+    def _share(self, model: SlotModel, decoder: SlotDecoder, path: Path) -> LoadedModel:
         self._shared_memory, buffers = share_parameters(model.module, model.buffers())
         describe(self._shared_memory, path, model.parameters, buffers)
         parts = model.parts()
@@ -95,7 +97,7 @@ class MegatronEngine(InProcessEngine):
             decoder,
             staging,
             staging,
-            lambda: {name: part.reshape(model.shapes[name]) for name, part in parts.items()},
+            lambda: digest_of({name: part.reshape(model.shapes[name]) for name, part in parts.items()}),
         )
 
     def _kv_use(self, running: int) -> float | None:
@@ -107,71 +109,6 @@ class MegatronEngine(InProcessEngine):
             self._shared_memory.close()
         if self._slot_model is not None:
             self._slot_model.close()
-
-
-class SlotDecoder:
-    """Decoder that keeps the KV cache of rows in the slots of a `SlotModel`.
-
-    Slot i holds the KV of the i-th row in `_held`, of all its tokens but the last.
-    """
-
-    def __init__(self, model: SlotModel, batch_tokens: int) -> None:
-        """Use the slots of `model`, with at most `batch_tokens` tokens in a prefill, padding included."""
-        self._model = model
-        self._batch_tokens = batch_tokens
-        self._held: list[RunningRequest] = []
-        """Row of each slot in use."""
-
-    def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
-        self._drop_all_but(set(rows))
-        held = list(self._held)
-        if held:
-            logits = self._model.decode([row.tokens[-1] for row in held], [len(row.ids) - 1 for row in held])
-            self._record(held, [(len(row.ids) - 1, 1) for row in held])
-            for row, row_logits in zip(held, logits, strict=True):
-                row.take(row_logits, version)
-        for batch in self._batches(set(rows).difference(held)):
-            logits = self._model.prefill(len(self._held), [row.ids for row in batch])
-            self._record(batch, [(0, len(row.ids)) for row in batch])
-            self._held += batch
-            for row, row_logits in zip(batch, logits, strict=True):
-                row.take(row_logits, version)
-
-    def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
-        self._drop_all_but(set(self._held).difference(rows))
-
-    def _record(self, rows: Sequence[RunningRequest], places: Sequence[tuple[int, int]]) -> None:
-        """Record the experts of the last pass, if they are; `places` are first and number of its inputs."""
-        chosen = self._model.experts_of_pass(len(rows))
-        if chosen is None:
-            return
-        for row, (first, count), experts in zip(rows, places, chosen.unbind(1), strict=True):
-            row.record(first, experts[:count].numpy().astype(np.uint16))
-
-    def _drop_all_but(self, rows: Set[RunningRequest]) -> None:
-        """Free the slots of other rows; the last slot in use moves into each gap."""
-        slot = 0
-        while slot < len(self._held):
-            if self._held[slot] in rows:
-                slot += 1
-                continue
-            last = self._held.pop()
-            if slot < len(self._held):
-                self._held[slot] = last
-                self._model.move(len(self._held), slot)
-
-    def _batches(self, rows: Set[RunningRequest]) -> Iterator[list[RunningRequest]]:
-        """Yield batches of rows of similar lengths, so that little is padded."""
-        batch: list[RunningRequest] = []
-        for row in sorted(rows, key=lambda row: len(row.ids)):
-            if (len(batch) + 1) * len(row.ids) > self._batch_tokens and batch:
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield batch
 
 
 def _batch_tokens(config: EngineConfig) -> int:

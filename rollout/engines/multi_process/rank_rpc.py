@@ -25,7 +25,7 @@ import msgspec
 from protocol.errors import EngineError, EngineSettingsError
 
 CALL_TIMEOUT_S = 60.0
-"""Limit for one answer of all ranks; a step on a loaded CPU can take seconds."""
+"""Usual limit for one answer of all ranks; a step on a loaded CPU can take seconds."""
 MAX_FRAME = 64 << 20
 """Bytes; a manifest of a thousand tensors has a tenth of a megabyte."""
 SEND_S = 10
@@ -102,13 +102,15 @@ class RankRpcServer:
 class RankRpcClient:
     """The engine's end: one connection to each rank."""
 
-    def __init__(self, engine: str, on_lost: Callable[[], None]) -> None:
+    def __init__(self, engine: str, on_lost: Callable[[], None], timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Create a client that is not connected.
 
         Args:
             engine: the engine's name, in errors.
             on_lost: called once, when a rank's connection ends that was not closed here.
+            timeout_s: limit for one answer of all ranks.
         """
+        self._timeout_s = timeout_s
         self._engine = engine
         self._on_lost: Callable[[], None] | None = on_lost
         self._numbers = itertools.count()
@@ -134,7 +136,7 @@ class RankRpcClient:
         The ranks carry out a cancelled call nevertheless.
 
         Raises:
-            EngineError: if a rank refuses, has ended, or does not answer within `CALL_TIMEOUT_S`.
+            EngineError: if a rank refuses, has ended, or does not answer in time.
         """
         return await self._call(self._connections[:1], self._connections, method, arguments)
 
@@ -162,11 +164,11 @@ class RankRpcClient:
         arguments: Sequence[Any],
     ) -> list[Any]:
         try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 return await self._answers(receivers, answering, method, arguments)
         except TimeoutError:
             raise EngineError(
-                f"engine {self._engine}: no answer to {method} within {CALL_TIMEOUT_S:g} s"
+                f"engine {self._engine}: no answer to {method} within {self._timeout_s:g} s"
             ) from None
         except EngineError as error:
             raise EngineError(f"engine {self._engine}: {error}") from error

@@ -27,6 +27,7 @@ from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_sessions import SessionContract
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
 from tests.contracts.sglang_environment import sglang_settings
+from tests.contracts.sglang_jax_environment import sglang_jax_settings
 from tests.contracts.vllm_overlap import overlapping
 
 pytestmark = [
@@ -153,6 +154,12 @@ SETUPS = [
     engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
     engine_under_test(
+        "sglang-jax-recompute", Setup("sglang_jax", KvPolicy.RECOMPUTE), ENGINE, LONG_START, SLOW
+    ),
+    engine_under_test(
+        "sglang-jax-keep", Setup("sglang_jax", KvPolicy.KEEP, dtype="bfloat16"), ENGINE, LONG_START, SLOW
+    ),
+    engine_under_test(
         "sglang-sleeps",
         Setup("sglang", KvPolicy.RECOMPUTE, dtype="float16", sleeps=True),
         ENGINE,
@@ -207,7 +214,13 @@ async def bench(
             {name: adapter for name, (_, adapter) in made.items()},
         )
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    own = sglang_settings(setup.ranks) if setup.name == "sglang" else {}
+    own = (
+        sglang_settings(setup.ranks)
+        if setup.name == "sglang"
+        else sglang_jax_settings()
+        if setup.name == "sglang_jax"
+        else {}
+    )
     config = EngineConfig(
         name=setup.name,
         dtype=setup.dtype,

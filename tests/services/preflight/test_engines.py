@@ -40,3 +40,10 @@ def test_every_engine_of_a_pool_has_to_serve_adapters(tmp_path: Path) -> None:
     pool = "services.pool=[{count=1}, {count=1, engine={name='megatron'}}]"
     with pytest.raises(SettingsError, match=r"setting lora\.rank: engine 'megatron' does not serve adapters"):
         demo(tmp_path / "run", pool, "lora.rank=8")
+
+
+def test_sglang_jax_refuses_other_families_and_interpreters_that_lack_it(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model", **MOE)
+    problems = found(with_model(tmp_path / "run", model, "engine.name=sglang_jax"))
+    assert any("serves qwen2 and qwen3" in text and "qwen3_moe" in text for text in problems), problems
+    assert any("setting engine.python" in text and "sglang-jax.txt" in text for text in problems), problems

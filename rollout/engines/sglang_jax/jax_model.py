@@ -1,0 +1,256 @@
+"""Computes with a model of sglang-jax under the interpreter that has it: prompts, single tokens, new weights.
+
+N sequences, T tokens of all of them, K keys of all of them, V the vocabulary. N, T and K are rounded up to
+powers of two, so that JAX compiles few programs.
+"""
+
+import copy
+import json
+import mmap
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from numpy.typing import NDArray
+
+from protocol.weights.digests import digest
+from rollout.engines.sglang_jax.repairs import register_repairs, repair_output
+
+register_repairs()
+
+from sgl_jax.srt.configs.load_config import LoadConfig, LoadFormat  # noqa: E402
+from sgl_jax.srt.configs.model_config import ModelConfig  # noqa: E402
+from sgl_jax.srt.layers.attention.native_backend import NativeAttention  # noqa: E402
+from sgl_jax.srt.layers.logits_processor import LogitsMetadata  # noqa: E402
+from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
+from sgl_jax.srt.model_loader.loader import get_model_loader  # noqa: E402
+from sgl_jax.srt.utils.weight_utils import WeightLoader  # noqa: E402
+
+MAPPINGS = {
+    "Qwen2ForCausalLM": "_create_qwen2_weight_mappings",
+    "Qwen3ForCausalLM": "_create_qwen3_weight_mappings",
+}
+"""Class of a model -> its method that says where each tensor of a checkpoint goes."""
+LEAST_TOKENS = 64
+LEAST_KEYS = 256
+Integers = NDArray[np.int32]
+
+
+class JaxModel:
+    """Model with a KV cache of slots; arrays come and go through memory that it shares with the engine.
+
+    The cache has a place for each token. Place 0 stays empty, because the attention takes it for padding.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Create it without a model; `descriptor` is the file that `share` maps."""
+        self._descriptor = descriptor
+
+    def load(
+        self, model_dir: str, random: bool, dtype: str, overrides: dict[str, Any], slots: int, length: int
+    ) -> list[tuple[str, list[int]]]:
+        """Load a model.
+
+        Args:
+            model_dir: directory of the model.
+            random: give it random weights, because the directory has none.
+            dtype: of parameters and KV cache.
+            overrides: fields of its config that this interpreter's transformers would not find.
+            slots: sequences that the KV cache holds.
+            length: most tokens of a sequence.
+
+        Returns: name and shape of each tensor that a version has.
+        """
+        jax.config.update("jax_default_matmul_precision", "highest")
+        config = ModelConfig(
+            model_dir, trust_remote_code=False, dtype=dtype, model_override_args=json.dumps(overrides)
+        )
+        self._mesh = jax.sharding.Mesh(
+            np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "tensor", "expert")
+        )
+        source = LoadConfig(load_format=LoadFormat.DUMMY if random else LoadFormat.JAX)
+        with jax.set_mesh(self._mesh):
+            config.configure_for_tensor_parallel(1)
+            loader = get_model_loader(source, rngs=nnx.Rngs(0), mesh=self._mesh)
+            self._model = loader.load_model(model_config=config)
+            self._pool = MHATokenToKVPool(
+                size=slots * length,
+                page_size=1,
+                dtype=config.dtype,
+                head_num=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                layer_num=config.num_hidden_layers,
+                mesh=self._mesh,
+            )
+        repair_output(self._model)
+        self._kv = self._pool.kv_buffer
+        self._first = [1 + slot * length for slot in range(slots)]
+        """Place of the first token of each slot."""
+        self._dtype, self._vocab = jnp.dtype(config.dtype), config.vocab_size
+        self._loader = WeightLoader(self._model, config, self._mesh, config.dtype)
+        self._mappings = getattr(self._model, MAPPINGS[type(self._model).__name__])()
+        definition, state = nnx.split(self._model)
+        self._leaves, self._structure = jax.tree_util.tree_flatten(state)
+        attention = NativeAttention(config.num_attention_heads, config.num_key_value_heads)
+        self._compute = self._compiled(definition, attention)
+        self._mappings = {name: mapping for name, mapping in self._mappings.items() if self._has(mapping)}
+        self._shapes = {name: self._tensor(name).shape for name in self._mappings}
+        return [(name, list(shape)) for name, shape in self._shapes.items()]
+
+    def share(self, nbytes: int, places: list[int], logits_at: int) -> None:
+        """Map the memory that the engine has made.
+
+        Args:
+            nbytes: its size.
+            places: byte at which each tensor of a version begins, in the order of `load`.
+            logits_at: byte at which logits begin, float32 [N, V].
+        """
+        memory = mmap.mmap(self._descriptor, nbytes)
+        self._staged = {
+            name: np.frombuffer(memory, self._dtype, int(np.prod(shape)), place).reshape(shape)
+            for (name, shape), place in zip(self._shapes.items(), places, strict=True)
+        }
+        logits = np.frombuffer(memory, np.float32, len(self._first) * self._vocab, logits_at)
+        self._logits = logits.reshape(-1, self._vocab)
+
+    def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Fill the slots from `first` on, one for each sequence, and write logits [N, V] after its end."""
+        lengths = [len(sequence) for sequence in sequences]
+        places = [self._places(first + i, length) for i, length in enumerate(lengths)]
+        positions = [np.arange(length) for length in lengths]
+        self._run(np.concatenate(sequences), positions, places, places, lengths, is_prompt=True)
+
+    def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> None:
+        """Append a token to each slot in use and write logits [N, V] after it.
+
+        Args:
+            tokens: one for each slot.
+            lengths: tokens that each slot holds before.
+        """
+        ends = [length + 1 for length in lengths]
+        keys = [self._places(slot, end) for slot, end in enumerate(ends)]
+        last = [places[-1:] for places in keys]
+        positions = [np.array([length]) for length in lengths]
+        self._run(np.array(tokens), positions, last, keys, ends, is_prompt=False)
+
+    def move(self, source: int, target: int) -> None:
+        """Make slot `target` hold what slot `source` holds, which is free afterwards."""
+        self._first[source], self._first[target] = self._first[target], self._first[source]
+
+    def replace(self) -> None:
+        """Compute with the tensors in the shared memory from now on; an error leaves the old ones."""
+        params = nnx.state(self._model)
+        with jax.set_mesh(self._mesh):
+            for name, mapping in self._mappings.items():
+                copied = jnp.array(self._staged[name], copy=True)  # the next version is staged in this memory
+                self._loader._process_and_assign_weight(params, name, copied, mapping)
+        leaves, structure = jax.tree_util.tree_flatten(params)
+        assert structure == self._structure
+        self._leaves = jax.block_until_ready(leaves)
+
+    def digests(self) -> list[int]:
+        """Return the digest of each tensor that it computes with, in the order of `load`."""
+        return [digest(self._tensor(name).tobytes()) for name in self._mappings]
+
+    def _run(
+        self,
+        tokens: NDArray[np.int64],
+        positions: Sequence[NDArray[np.int64]],
+        written: Sequence[Integers],
+        read: Sequence[Integers],
+        lengths: Sequence[int],
+        *,
+        is_prompt: bool,
+    ) -> None:
+        """Compute tokens [T] at their positions; keys and values are written and read at these places."""
+        count = len(lengths)
+        rows = _rounded(count, 1)
+        size = _rounded(len(tokens), LEAST_TOKENS) if is_prompt else rows
+        with jax.set_mesh(self._mesh):
+            logits, self._kv = self._compute(
+                self._leaves,
+                self._kv,
+                _padded([tokens], size, 0),
+                _padded(positions, size, 0),
+                _padded(written, size, -1),
+                _padded(read, _rounded(sum(lengths), LEAST_KEYS), 0),
+                _padded([np.array(lengths)], rows, 0),
+                is_prompt=is_prompt,
+            )
+        self._logits[:count] = np.asarray(logits)[:count]
+
+    def _compiled(self, definition: Any, attention: Any) -> Callable[..., tuple[jax.Array, list[jax.Array]]]:
+        pool, structure = self._pool, self._structure
+
+        @partial(jax.jit, static_argnames="is_prompt", donate_argnums=1)
+        def compute(
+            leaves: list[jax.Array],
+            kv: list[jax.Array],
+            tokens: jax.Array,
+            positions: jax.Array,
+            written: jax.Array,
+            read: jax.Array,
+            lengths: jax.Array,
+            *,
+            is_prompt: bool,
+        ) -> tuple[jax.Array, list[jax.Array]]:
+            model = nnx.merge(definition, jax.tree_util.tree_unflatten(structure, leaves))
+            cache = copy.copy(pool)
+            cache.kv_buffer = list(kv)
+            mode = ForwardMode.EXTEND if is_prompt else ForwardMode.DECODE
+            batch = ForwardBatch(
+                bid=0,
+                forward_mode=mode,
+                batch_size=len(lengths),
+                input_ids=tokens,
+                req_pool_indices=None,
+                seq_lens=lengths,
+                out_cache_loc=written,
+                positions=positions,
+                attn_backend=attention,
+                cache_loc=read,
+                extend_prefix_lens=jnp.zeros_like(lengths),
+                extend_seq_lens=lengths,
+            )
+            output, filled, _ = model(batch, cache, LogitsMetadata(mode, extend_seq_lens=lengths))
+            return output.next_token_logits.astype(jnp.float32), filled
+
+        return compute
+
+    def _places(self, slot: int, length: int) -> Integers:
+        return np.arange(self._first[slot], self._first[slot] + length, dtype=np.int32)
+
+    def _has(self, mapping: Any) -> bool:
+        """Whether the model has the parameter; some mappings name a bias that it lacks."""
+        try:
+            return self._parameter(mapping) is not None
+        except ValueError:
+            return False
+
+    def _tensor(self, name: str) -> NDArray[Any]:
+        """Return a tensor that it computes with, as a checkpoint has it."""
+        mapping = self._mappings[name]
+        found = np.asarray(self._parameter(mapping).value)
+        return found.T if mapping.transpose and not name.endswith(".bias") else found
+
+    def _parameter(self, mapping: Any) -> Any:
+        live = jax.tree_util.tree_unflatten(self._structure, self._leaves)
+        return self._loader._get_param(live, mapping.target_path)
+
+
+def _rounded(count: int, least: int) -> int:
+    """Return the power of two that is at least `count` and `least`, which is one, too."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def _padded(parts: Sequence[NDArray[Any]], size: int, filler: int) -> Integers:
+    """Join arrays and fill up to `size`."""
+    found = np.full(size, filler, np.int32)
+    joined = np.concatenate(parts)
+    found[: len(joined)] = joined
+    return found

@@ -1,0 +1,73 @@
+"""Refuses models that sglang-jax 0.0.2 has not, or would compute wrongly, and sizes the KV cache."""
+
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import EngineSettingsError
+from rollout.engines.base import EngineConfig
+from rollout.engines.requests import check_fits
+
+FAMILIES = ("qwen2", "qwen3")
+DTYPES = {"float32": 4, "bfloat16": 2}
+"""Name -> bytes of a number."""
+ROPE_THETA = 10000.0
+"""Base of the rotary embeddings where config.json has none."""
+
+
+def check_model(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> None:
+    """Compare the engine's settings and a model's config with the abilities of the engine.
+
+    Raises:
+        EngineSettingsError: naming the setting, or the field of config.json, that cannot be served.
+    """
+    check_fits(config, model, model_dir)
+    if config.tensor_parallel_size != 1:
+        raise EngineSettingsError(
+            f"engine sglang_jax: tensor_parallel_size is {config.tensor_parallel_size}, only 1 is supported"
+        )
+    if config.dtype not in DTYPES:
+        raise EngineSettingsError(f"engine sglang_jax: dtype is {config.dtype}, not {' or '.join(DTYPES)}")
+    if model.get("model_type") not in FAMILIES:
+        raise EngineSettingsError(
+            f"engine sglang_jax serves {' and '.join(FAMILIES)}, {model_dir} is of model_type "
+            f"{model.get('model_type')!r}: use vllm, sglang or hf"
+        )
+    kind = _rope(model).get("rope_type") or _rope(model).get("type") or "default"
+    if kind != "default":
+        raise EngineSettingsError(
+            f"engine sglang_jax ignores rotary embeddings of type {kind!r}, as {model_dir / 'config.json'} "
+            "asks for: use vllm, sglang or hf"
+        )
+    if model.get("use_sliding_window"):
+        raise EngineSettingsError(
+            f"engine sglang_jax ignores use_sliding_window, which {model_dir / 'config.json'} asks for: "
+            "use vllm, sglang or hf"
+        )
+
+
+def config_overrides(model: dict[str, Any]) -> dict[str, Any]:
+    """Return what transformers 4 would not find in a config.json that transformers 5 has written."""
+    return {"rope_theta": _rope(model).get("rope_theta") or model.get("rope_theta") or ROPE_THETA}
+
+
+def slots_of(config: EngineConfig, model: dict[str, Any]) -> int:
+    """Return how many sequences of `max_model_len` tokens the KV cache holds.
+
+    Raises:
+        EngineSettingsError: if not one fits into `kv_cache_mb`.
+    """
+    heads = int(model["num_attention_heads"])
+    head_dim = int(model.get("head_dim") or model["hidden_size"] // heads)
+    kv_heads = int(model.get("num_key_value_heads") or heads)
+    each = 2 * int(model["num_hidden_layers"]) * kv_heads * head_dim * DTYPES[config.dtype]
+    found = (config.kv_cache_mb << 20) // (each * config.max_model_len)
+    if not found:
+        raise EngineSettingsError(
+            f"engine.kv_cache_mb {config.kv_cache_mb} does not hold one sequence of max_model_len "
+            f"{config.max_model_len} tokens, which takes {-(-each * config.max_model_len >> 20)} MiB"
+        )
+    return min(found, config.max_running)
+
+
+def _rope(model: dict[str, Any]) -> dict[str, Any]:
+    return model.get("rope_parameters") or model.get("rope_scaling") or {}

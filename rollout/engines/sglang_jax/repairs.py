@@ -1,0 +1,83 @@
+"""Repairs sglang-jax 0.0.2 on a CPU; another release is refused, because the repairs fit this source alone.
+
+1. `NativeAttention` registers itself as a pytree a second time, which jax 0.8 refuses: it cannot be imported.
+2. Weights are padded to the head size 128, which TPU kernels need; model and KV cache are not padded.
+3. The output layer of a model with untied embeddings computes in bfloat16, whatever the model's dtype:
+   log-probabilities of a float32 model are off by 0.01 and more.
+4. Rotary embeddings round their frequencies to the model's dtype; in bfloat16, angles of late positions are
+   wrong by whole turns.
+
+`register_repairs` is called before anything else of sglang-jax is imported. Only `JaxModel` computes with
+it; repairs of the release's scheduler and sampler are not here.
+"""
+
+import copy
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from protocol.errors import EngineSettingsError
+
+RELEASE = "0.0.2"
+
+
+def register_repairs() -> None:
+    """Repair the installed sglang-jax in this process, but for `repair_output`.
+
+    Raises:
+        EngineSettingsError: it is another release.
+    """
+    if (found := version("sglang-jax")) != RELEASE:
+        raise EngineSettingsError(
+            f"setting engine.python: it has sglang-jax {found}, the engine's repairs are for {RELEASE} alone"
+        )
+    _import_attention()
+    _leave_heads_as_they_are()
+    _turn_in_float32()
+
+
+def repair_output(model: Any) -> None:
+    """Have the output layer of a loaded model compute in the model's dtype."""
+    if hasattr(model, "lm_head"):
+        model.lm_head.dtype = model.dtype
+
+
+def _import_attention() -> None:
+    import jax.tree_util
+
+    register = jax.tree_util.register_pytree_node_class
+    jax.tree_util.register_pytree_node_class = lambda cls: cls
+    try:
+        import sgl_jax.srt.layers.attention.native_backend  # noqa: F401
+    finally:
+        jax.tree_util.register_pytree_node_class = register
+
+
+def _leave_heads_as_they_are() -> None:
+    from sgl_jax.srt.utils.weight_utils import WeightLoader
+
+    create = WeightLoader.__init__
+
+    def unpadded(loader: Any, *args: Any, **kwargs: Any) -> None:
+        create(loader, *args, **kwargs)
+        loader.head_dim, loader.head_dim_pad = loader.head_dim_original, 0
+
+    WeightLoader.__init__ = unpadded
+
+
+def _turn_in_float32() -> None:
+    from sgl_jax.srt.layers.embeddings import RotaryEmbedding
+
+    turn = RotaryEmbedding.__call__
+
+    def turned(
+        rotary: Any, positions: jax.Array, query: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        exact = copy.copy(rotary)
+        exact.dtype = jnp.float32
+        found = turn(exact, positions, query.astype(jnp.float32), key.astype(jnp.float32))
+        return found[0].astype(query.dtype), found[1].astype(key.dtype)
+
+    RotaryEmbedding.__call__ = turned
