@@ -18,17 +18,17 @@ from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
 from trainer.data.packing import fill_groups, pack
 from trainer.data.prefix_tree import PrefixTree, RowFamily
-from trainer.megatron.layers.attention.context import sum_over_context_ranks
-from trainer.megatron.layers.attention.core import by_segments, kernel_for
-from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.visible import (
+from trainer.layers.attention.kernels import by_segments, kernel_for
+from trainer.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.visible import (
     ComputedTokens,
     pieces_with_padding,
     to_device,
     visible_keys,
 )
+from trainer.megatron.layers.attention.context import sum_over_context_ranks
+from trainer.megatron.layers.attention.rotary import Rotary
+from trainer.megatron.layers.attention.sequences import RotarySequences, packed_sequences
 from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
 
@@ -48,7 +48,7 @@ class MicroBatch:
 
     inputs: torch.Tensor
     """int64 [1, T], on the device."""
-    sequences: PackedSequences
+    sequences: RotarySequences
     rows: torch.Tensor
     """int64 [max(k, 1)], on the device: the inputs that predict the tokens asked for. If there is none it is
     the first one: so a pass always has a row, and every parameter is in its graph."""
@@ -249,7 +249,7 @@ def _micro_batch(
     shift: torch.Tensor,
     inputs: ComputedTokens,
     size: int,
-    sequences: PackedSequences,
+    sequences: RotarySequences,
     position: Position,
     *,
     trained: bool,

@@ -12,8 +12,6 @@ Shapes: C context ranks; T tokens of this rank; K keys that its pieces see toget
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-from typing import Any
-
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
@@ -21,9 +19,9 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from torch.autograd.function import once_differentiable
 
-from trainer.megatron.layers.attention.visible import VisibleKeys
+from trainer.layers.attention.seen_rows import seen_rows
+from trainer.layers.attention.visible import VisibleKeys
 
 
 def gather_visible(
@@ -47,42 +45,6 @@ def gather_visible(
         )
         key, value = both.split([key.size(-1), value.size(-1)], -1)
     return seen_rows(key, keys), seen_rows(value, keys)
-
-
-def seen_rows(rows: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
-    """Return copies of the gathered rows [C T, heads, any size] for every piece that sees them, [K, ...]."""
-    seen: torch.Tensor = _Seen.apply(rows, keys)
-    return seen
-
-
-class _Seen(torch.autograd.Function):
-    """Copies of rows, whose gradients are added up in float32 or wider, always in the same order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
-        ctx.keys, ctx.rows = keys, len(rows)
-        return rows.index_select(0, keys.tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
-        exact = torch.promote_types(gradient.dtype, torch.float32)
-        for rows, copies in ctx.keys.copies:
-            found = gradient.index_select(0, copies.flatten())
-            if copies.size(1) > 1:
-                found = found.unflatten(0, copies.shape).sum(1, dtype=exact).to(gradient.dtype)
-            total.index_copy_(0, rows, found)
-        return total, None
-
-
-def spread_queries(query: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
-    """Return queries [T, heads, D] among rows of zeros, [K, heads, D]: each where its token's key is.
-
-    For kernels that take as many queries as keys; `keys.queries` picks the rows of the result.
-    """
-    rows = query.new_zeros(len(keys.tokens), *query.shape[1:])
-    return rows.index_copy(0, keys.queries, query)
 
 
 def sum_over_context_ranks(values: torch.Tensor) -> torch.Tensor:

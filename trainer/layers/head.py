@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
+from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +274,9 @@ def _chunk_rows(hidden: torch.Tensor, count: int) -> int:
 def _kernels(logits: torch.Tensor) -> Any:
     """Return the module that computes on the logits' device."""
     if logits.is_cuda:
-        from trainer.megatron.layers import softmax_triton
+        from trainer.layers import softmax_triton
 
         return softmax_triton
-    from trainer.megatron.layers import softmax_torch
+    from trainer.layers import softmax_torch
 
     return softmax_torch

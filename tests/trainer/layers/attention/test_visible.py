@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from trainer.data.context_division import Division
 from trainer.data.prefix_tree import PrefixTree, alone, find_families
-from trainer.megatron.layers.attention.context import seen_rows
-from trainer.megatron.layers.attention.core import FUSED, Kernel, by_segments
+from trainer.layers.attention.kernels import FUSED, Kernel, by_segments
+from trainer.layers.attention.seen_rows import seen_rows
+from trainer.layers.attention.sequences import PackedSequences
+from trainer.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.visible import ComputedTokens, pieces_with_padding, visible_keys
 from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.visible import ComputedTokens, pieces_with_padding, visible_keys
+from trainer.megatron.layers.attention.sequences import packed_sequences
 
 FREQUENCIES = torch.tensor([1.0, 0.5, 0.1, 0.01])
 LENGTHS = [40, 3, 25, 7, 1, 12]

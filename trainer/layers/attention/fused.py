@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from trainer.megatron.layers.attention.sequences import PackedSequences
-from trainer.megatron.layers.attention.sinks import varlen_attention_with_sinks
-from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.sequences import PackedSequences
+from trainer.layers.attention.sinks import varlen_attention_with_sinks
+from trainer.layers.attention.terms import AttentionTerms
 
 
 def flash_attention(

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from trainer.megatron.layers.attention.core import by_segments
+from trainer.layers.attention.kernels import by_segments
+from trainer.layers.attention.sinks import varlen_attention_with_sinks
+from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
-from trainer.megatron.layers.attention.sinks import varlen_attention_with_sinks
-from trainer.megatron.layers.attention.terms import AttentionTerms
 
 LENGTHS = [300, 280, 65, 64, 3, 1]
 

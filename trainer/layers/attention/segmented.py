@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from trainer.megatron.layers.attention.softcapped import softcapped_attention
+from trainer.layers.attention.softcapped import softcapped_attention
 
 SIMILAR = 0.75
 """The shortest sequence of a segment has at least this share of the longest one's tokens, or"""

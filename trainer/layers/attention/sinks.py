@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from trainer.megatron.layers.attention.sequences import PackedSequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.sequences import PackedSequences
+from trainer.layers.attention.terms import AttentionTerms
 
 
 def varlen_attention_with_sinks(
