@@ -13,8 +13,10 @@ import torch
 from transformers import AttentionInterface
 
 from trainer.layers.attention.kernels import packed_attention
+from trainer.layers.attention.seen_rows import seen_rows
 from trainer.layers.attention.sequences import PackedSequences
 from trainer.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.visible import VisibleKeys
 
 NAME = "tether_packed"
 """Name among the attention implementations of transformers."""
@@ -24,10 +26,13 @@ _sequences: PackedSequences | None = None
 
 
 @contextmanager
-def packed(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Have attention within the block, forward and backward, be over sequences of these lengths."""
+def packed(lengths: Sequence[int], device: torch.device, keys: VisibleKeys | None = None) -> Iterator[None]:
+    """Have attention within the block, forward and backward, be over sequences of these lengths.
+
+    `keys`, on the host, are those that each sequence sees, if sequences are stretches of samples.
+    """
     global _sequences
-    _sequences = PackedSequences.of(lengths, device, segmented=True)
+    _sequences = PackedSequences.of(lengths, device, segmented=True, keys=keys)
     try:
         yield
     finally:
@@ -58,6 +63,8 @@ def attend(
         scale=scaling, window=sliding_window or 0, softcap=softcap or 0.0, sinks=s_aux is not None
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if (keys := _sequences.keys) is not None:
+        k, v = seen_rows(k, keys), seen_rows(v, keys)
     return packed_attention(q, k, v, _sequences, terms, s_aux)[None], None
 
 

@@ -87,7 +87,7 @@ def logprobs_alone(
 ) -> torch.Tensor:
     """Return the log-probabilities of `linear_logprobs`, float32 [k], without entropies and gradients.
 
-    The logits of a chunk take the place of those of the chunk before; on a CPU the softmax is computed there.
+    The logits of a chunk take the place of the previous chunk's; on a CPU the softmax is computed there.
     """
     part = VocabularyPart(vocabulary, rank, size, group)
     count = weight.size(0)

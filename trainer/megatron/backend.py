@@ -133,11 +133,9 @@ class MegatronBackend(Backend):
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
-            measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped),
-            micro_batches=step.passes.micro_batches,
-            padding_share=step.passes.padding_share,
-            shared_share=step.passes.shared_share,
-            computed_tokens=step.passes.tokens - step.passes.padding,
+            step.passes.counted_in(
+                measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped)
+            ),
             loss_scale=step.loss_scale,
             loss_scale_repeats=step.loss_scale_repeats,
             memory_peak_gb=peak,

@@ -9,14 +9,14 @@ Shapes: T tokens of a micro-batch that are inputs on this rank, k of them predic
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from math import ceil
 from typing import TypeVar
 
 import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
-from trainer.data.packing import fill_groups, pack
+from trainer.data.family_packing import pack_families
+from trainer.data.packing import fill_groups
 from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.layers.attention.kernels import by_segments, kernel_for
 from trainer.layers.attention.terms import AttentionTerms
@@ -103,7 +103,7 @@ class Packing:
         """
         ranks = position.config.context_parallel_size
         budget, stages = micro_batch_tokens * ranks, position.config.pipeline_model_parallel_size
-        pack_into = partial(_packed, families, most=micro_batch_size, key_share=key_share)
+        pack_into = partial(pack_families, families, most=micro_batch_size, key_share=key_share)
         packed = pack_into(budget) if stages == 1 else _filling_stages(pack_into, families, budget, position)
         trees = tuple(map(PrefixTree.of, packed))
         return cls(
@@ -185,32 +185,6 @@ class Packing:
             yield _micro_batch(part, shift, inputs, division.size, sequences, position, trained=trained)
 
 
-def _packed(
-    families: Sequence[RowFamily], budget: int, *, most: int, key_share: float
-) -> list[list[RowFamily]]:
-    """Return the families, or parts of them, of each micro-batch."""
-    parts = [part for family in families for part in _fitting(family, budget, most, key_share)]
-    sizes = [_size(part, key_share) for part in parts]
-    found = pack(sizes, budget, most, [len(part.rows) for part in parts])
-    return [[parts[index] for index in one] for one in found] or [[]]
-
-
-def _fitting(family: RowFamily, budget: int, most: int, key_share: float) -> Iterator[RowFamily]:
-    """Yield parts of a family that each fit a micro-batch, or are a single row."""
-    for part in family.cut(budget, most):
-        rows = len(part.rows)
-        if rows == 1 or _size(part, key_share) <= budget:
-            yield part
-            continue
-        for half in (range(rows // 2), range(rows // 2, rows)):
-            yield from _fitting(part.part(half), budget, most, key_share)
-
-
-def _size(family: RowFamily, key_share: float) -> int:
-    """Return the tokens that take as much memory as a family."""
-    return family.tokens + ceil(key_share * (family.keys - family.tokens))
-
-
 def _filling_stages(
     pack_into: Callable[[int], list[list[RowFamily]]],
     families: Sequence[RowFamily],
@@ -270,8 +244,7 @@ def _micro_batch(
     tokens[0, : len(inputs.tokens)] = part.tokens[inputs.tokens]
     asked = torch.zeros_like(part.loss_mask)
     asked[inputs.row_tokens + 1] = (part.loss_mask if trained else part.sampled_mask)[inputs.row_tokens + 1]
-    rows = torch.zeros(len(part.tokens), dtype=torch.int64)
-    rows[inputs.row_tokens + 1] = inputs.places
+    rows = inputs.predictors(len(part.tokens))
     place = asked.nonzero()[:, 0]
     row, target = rows[place], part.tokens[place].long()
     if not len(place):

@@ -80,6 +80,12 @@ class ComputedTokens:
         tokens[places] = row_tokens
         return cls(tokens, row_tokens, places)
 
+    def predictors(self, count: int) -> torch.Tensor:
+        """Return for each of `count` tokens of samples which of the T predicts it; 0 where none does."""
+        rows = torch.zeros(count, dtype=torch.int64)
+        rows[self.row_tokens + 1] = self.places
+        return rows
+
 
 def pieces_with_padding(division: Division, rank: int) -> list[SequencePiece]:
     """Return the pieces of a rank; its padding, if it has any, is a sequence of its own behind them."""
