@@ -130,9 +130,9 @@ class TrainerConfig:
     compile: bool = False
     """fsdp: compile each layer with torch.compile, attention apart. The first passes take longer."""
     share_prefixes: Literal["auto", "off"] = "auto"
-    """megatron: whether tokens that samples of a group begin with alike, such as the prompt or an agent's
-    history, are computed once for all of them: auto (where that saves more than it costs) or off. Both give
-    the same, up to rounding."""
+    """megatron, fsdp: whether tokens that samples of a group begin with alike, such as the prompt or an
+    agent's history, are computed once for all of them: auto (where that saves more than it costs) or off.
+    Both give the same, up to rounding. fsdp shares none where it does not pack samples."""
     recompute_granularity: RecomputeGranularity = ""
     """megatron, fsdp: activations that the backward pass computes again instead of keeping them: none
     (empty), full (whole layers) or, megatron only, selective (`recompute_modules` of each layer)."""

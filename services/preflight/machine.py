@@ -10,8 +10,9 @@ from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refuse
 from services.settings.placement import gpu_list
 from services.settings.sections import Settings
+from trainer.layers.attention.backends import backend_refusals
+from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.families.reading import architecture_of
-from trainer.megatron.layers.attention.backends import backend_refusals
 
 LISTS = ("trainer_gpus", "rollout_gpus", "eval_gpus", "reward_gpus")
 """Settings of `[services]` that name GPUs."""
@@ -51,7 +52,8 @@ def attention_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str
         architecture = architecture_of(dict(model.config), model.place / "config.json")
     except (SettingsError, KeyError, TypeError, ValueError):  # a problem of its own
         return
-    for why in backend_refusals(trainer, architecture, on_gpu=trainer.device != "cpu" and bool(gpus)):
+    terms = AttentionTerms(softcap=architecture.score_softcap, sinks=architecture.family.sinks)
+    for why in backend_refusals(trainer, terms, on_gpu=trainer.device != "cpu" and bool(gpus)):
         yield Problem(why, "use torch", "trainer.attention_backend", trainer.attention_backend)
 
 

@@ -1,4 +1,4 @@
-"""Attention of transformers models over packed sequences, by the kernels of the Megatron backend.
+"""Attention of transformers models over packed sequences, by the kernels of both backends.
 
 A model whose attention is `NAME` gets no mask: `packed` says which tokens belong together.
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from trainer.megatron.layers.attention.fused import varlen_attention
-from trainer.megatron.layers.attention.segmented import segmented_attention, segments_of
-from trainer.megatron.layers.attention.sequences import PackedSequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.kernels import packed_attention
+from trainer.layers.attention.sequences import PackedSequences
+from trainer.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.visible import VisibleKeys
 
 NAME = "tether_packed"
 """Name among the attention implementations of transformers."""
@@ -25,12 +25,13 @@ _sequences: PackedSequences | None = None
 
 
 @contextmanager
-def packed(lengths: Sequence[int], device: torch.device) -> Iterator[None]:
-    """Have attention within the block, forward and backward, be over sequences of these lengths."""
+def packed(lengths: Sequence[int], device: torch.device, keys: VisibleKeys | None = None) -> Iterator[None]:
+    """Have attention within the block, forward and backward, be over sequences of these lengths.
+
+    `keys`, on the host, are those that each sequence sees, if sequences are stretches of samples.
+    """
     global _sequences
-    offsets = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
-    segments = segments_of(lengths, device)
-    _sequences = PackedSequences(max(lengths), offsets.to(device), angles=(), segments=segments)
+    _sequences = PackedSequences.of(lengths, device, segmented=True, keys=() if keys is None else (keys,))
     try:
         yield
     finally:
@@ -61,11 +62,7 @@ def attend(
         scale=scaling, window=sliding_window or 0, softcap=softcap or 0.0, sinks=s_aux is not None
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    is_fused = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and not terms.softcap
-    if is_fused and q.size(-1) == v.size(-1):
-        return varlen_attention(q, k, v, _sequences, terms, s_aux)[None], None
-    numbers = terms.scale, terms.window, terms.softcap
-    return segmented_attention(q, k, v, _sequences.segments, *numbers, s_aux)[None], None
+    return packed_attention(q, k, v, _sequences, terms, s_aux)[None], None
 
 
 AttentionInterface.register(NAME, attend)

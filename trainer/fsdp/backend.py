@@ -1,6 +1,5 @@
 """Trains any causal language model of transformers, sharded over the data-parallel ranks by torch's FSDP2."""
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.layout import check_layout
 from trainer.fsdp.model import ShardedModel
+from trainer.fsdp.passes import Pass
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.lora import merged, without_adapters
 from trainer.ranks.process_group import join_ranks
@@ -32,6 +32,7 @@ from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
+from trainer.step.made_passes import MadePasses
 from trainer.step.measures import StepMeasures
 from trainer.step.token_loss import micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
@@ -99,6 +100,10 @@ class FsdpBackend(Backend):
         return self._model.passes.why_rows
 
     @property
+    def shares_prefixes(self) -> bool:
+        return self._model.passes.shares_prefixes
+
+    @property
     def ignored_names(self) -> tuple[str, ...]:
         """Patterns of the checkpoint's tensors that transformers leaves out, or makes from others."""
         module: Any = self._model.module
@@ -107,22 +112,22 @@ class FsdpBackend(Backend):
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self._algorithm.config)
-        packed = self._model.passes.divide(batch)
-        vectors = [self._accumulate(batch.select(samples).to(self.device), measures) for samples in packed]
-        computed = sum(self._model.passes.tokens(batch, samples) for samples in packed)
+        passes = self._model.passes.divide(batch)
+        vectors = [
+            self._accumulate(one, batch.select(one.samples).to(self.device), measures) for one in passes
+        ]
+        counts = [[one.tokens, one.padding, one.row_tokens] for one in passes]
         sums, maxima = measures.split(measures.join(vectors, self.device))
-        sums = torch.cat([sums, sums.new_tensor([computed, len(batch.tokens)])])
+        sums = torch.cat([sums, sums.new_tensor(counts).sum(0)])
         dist.all_reduce(sums)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
-        vector = torch.cat([sums[:-2], maxima])
+        vector = torch.cat([sums[:-3], maxima])
         norm, skipped = (
             self._stepper.step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
         )
-        return dataclasses.replace(
-            measures.stats(vector, grad_norm=norm, skipped=skipped),
-            micro_batches=len(packed),
-            padding_share=1 - float(sums[-1] / sums[-2]),
-        )
+        tokens, padding, row_tokens = (int(count) for count in sums[-3:])
+        made = MadePasses(vector, len(passes), tokens, padding, row_tokens)
+        return made.counted_in(measures.stats(vector, grad_norm=norm, skipped=skipped))
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._model.evaluate(batch)
@@ -232,7 +237,7 @@ class FsdpBackend(Backend):
         lora = f"rank {self.lora.rank} scaling {self.lora.scaling:g}" if self.lora.rank else "none"
         return {"backend": "fsdp", "architecture": self.architecture, "lora": lora}
 
-    def _accumulate(self, part: Batch, measures: StepMeasures) -> torch.Tensor:
+    def _accumulate(self, one: Pass, part: Batch, measures: StepMeasures) -> torch.Tensor:
         """Add one micro-batch's gradient to the shards' gradients; return its measurements."""
         tokens = trained_tokens(part)
 
@@ -241,7 +246,7 @@ class FsdpBackend(Backend):
             loss.backward()
             return vector
 
-        return self._model.run(part, tokens.place, backward)
+        return self._model.run(one, part, tokens.place, backward)
 
     def _gathered(
         self, views: Sequence[TensorView], parameters: Mapping[str, torch.Tensor]

@@ -11,7 +11,7 @@ from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.fsdp.model import shard
-from trainer.fsdp.passes import Passes
+from trainer.fsdp.passes import Pass, Passes
 from trainer.reference.critic import ValueModel
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.shards import gathered, local_tensor
@@ -56,11 +56,11 @@ class FsdpCritic(Critic):
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
         out = torch.zeros(len(batch.tokens))
-        for samples in self._passes.divide(batch):
-            part = batch.select(samples).to(self._passes.device)
-            with self._passes.inputs(part) as inputs:
+        for one in self._passes.divide(batch):
+            part = batch.select(one.samples).to(self._passes.device)
+            with self._passes.inputs(one, part) as inputs:
                 values = self._model(inputs.arguments, inputs.rows[part.sampled_mask])
-            out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = values.cpu()
+            out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = values.cpu()
         self._model.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
         return out
 
@@ -68,8 +68,8 @@ class FsdpCritic(Critic):
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         device = self._passes.device
         vectors = [
-            self._accumulate(batch.select(samples).to(device), measures)
-            for samples in self._passes.divide(batch)
+            self._accumulate(one, batch.select(one.samples).to(device), measures)
+            for one in self._passes.divide(batch)
         ]
         sums, maxima = measures.split(measures.join(vectors, device))
         dist.all_reduce(sums)
@@ -104,10 +104,10 @@ class FsdpCritic(Critic):
     def _identity(self) -> dict[str, str]:
         return {"backend": "fsdp", "role": "critic", "architecture": self._architecture}
 
-    def _accumulate(self, part: Batch, measures: ValueMeasures) -> torch.Tensor:
+    def _accumulate(self, one: Pass, part: Batch, measures: ValueMeasures) -> torch.Tensor:
         """Add one pass's gradient to the shards' gradients; return its measurements."""
         tokens = trained_tokens(part)
-        with self._passes.inputs(part) as inputs:
+        with self._passes.inputs(one, part) as inputs:
             values = self._model(inputs.arguments, inputs.rows[tokens.place])
             loss, vector = measures.micro_batch_loss(tokens, values)
             loss.backward()

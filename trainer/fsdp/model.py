@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.fsdp.output_layer import OutputLayer, Tokens
-from trainer.fsdp.passes import Passes
+from trainer.fsdp.passes import Pass, Passes
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import DTYPES
 from trainer.reference.frozen import in_dtype
@@ -42,15 +42,22 @@ class ShardedModel:
             in_dtype(model.requires_grad_(False), DTYPES[trainer.dtype])
         shard(model, model, mesh, trainer)
 
-    def run(self, part: Batch, place: torch.Tensor, finish: Callable[[torch.Tensor, torch.Tensor], T]) -> T:
+    def run(
+        self,
+        one: Pass,
+        part: Batch,
+        place: torch.Tensor,
+        finish: Callable[[torch.Tensor, torch.Tensor], T],
+    ) -> T:
         """Make a pass, and return what `finish` makes of it. A collective.
 
         Args:
-            part: the samples of a pass, on the device.
+            one: the pass.
+            part: its samples, on the device.
             place: int64 [k], the tokens of the part that are asked for.
             finish: (log-probabilities [k], entropies [k]) -> result; it may run the backward pass.
         """
-        with self.passes.inputs(part) as inputs:
+        with self.passes.inputs(one, part) as inputs:
             tokens = Tokens(inputs.rows[place], part.tokens[place].long(), part.temperature)
             return finish(*self._logprobs(inputs.arguments, tokens))
 
@@ -58,10 +65,10 @@ class ShardedModel:
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the log-probabilities of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
         out = torch.zeros(len(batch.tokens))
-        for samples in self.passes.divide(batch):
-            part = batch.select(samples).to(self.passes.device)
-            logprobs = self.run(part, part.sampled_mask.nonzero()[:, 0], lambda logprobs, _: logprobs)
-            out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = logprobs.cpu()
+        for one in self.passes.divide(batch):
+            part = batch.select(one.samples).to(self.passes.device)
+            logprobs = self.run(one, part, part.sampled_mask.nonzero()[:, 0], lambda logprobs, _: logprobs)
+            out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = logprobs.cpu()
         # Only a backward pass does that for the root module, which would keep its weights over a step.
         self.module.reshard()
         return out

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
+from trainer.layers.head import linear_logprobs, logprobs_alone
 
 PROBE = (-40.0, 0.0, 9.0)
 """Logits by which a model shows whether it changes what its output layer gives."""

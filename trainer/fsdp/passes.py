@@ -1,11 +1,13 @@
 """Divides a replica's samples into passes, and makes the inputs of each: packed, or padded rows.
 
+Packed samples of a group share the tokens that they begin with alike, see `PrefixTree`.
+
 Every pass is a collective, because the ranks gather the parameters of a layer when they come to it. So all
 ranks make equally many. Shapes: t tokens of a micro-batch.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
-from trainer.data.packing import pack, pack_padded
+from trainer.data.context_division import Division
+from trainer.data.family_packing import pack_families
+from trainer.data.packing import pack_padded
+from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_families
 from trainer.fsdp import attention
+from trainer.layers.attention.rows import to_device
+from trainer.layers.attention.sequences import token_positions
+from trainer.layers.attention.visible import (
+    ComputedTokens,
+    VisibleKeys,
+    pieces_with_padding,
+    visible_keys,
+)
 from trainer.reference.padding import padded
 
 log = logging.getLogger("tether.trainer")
@@ -31,7 +44,48 @@ SAMPLE = 8
 """Tokens of each of the two samples that show the difference."""
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest sample of a pass: each sample is a pass of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Samples that are computed together."""
+
+    samples: torch.Tensor
+    """int64 [n]: their indices, ascending."""
+    tree: PrefixTree | None
+    """Holds their inputs; None: they are rows with padding."""
+    starts: torch.Tensor
+    """int64 [n]: for each row of the tree where its sample begins among the samples' tokens."""
+    tokens: int
+    """Tokens that it computes, with padding; 0 without samples."""
+    padding: int
+    row_tokens: int
+    """Inputs of all samples, those that are computed once counted for each."""
+
+    @classmethod
+    def padded(cls, samples: list[int], lengths: torch.Tensor) -> "Pass":
+        """Return a pass over padded rows of samples, which may be none."""
+        chosen = torch.tensor(sorted(samples), dtype=torch.int64)
+        own = lengths[chosen]
+        total = int(own.sum())
+        tokens = int(own.max()) * len(own) if len(own) else 0
+        return cls(chosen, None, own.cumsum(0) - own, tokens, tokens - total, total)
+
+    @classmethod
+    def packed(cls, families: Sequence[RowFamily], lengths: torch.Tensor) -> "Pass":
+        """Return a pass over families of samples, of which there may be none."""
+        rows = torch.tensor([row for family in families for row in family.rows], dtype=torch.int64)
+        samples, places = rows.sort()
+        own, starts = lengths[samples], torch.empty_like(rows)
+        starts[places] = own.cumsum(0) - own
+        tokens = sum(family.tokens for family in families)
+        row_tokens = sum(sum(family.lengths) for family in families)
+        return cls(samples, PrefixTree.of(families), starts, tokens, 0, row_tokens)
+
+
 NO_SAMPLES = torch.zeros(0, dtype=torch.int64)
+NO_ROWS, NO_STRETCHES = Pass.padded([], NO_SAMPLES), Pass.packed([], NO_SAMPLES)
+"""Passes without samples, of ranks that have fewer than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,47 +109,64 @@ class Passes:
         if self.why_rows:
             log.warning("trainer.rows model=%s reason=%r", type(model).__name__, self.why_rows)
 
-    def divide(self, batch: Batch) -> list[torch.Tensor]:
-        """Return the samples of each pass, int64 [n]; the last ones may have none. A collective."""
-        budget = self._trainer.micro_batch_tokens or AUTO_TOKENS[self.device.type]
-        divided = pack_padded if self.why_rows else pack
-        passes = divided(batch.lengths.tolist(), budget, self._most)
-        most = torch.tensor([len(passes)], device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
-        own = [torch.tensor(sorted(samples)) for samples in passes]
-        return own + [NO_SAMPLES] * (int(most) - len(own))
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether tokens that samples of a group begin with alike are computed once."""
+        return self._trainer.share_prefixes == "auto" and not self.why_rows and self._most > 1
 
-    def tokens(self, batch: Batch, samples: torch.Tensor) -> int:
-        """Return the tokens that a pass over these samples computes, padding included."""
-        lengths = batch.lengths[samples]
-        if not len(lengths):
-            return 0
-        return int(lengths.max()) * len(lengths) if self.why_rows else int(lengths.sum())
+    def divide(self, batch: Batch) -> list[Pass]:
+        """Return the passes over a batch, which is on the host; the last ones may be empty. A collective."""
+        budget = self._trainer.micro_batch_tokens or AUTO_TOKENS[self.device.type]
+        if self.why_rows:
+            rows = pack_padded(batch.lengths.tolist(), budget, self._most)
+            own, empty = [Pass.padded(samples, batch.lengths) for samples in rows], NO_ROWS
+        else:
+            families = alone((batch.lengths - 1).tolist())
+            if self.shares_prefixes:
+                families = batch_families(batch)
+            packed = pack_families(families, budget, most=self._most)
+            own, empty = [Pass.packed(one, batch.lengths) for one in packed], NO_STRETCHES
+        most = torch.tensor([len(own)], device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
+        return own + [empty] * (int(most) - len(own))
 
     @contextmanager
-    def inputs(self, part: Batch) -> Iterator[Inputs]:
+    def inputs(self, one: Pass, part: Batch) -> Iterator[Inputs]:
         """Yield the inputs of a pass, whose backward pass has to end within the block.
 
         Args:
-            part: samples, on the device; without any, one token goes through the model.
+            one: the pass.
+            part: its samples, on the device; without any, one token goes through the model.
         """
-        lengths = part.lengths.tolist() or [1]
-        if not len(part.tokens):
-            ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            inputs = Inputs({"input_ids": ids}, NO_SAMPLES.to(self.device))
-        elif self.why_rows:
+        if one.tree is not None:
+            with self._stretches(one, one.tree, part) as inputs:
+                yield inputs
+        elif len(one.samples):
             ids, sample, position = padded(part)
-            inputs = Inputs({"input_ids": ids}, sample * ids.size(1) + position - 1)
+            yield Inputs({"input_ids": ids}, sample * ids.size(1) + position - 1)
         else:
-            place = torch.arange(len(part.tokens), device=self.device)
-            position = place - part.offsets[part.sample_index]
-            ids = part.tokens.long()[None]
-            inputs = Inputs({"input_ids": ids, "position_ids": position[None]}, place - 1)
-        if self.why_rows:
-            yield inputs
-            return
-        with attention.packed(lengths, self.device):
-            yield inputs
+            ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            yield Inputs({"input_ids": ids}, one.samples.to(self.device))
+
+    @contextmanager
+    def _stretches(self, one: Pass, tree: PrefixTree, part: Batch) -> Iterator[Inputs]:
+        """Yield the stretches of a tree one after the other, at the positions of their samples."""
+        division = Division.of(tree.lengths, 1)
+        computed = ComputedTokens.of(one.starts, tree, division, 0)
+        lengths, keys = _sequences(tree, division)
+        tokens = to_device(computed.tokens, self.device)
+        ids = torch.zeros(1, division.size, dtype=torch.int64, device=self.device)
+        ids[0, : len(tokens)] = part.tokens[tokens].long()
+        positions = to_device(token_positions(lengths, keys), self.device)
+        rows = to_device(computed.predictors(len(part.tokens)), self.device)
+        with attention.packed(lengths, self.device, keys):
+            yield Inputs({"input_ids": ids, "position_ids": positions[None]}, rows)
+
+
+def _sequences(tree: PrefixTree, division: Division) -> tuple[list[int], VisibleKeys | None]:
+    """Return the tokens of each stretch, and the keys that they see where some follow others."""
+    lengths = [piece.tokens for piece in pieces_with_padding(division, 0)]
+    return lengths, visible_keys(division, 0, tree) if tree.is_shared else None
 
 
 def _rope_types(model: Any) -> set[str]:
@@ -108,23 +179,27 @@ def _rope_types(model: Any) -> set[str]:
 def _packing_refusal(model: Any) -> str:
     """Return why a model's samples are not packed; empty after its attention was replaced.
 
-    The outputs of two samples in one pass are compared with a pass for each. They differ if layers have a
-    state that goes from one sample to the next, or attention that is not transformers' exchangeable one.
+    Two samples begin alike. Their outputs in one pass, which computes that once, are compared with a pass
+    for each. They differ if layers have a state that goes from one sample to the next, or attention that is
+    not transformers' exchangeable one.
     """
     unknown = set(getattr(model.config, "layer_types", None) or ()) - attention.KNOWN_TYPES
     if unknown:
         return f"layers of the types {', '.join(sorted(unknown))}"
     before = model.config._attn_implementation
-    ids = torch.arange(2 * SAMPLE) % model.config.vocab_size
-    alone = torch.cat([_outputs(model, part[None]) for part in ids.split(SAMPLE)])
+    ids = torch.arange(SAMPLE + SAMPLE // 2) % model.config.vocab_size
+    first, second = ids[:SAMPLE], torch.cat([ids[: SAMPLE // 2], ids[SAMPLE:]])
+    apart = torch.cat([_outputs(model, first[None]), _outputs(model, second[None])[SAMPLE // 2 :]])
+    tree = PrefixTree.of([RowFamily((0, 1), (SAMPLE, SAMPLE), (0, SAMPLE // 2))])
+    lengths, keys = _sequences(tree, Division.of(tree.lengths, 1))
     try:
         model.set_attn_implementation(attention.NAME)
-        with attention.packed([SAMPLE, SAMPLE], torch.device("cpu")):
-            together = _outputs(model, ids[None], position_ids=torch.arange(SAMPLE).repeat(2)[None])
+        with attention.packed(lengths, torch.device("cpu"), keys):
+            together = _outputs(model, ids[None], position_ids=token_positions(lengths, keys)[None])
     except (ValueError, RuntimeError, TypeError, KeyError) as error:
         model.set_attn_implementation(before)
         return f"its attention cannot be replaced: {error}"
-    difference = float((together - alone).abs().max() / alone.abs().max())
+    difference = float((together - apart).abs().max() / apart.abs().max())
     if difference <= EXACT:
         return ""
     model.set_attn_implementation(before)

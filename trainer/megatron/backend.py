@@ -21,6 +21,7 @@ from trainer.backends.engine_attach import check_buffers, check_parameters, take
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.layers.attention.kernels import choose_backend
 from trainer.lora import merged, without_adapters
 from trainer.megatron import cpu, parallel
 from trainer.megatron.checkpoint.description import TrainedModel
@@ -32,7 +33,6 @@ from trainer.megatron.families.reading import read_architecture, read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
-from trainer.megatron.layers.attention.core import choose_backend
 from trainer.megatron.layers.experts.balance import extremes, set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
@@ -133,11 +133,9 @@ class MegatronBackend(Backend):
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
         return dataclasses.replace(
-            measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped),
-            micro_batches=step.passes.micro_batches,
-            padding_share=step.passes.padding_share,
-            shared_share=step.passes.shared_share,
-            computed_tokens=step.passes.tokens - step.passes.padding,
+            step.passes.counted_in(
+                measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped)
+            ),
             loss_scale=step.loss_scale,
             loss_scale_repeats=step.loss_scale_repeats,
             memory_peak_gb=peak,

@@ -25,16 +25,17 @@ from megatron.core.tensor_parallel import (
 from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch
 from trainer.data.prefix_tree import alone, batch_families
+from trainer.layers.head import linear_logprobs, logprobs_alone
+from trainer.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
 from trainer.megatron.layers.experts.replay import check_recorded
 from trainer.megatron.layers.experts.router import ExpertRouter
-from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
-from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
+from trainer.step.made_passes import MadePasses
 from trainer.step.measures import StepMeasures
 from trainer.step.token_loss import micro_batch_loss
 
@@ -45,30 +46,6 @@ class Measures(Protocol):
     def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor: ...
 
     def split(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class MadePasses(NamedTuple):
-    """Result of a step's passes; equal on every rank. Tokens are inputs of all replicas."""
-
-    vector: torch.Tensor
-    """Measurements of the whole step."""
-    micro_batches: int
-    """Forward passes of the busiest replica."""
-    tokens: int
-    """Tokens that were computed, with padding."""
-    padding: int
-    """Tokens of them that are no sample's."""
-    row_tokens: int
-    """Tokens of all samples, those that were computed once counted for each."""
-
-    @property
-    def padding_share(self) -> float:
-        return self.padding / self.tokens
-
-    @property
-    def shared_share(self) -> float:
-        """Share of the samples' tokens that another sample's computation stood for."""
-        return 1 - (self.tokens - self.padding) / self.row_tokens if self.row_tokens else 0.0
 
 
 class Runner:
@@ -117,7 +94,7 @@ class Runner:
         self._long_after = max((rope.original_max_position_embeddings for rope in scaled), default=0)
         self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
 
-    def train(self, batch: Batch, algorithm: Algorithm, measures: StepMeasures) -> "MadePasses":
+    def train(self, batch: Batch, algorithm: Algorithm, measures: StepMeasures) -> MadePasses:
         """Run forward and backward over the part; the model's buffers then hold the step's gradients."""
         return self._train(batch, partial(_loss, algorithm, measures), measures)
 
@@ -144,7 +121,7 @@ class Runner:
         limits = self.micro_batch_tokens, self.micro_batch_size
         return Packing.of(families, self.position, *limits, copies=self._copies)
 
-    def _train(self, batch: Batch, finish: Any, measures: Measures) -> "MadePasses":
+    def _train(self, batch: Batch, finish: Any, measures: Measures) -> MadePasses:
         """Run forward and backward; `finish` turns a micro-batch's scores into its loss."""
         packing = self._together(self.packing(batch))
         for router in self.routers:

@@ -24,15 +24,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
+from trainer.layers.attention.segmented import causal_attention
+from trainer.layers.attention.softcapped import softcapped_attention
+from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron import cpu, parallel
 from trainer.megatron.convert.reshard import stretch
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layers.attention.rotary import Angles, Rotary
-from trainer.megatron.layers.attention.segmented import causal_attention
-from trainer.megatron.layers.attention.softcapped import softcapped_attention
-from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.experts.replay import RouterRecorder
 from trainer.megatron.layout import Layout, Place
 from trainer.megatron.loading import load_checkpoint

@@ -16,21 +16,22 @@ import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
-from trainer.data.packing import fill_groups, pack
+from trainer.data.family_packing import pack_families
+from trainer.data.packing import fill_groups
 from trainer.data.prefix_tree import PrefixTree, RowFamily
-from trainer.megatron.layers.attention.context import sum_over_context_ranks
-from trainer.megatron.layers.attention.core import by_segments, kernel_for, key_uses
-from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.rows import to_device
-from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.visible import (
+from trainer.layers.attention.kernels import by_segments, kernel_for, key_uses
+from trainer.layers.attention.rows import to_device
+from trainer.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.visible import (
     ComputedTokens,
     pieces_with_padding,
     visible_keys,
 )
+from trainer.layers.limits import NO_COPIES, KeyCopies
+from trainer.megatron.layers.attention.context import sum_over_context_ranks
+from trainer.megatron.layers.attention.rotary import Rotary
+from trainer.megatron.layers.attention.sequences import RotarySequences, packed_sequences
 from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
-from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.parallel import Position
 
 T = TypeVar("T", TrainedTokens, RoutedTokens)
@@ -49,7 +50,7 @@ class MicroBatch:
 
     inputs: torch.Tensor
     """int64 [1, T], on the device."""
-    sequences: PackedSequences
+    sequences: RotarySequences
     rows: torch.Tensor
     """int64 [max(k, 1)], on the device: the inputs that predict the tokens asked for. If there is none it is
     the first one: so a pass always has a row, and every parameter is in its graph."""
@@ -104,7 +105,8 @@ class Packing:
         """
         ranks = position.config.context_parallel_size
         budget, stages = micro_batch_tokens * ranks, position.config.pipeline_model_parallel_size
-        pack_into = partial(_packed, families, most=micro_batch_size, copies=copies)
+        size = partial(_size, copies)
+        pack_into = partial(pack_families, families, most=micro_batch_size, size=size)
         packed = pack_into(budget) if stages == 1 else _filling_stages(pack_into, families, budget, position)
         trees = tuple(map(PrefixTree.of, packed))
         return cls(
@@ -183,28 +185,7 @@ class Packing:
             yield _micro_batch(part, shift, inputs, division.size, sequences, position, trained=trained)
 
 
-def _packed(
-    families: Sequence[RowFamily], budget: int, *, most: int, copies: KeyCopies
-) -> list[list[RowFamily]]:
-    """Return the families, or parts of them, of each micro-batch."""
-    parts = [part for family in families for part in _fitting(family, budget, most, copies)]
-    sizes = [_size(part, copies) for part in parts]
-    found = pack(sizes, budget, most, [len(part.rows) for part in parts])
-    return [[parts[index] for index in one] for one in found] or [[]]
-
-
-def _fitting(family: RowFamily, budget: int, most: int, copies: KeyCopies) -> Iterator[RowFamily]:
-    """Yield parts of a family that each fit a micro-batch, or are a single row."""
-    for part in family.cut(budget, most):
-        rows = len(part.rows)
-        if rows == 1 or _size(part, copies) <= budget:
-            yield part
-            continue
-        for half in (range(rows // 2), range(rows // 2, rows)):
-            yield from _fitting(part.part(half), budget, most, copies)
-
-
-def _size(family: RowFamily, copies: KeyCopies) -> int:
+def _size(copies: KeyCopies, family: RowFamily) -> int:
     """Return the tokens that take as much memory as a family."""
     return family.tokens + ceil(copies.share * family.copies(copies.window))
 
@@ -247,7 +228,7 @@ def _micro_batch(
     shift: torch.Tensor,
     inputs: ComputedTokens,
     size: int,
-    sequences: PackedSequences,
+    sequences: RotarySequences,
     position: Position,
     *,
     trained: bool,
@@ -268,8 +249,7 @@ def _micro_batch(
     tokens[0, : len(inputs.tokens)] = part.tokens[inputs.tokens]
     asked = torch.zeros_like(part.loss_mask)
     asked[inputs.row_tokens + 1] = (part.loss_mask if trained else part.sampled_mask)[inputs.row_tokens + 1]
-    rows = torch.zeros(len(part.tokens), dtype=torch.int64)
-    rows[inputs.row_tokens + 1] = inputs.places
+    rows = inputs.predictors(len(part.tokens))
     place = asked.nonzero()[:, 0]
     row, target = rows[place], part.tokens[place].long()
     if not len(place):

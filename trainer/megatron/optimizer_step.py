@@ -10,12 +10,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trainer.backends.base import NOTHING_TRAINED
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig
-from trainer.megatron.forward import MadePasses, Runner
+from trainer.megatron.forward import Runner
 from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.oom_retry import OomRetry
 from trainer.megatron.memory.recompute import forget_passes
 from trainer.megatron.optimizer import Optimizer
+from trainer.step.made_passes import MadePasses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from protocol.weights.lora import NO_ADAPTERS
+from tests.trainer.fsdp.sharing import write_results
 from tests.trainer.lora.oracle import LORA
 from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
 from tests.trainer.measured import flat
@@ -24,6 +25,7 @@ from tests.trainer.megatron.ranks import (
     whole,
     write,
 )
+from tests.trainer.megatron.trees import make_tree
 from tests.trainer.recomputed.ranks import process_group
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
@@ -33,6 +35,11 @@ from trainer.storage.host_state import HostCopies
 
 MODELS = ("qwen2", "qwen2-tied", "qwen3-moe", "gpt-oss")
 """One of each: plain, tied, experts that the checkpoint has one by one, experts that it has joined."""
+SHARING = {"qwen2": "", "qwen3-moe": "full", "gpt-oss": ""}
+"""Models whose samples begin alike -> what their backward passes compute again. gpt-oss has windows
+and sinks."""
+SEEDS = (0, 1)
+"""Seeds of the random trees."""
 BFLOAT16 = "llama"
 ADAPTED = "qwen3-tied"
 
@@ -58,6 +65,8 @@ def run(ranks: int, models: Path, out: Path) -> None:
             _train(name, ranks, models / name, out / name)
         _recompute(ranks, models / MODELS[0], out / "recompute")
         _sixteen_bits(ranks, models / BFLOAT16, out / "bfloat16")
+        for name in SHARING:
+            _share(name, ranks, models / name, out / "shared" / name)
         _adapters(ranks, models / ADAPTED, out / "adapters")
 
 
@@ -99,6 +108,17 @@ def _recompute(ranks: int, model_dir: Path, out: Path) -> None:
     for step in range(STEPS):
         backend.train_step(part_of(backend, step_batch(MODELS[0], step)))
     write(out / "after", backend.export())
+
+
+def _share(name: str, ranks: int, model_dir: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in SEEDS:
+        for share in ("auto", "off"):
+            backend = make_backend(
+                model_dir, ranks, share_prefixes=share, recompute_granularity=SHARING[name]
+            )
+            assert backend.shares_prefixes == (share == "auto")
+            write_results(backend, make_tree(name, seed), out / f"{share}-{seed}")
 
 
 def _sixteen_bits(ranks: int, model_dir: Path, out: Path) -> None:

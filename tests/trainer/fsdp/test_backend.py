@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from tests.trainer.fsdp.ranks import ADAPTED, BFLOAT16, MODELS, make_backend, run
+from tests.trainer.fsdp.ranks import ADAPTED, BFLOAT16, MODELS, SEEDS, SHARING, make_backend, run
 from tests.trainer.lora.oracle import LORA, targets_of, trained_by_hand
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
@@ -95,10 +95,14 @@ def test_logprobs_equal_hugging_face(results: Ranks, ranks: int, model: str) -> 
 def test_training_equals_plain_torch(results: Ranks, ranks: int, model: str) -> None:
     directory = results(ranks) / model
     expected_stats, expected = results.plain(model)
-    for stats, wanted in zip(json.loads((directory / "stats.json").read_text()), expected_stats, strict=True):
+    found = json.loads((directory / "stats.json").read_text())
+    for step, (stats, wanted) in enumerate(zip(found, expected_stats, strict=True)):
         assert stats.pop("skipped") == ""
         assert 1 <= stats.pop("micro_batches") <= 14
         assert stats.pop("padding_share") == 0
+        batch = step_batch(model, step)
+        inputs, own = len(batch.tokens) - len(batch.lengths), 1 - stats.pop("shared_share")
+        assert stats.pop("computed_tokens") == pytest.approx(own * inputs)
         wanted = {name: value for name, value in wanted.items() if not name.startswith("expert_load")}
         assert stats == pytest.approx(wanted, rel=5e-5, abs=2e-5)
     trained = load_file(directory / "after.safetensors")
@@ -165,6 +169,29 @@ def test_layers_computed_again_change_nothing(results: Ranks, ranks: int) -> Non
     again = load_file(results(ranks) / "recompute" / "after.safetensors")
     kept = load_file(results(ranks) / MODELS[0] / "after.safetensors")
     assert max((again[name] - kept[name]).abs().max().item() for name in kept) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("model", SHARING)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_tokens_that_are_computed_once_give_what_rows_give(
+    results: Ranks, ranks: int, model: str, seed: int
+) -> None:
+    """To 1e-6 of the norm; the gradients together are one vector."""
+    shared, rows = (
+        load_file(results(ranks) / "shared" / model / f"{share}-{seed}.safetensors")
+        for share in ("auto", "off")
+    )
+    (share, padding, computed), (none, _, whole) = shared.pop("counts"), rows.pop("counts")
+    assert (none, padding) == (0, 0)
+    assert share > 0.1
+    assert computed == pytest.approx((1 - share) * whole)
+    logprobs = rows.pop("logprobs")
+    assert (shared.pop("logprobs") - logprobs).norm() <= 1e-6 * logprobs.norm()
+    scale = torch.nn.utils.get_total_norm(list(rows.values()))
+    assert shared.keys() == rows.keys()
+    for name, gradient in rows.items():
+        assert (shared[name] - gradient).norm() <= 1e-6 * scale, name
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -24,7 +24,8 @@ from tests.trainer.megatron.trees import make_tree, routed_tree
 from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.forward import MadePasses, interleaved_shapes
+from trainer.megatron.forward import interleaved_shapes
+from trainer.step.made_passes import MadePasses
 from trainer.step.measures import StepMeasures
 
 SHAPES = [(size,) for size in (5, 7, 11, 13)]

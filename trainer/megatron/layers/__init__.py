@@ -1,1 +1,1 @@
-"""Computations of the training model's layers other than megatron's parallel linear layers."""
+"""Layers of the Megatron backend, beyond what `trainer/layers` computes for every backend."""

@@ -17,9 +17,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.attention.latent import LatentAttention
-from trainer.megatron.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.dense import MLPS, NORMS, BiasedRow, ProjectionNorm, RMSNorm
 from trainer.megatron.layers.experts.layer import ExpertLayer
 

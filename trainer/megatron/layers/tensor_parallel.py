@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import torch
 from megatron.core.tensor_parallel import layers, set_tensor_model_parallel_attributes
 
+from trainer.layers.head import add_product
 from trainer.megatron.convert.rules import Direct, Rule
-from trainer.megatron.layers.head import add_product
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.config import TrainerConfig
+from trainer.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.layers.limits import NO_COPIES, KeyCopies
 
 
 @dataclass(frozen=True, slots=True)

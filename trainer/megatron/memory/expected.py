@@ -11,10 +11,10 @@ from math import ceil, prod
 
 from protocol.weights.lora import ALL_LINEAR, NO_ADAPTERS, LoraConfig
 from trainer.config import OptimizerConfig, ParallelConfig, RecomputeGranularity, TrainerConfig
+from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.stages import stage_rules
-from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.activations import ACTIVATIONS, EXPERT_ACTIVATIONS, Activation, mlp_projections
 

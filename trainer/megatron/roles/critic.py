@@ -24,7 +24,7 @@ from trainer.megatron.convert.export import Exporter
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
-from trainer.megatron.forward import MadePasses, Runner
+from trainer.megatron.forward import Runner
 from trainer.megatron.layers.experts.balance import set_balance
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
@@ -39,6 +39,7 @@ from trainer.megatron.optimizer_step import ModelStepper
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticStats
 from trainer.roles.value_measures import ValueMeasures
+from trainer.step.made_passes import MadePasses
 from trainer.storage.host_state import HostCopies, HostState
 
 

@@ -11,11 +11,11 @@ import pytest
 from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import ALL_MODELS, save_model
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.layers.limits import LOGITS_CHUNK_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron import cpu, parallel
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.rope import Rope
-from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import (
     GIB,

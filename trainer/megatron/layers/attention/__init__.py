@@ -1,1 +1,1 @@
-"""Computes attention over packed sequences: what it is, and the kernels that compute it."""
+"""Attention as Megatron's layers have it: with rotation, over the context ranks, with latent keys."""

@@ -13,8 +13,6 @@ Shapes: C context ranks; T tokens of this rank; K keys that its pieces see toget
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-from typing import Any
-
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import (
@@ -22,9 +20,6 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from torch.autograd.function import once_differentiable
-
-from trainer.megatron.layers.attention.visible import VisibleKeys
 
 
 def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,55 +41,6 @@ def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
     )
     key, value = both.split([key.size(-1), value.size(-1)], -1)
     return key, value
-
-
-def seen_rows(rows: torch.Tensor, keys: VisibleKeys | None) -> torch.Tensor:
-    """Return of the gathered rows [C T, heads, any size] those that pieces see, [K, heads, any size]."""
-    if keys is None or keys.tokens is None:
-        return rows
-    seen: torch.Tensor = _Seen.apply(rows, keys)
-    return seen
-
-
-def add_copies(gradient: torch.Tensor, keys: VisibleKeys | None, rows: int) -> torch.Tensor:
-    """Return the gradient of `rows` gathered rows, from the gradient of the rows that pieces see, [K, ...].
-
-    Gradients of copies are added up in float32 or wider, always in the same order.
-    """
-    if keys is None or keys.tokens is None:
-        return gradient
-    total = gradient.new_zeros(rows, *gradient.shape[1:])
-    exact = torch.promote_types(gradient.dtype, torch.float32)
-    for chosen, copies in keys.copies:
-        found = gradient.index_select(0, copies.flatten())
-        if copies.size(1) > 1:
-            found = found.unflatten(0, copies.shape).sum(1, dtype=exact).to(gradient.dtype)
-        total.index_copy_(0, chosen, found)
-    return total
-
-
-class _Seen(torch.autograd.Function):
-    """Copies of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
-        ctx.keys, ctx.rows = keys, len(rows)
-        assert keys.tokens is not None
-        return rows.index_select(0, keys.tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return add_copies(gradient, ctx.keys, ctx.rows), None
-
-
-def spread_queries(query: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
-    """Return queries [T, heads, D] among rows of zeros, [K, heads, D]: each where its token's key is.
-
-    For kernels that take as many queries as keys; `keys.queries` picks the rows of the result.
-    """
-    rows = query.new_zeros(len(query) if keys.tokens is None else len(keys.tokens), *query.shape[1:])
-    return rows.index_copy(0, keys.queries, query)
 
 
 def sum_over_context_ranks(values: torch.Tensor) -> torch.Tensor:

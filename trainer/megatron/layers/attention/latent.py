@@ -25,10 +25,10 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.families.latent import Latent
 from trainer.megatron.layers.attention.core import PackedAttention
-from trainer.megatron.layers.attention.sequences import PackedSequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.megatron.layers.attention.sequences import RotarySequences
 from trainer.megatron.layers.dense import RMSNorm
 
 EPS = 1e-6
@@ -84,7 +84,7 @@ class LatentAttention(MegatronModule):
         hidden_states: torch.Tensor,
         attention_mask: None = None,
         *,
-        packed_seq_params: PackedSequences,
+        packed_seq_params: RotarySequences,
         **unused: Any,
     ) -> Any:
         """Map [t, 1, H] to the same shape; returns it with None, as megatron does where there is no bias."""
@@ -137,7 +137,7 @@ class LatentCore(PackedAttention):
         self.latent, self.rotary_factor = latent, rotary_factor
 
     def rotated(
-        self, query: torch.Tensor, key: torch.Tensor, sequences: PackedSequences
+        self, query: torch.Tensor, key: torch.Tensor, sequences: RotarySequences
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sizes = [self.latent.nope, self.latent.rope]
         (kept_q, q), (kept_k, k) = query.split(sizes, dim=-1), key.split(sizes, dim=-1)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from trainer.config import TrainerConfig
-from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.terms import AttentionTerms
 
 COMPUTED: dict[str, frozenset[str]] = {
     "torch": frozenset({"sinks"}),
@@ -24,12 +23,12 @@ def lacks_terms(backend: str, terms: AttentionTerms) -> str:
     return f"it computes no {' and no '.join(TERMS[term] for term in lacking)}" if lacking else ""
 
 
-def backend_refusals(config: TrainerConfig, architecture: Architecture, *, on_gpu: bool) -> Iterator[str]:
+def backend_refusals(config: TrainerConfig, terms: AttentionTerms, *, on_gpu: bool) -> Iterator[str]:
     """Yield reasons why `trainer.attention_backend` cannot compute a model's attention here.
 
     Args:
         config: the section.
-        architecture: the model.
+        terms: the model's that not every kernel computes.
         on_gpu: whether the trainer is expected to compute on a GPU.
     """
     name = config.attention_backend
@@ -40,6 +39,5 @@ def backend_refusals(config: TrainerConfig, architecture: Architecture, *, on_gp
     if not on_gpu or config.dtype == "float32":
         device = "a GPU" if on_gpu else "a CPU"
         yield f"it computes on a GPU in 16 bits; the trainer is on {device}, in {config.dtype}"
-    terms = AttentionTerms(softcap=architecture.score_softcap, sinks=architecture.family.sinks)
     if lacking := lacks_terms(name, terms):
         yield lacking

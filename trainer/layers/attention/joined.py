@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from trainer.megatron.layers.attention.context import add_copies, seen_rows
-from trainer.megatron.layers.attention.visible import SharedKeys, VisibleKeys
+from trainer.layers.attention.seen_rows import add_copies, seen_rows
+from trainer.layers.attention.visible import SharedKeys, VisibleKeys
 
 
 class Part(Protocol):

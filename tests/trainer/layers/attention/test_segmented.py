@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.megatron.layers.attention.segmented import segmented_attention, segments_of
+from trainer.layers.attention.segmented import segmented_attention, segments_of
 
 CPU = torch.device("cpu")
 

@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 
 from trainer.data.context_division import Division
 from trainer.data.prefix_tree import PrefixTree, alone, find_families
-from trainer.megatron.layers.attention.core import FUSED, Kernel, by_segments, kernel_for, key_uses
-from trainer.megatron.layers.attention.joined import joined_attention
+from trainer.layers.attention.joined import joined_attention
+from trainer.layers.attention.kernels import FUSED, Kernel, by_segments, kernel_for, key_uses
+from trainer.layers.attention.sequences import PackedSequences
+from trainer.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.visible import ComputedTokens, KeyUse, pieces_with_padding, visible_keys
 from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import PackedSequences, packed_sequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.visible import (
-    ComputedTokens,
-    KeyUse,
-    pieces_with_padding,
-    visible_keys,
-)
+from trainer.megatron.layers.attention.sequences import packed_sequences
 
 FREQUENCIES = torch.tensor([1.0, 0.5, 0.1, 0.01])
 LENGTHS = [40, 3, 25, 7, 1, 12]

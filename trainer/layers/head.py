@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from trainer.megatron.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
+from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 
 PRODUCT_BLOCK = 1 << 20
 """Elements of a product that are added to float32 at a time on a CPU, unless a row has more."""
@@ -90,7 +90,7 @@ def logprobs_alone(
 ) -> torch.Tensor:
     """Return the log-probabilities of `linear_logprobs`, float32 [k], without entropies and gradients.
 
-    The logits of a chunk take the place of those of the chunk before; on a CPU the softmax is computed there.
+    The logits of a chunk take the place of the previous chunk's; on a CPU the softmax is computed there.
     """
     part = VocabularyPart(vocabulary, rank, size, group)
     count = weight.size(0)
@@ -279,9 +279,9 @@ def _chunk_rows(hidden: torch.Tensor, count: int) -> int:
 def _kernels(logits: torch.Tensor) -> Any:
     """Return the module that computes on the logits' device."""
     if logits.is_cuda:
-        from trainer.megatron.layers import softmax_triton
+        from trainer.layers import softmax_triton
 
         return softmax_triton
-    from trainer.megatron.layers import softmax_torch
+    from trainer.layers import softmax_torch
 
     return softmax_torch

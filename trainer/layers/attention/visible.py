@@ -17,7 +17,7 @@ import torch
 
 from trainer.data.context_division import Division, SequencePiece
 from trainer.data.prefix_tree import PrefixTree
-from trainer.megatron.layers.attention.rows import Rows, to_device
+from trainer.layers.attention.rows import Rows, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,12 @@ class ComputedTokens:
         tokens = torch.empty(first, dtype=torch.int64)
         tokens[places] = row_tokens
         return cls(tokens, row_tokens, places)
+
+    def predictors(self, count: int) -> torch.Tensor:
+        """Return for each of `count` tokens of samples which of the T predicts it; 0 where none does."""
+        rows = torch.zeros(count, dtype=torch.int64)
+        rows[self.row_tokens + 1] = self.places
+        return rows
 
 
 def pieces_with_padding(division: Division, rank: int) -> list[SequencePiece]:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from trainer.megatron.layers.limits import SCORES_CHUNK_BYTES
+from trainer.layers.limits import SCORES_CHUNK_BYTES
 
 
 def softcapped_attention(

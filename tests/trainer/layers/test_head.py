@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer.megatron.layers import head, softmax_torch
-from trainer.megatron.layers.head import linear_logprobs, logprobs_alone
+from trainer.layers import head, softmax_torch
+from trainer.layers.head import linear_logprobs, logprobs_alone
 
 
 def made(rows: int = 5, width: int = 4, vocabulary: int = 11, padding: int = 0) -> tuple[torch.Tensor, ...]:
@@ -156,7 +156,7 @@ def test_extreme_logits_stay_finite() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 def test_fused_kernels_equal_plain_torch(dtype: torch.dtype, softcap: float) -> None:
-    from trainer.megatron.layers import softmax_triton
+    from trainer.layers import softmax_triton
 
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(33, 10_007, generator=generator)).to(dtype).cuda()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from trainer.megatron.layers.attention import softcapped
-from trainer.megatron.layers.attention.segmented import segmented_attention, segments_of
-from trainer.megatron.layers.attention.softcapped import softcapped_attention
+from trainer.layers.attention import softcapped
+from trainer.layers.attention.segmented import segmented_attention, segments_of
+from trainer.layers.attention.softcapped import softcapped_attention
 
 CAP = 0.8
 

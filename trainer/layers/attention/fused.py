@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import torch
 
-from trainer.megatron.layers.attention.context import seen_rows
-from trainer.megatron.layers.attention.joined import joined_attention
-from trainer.megatron.layers.attention.sequences import PackedSequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.visible import SharedKeys
+from trainer.layers.attention.joined import joined_attention
+from trainer.layers.attention.seen_rows import seen_rows
+from trainer.layers.attention.sequences import PackedSequences
+from trainer.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.visible import SharedKeys
 
 
 def flash_attention(

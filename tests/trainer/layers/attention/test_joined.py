@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from trainer.megatron.layers.attention.core import FUSED, by_segments
+from trainer.layers.attention.kernels import FUSED, by_segments
+from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import packed_sequences
-from trainer.megatron.layers.attention.terms import AttentionTerms
 
 LENGTHS = [300, 280, 65, 64, 3, 1]
 

@@ -1,0 +1,69 @@
+"""Tests which kernel computes attention."""
+
+import inspect
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from protocol.errors import SettingsError
+from trainer.config import AttentionBackend
+from trainer.layers.attention.backends import COMPUTED
+from trainer.layers.attention.kernels import FUSED, by_segments, choose_backend, kernel_for
+from trainer.layers.attention.terms import AttentionTerms
+
+Choose = Callable[[AttentionBackend], None]
+BOUNDED = AttentionTerms(softcap=50.0)
+
+
+@pytest.fixture
+def chosen() -> Iterator[Choose]:
+    """Chooses a backend for this process; the default is back after the test."""
+    yield choose_backend
+    choose_backend("auto")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.float32)]
+)
+def test_without_16_bits_on_cuda_attention_goes_by_segments(device: str, dtype: torch.dtype) -> None:
+    assert kernel_for(device, dtype) is by_segments
+
+
+def test_16_bits_on_cuda_use_the_fused_kernel_of_torch() -> None:
+    assert kernel_for("cuda", torch.bfloat16) is FUSED["torch"]
+
+
+def test_torch_leaves_bounded_scores_to_segments_and_takes_sinks() -> None:
+    assert kernel_for("cuda", torch.bfloat16, BOUNDED) is by_segments
+    assert kernel_for("cpu", torch.float32, BOUNDED) is by_segments
+    assert kernel_for("cuda", torch.bfloat16, AttentionTerms(sinks=True)) is FUSED["torch"]
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "transformer_engine"])
+def test_a_library_is_used_only_when_it_is_chosen(name: AttentionBackend, chosen: Choose) -> None:
+    chosen(name)
+    assert kernel_for("cuda", torch.bfloat16) is FUSED[name]
+    with pytest.raises(SettingsError, match=rf"attention_backend: {name}: it computes on CUDA in 16 bits"):
+        kernel_for("cpu", torch.float32)
+    chosen("auto")
+    assert kernel_for("cuda", torch.bfloat16) is FUSED["torch"]
+
+
+def test_a_library_refuses_terms_that_it_does_not_compute(chosen: Choose) -> None:
+    chosen("flash_attn")
+    assert kernel_for("cuda", torch.bfloat16, BOUNDED) is FUSED["flash_attn"]
+    chosen("transformer_engine")
+    with pytest.raises(SettingsError, match="it computes no bounded scores; use torch"):
+        kernel_for("cuda", torch.bfloat16, BOUNDED)
+
+
+def test_segments_are_used_on_a_gpu_too_when_they_are_chosen(chosen: Choose) -> None:
+    chosen("segments")
+    assert kernel_for("cuda", torch.bfloat16) is by_segments
+
+
+def test_kernels_that_know_sinks_take_them() -> None:
+    knowing = [FUSED[name] for name, terms in COMPUTED.items() if "sinks" in terms]
+    assert knowing
+    assert all("sinks" in inspect.signature(kernel).parameters for kernel in [*knowing, by_segments])

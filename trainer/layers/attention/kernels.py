@@ -1,0 +1,137 @@
+"""Chooses how attention over packed sequences is computed.
+
+Shapes: T tokens, K keys, D size of a head's query and key, V of its value, mostly the same.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+
+from protocol.errors import SettingsError
+from trainer.config import AttentionBackend
+from trainer.layers.attention import fused
+from trainer.layers.attention.backends import LIBRARIES, lacks_terms
+from trainer.layers.attention.joined import joined_attention
+from trainer.layers.attention.seen_rows import seen_rows, spread_queries
+from trainer.layers.attention.segmented import CausalPart, WholePart, segmented_attention
+from trainer.layers.attention.sequences import PackedSequences
+from trainer.layers.attention.terms import PLAIN, AttentionTerms
+from trainer.layers.attention.visible import KeyUse
+
+Kernel = Callable[..., torch.Tensor]
+"""(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
+sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels with the term `sinks`
+take these, [heads], as the last argument. With context parallelism k and v come from all its ranks, and
+`sequences.keys` says which of them are seen, as it does where samples share tokens."""
+QUERY_COST = 2.5
+"""Cost of joining a query's attention to some keys with its attention to others, in copies of a key.
+
+On a GPU both go at the speed of memory. A query is read and its output written once more in both passes,
+about 14 times its bytes; a copy has gradients for every query head, about 5.5 times.
+"""
+
+
+def by_segments(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: PackedSequences,
+    terms: AttentionTerms,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute it with torch's attention, a segment at a time: anywhere, and as the reference for others."""
+    keys, segments, numbers = sequences.keys, sequences.segments, (terms.scale, terms.window, terms.softcap)
+    if keys is not None and keys.shared:
+        narrower = q.size(-1) - v.size(-1)
+        shared = [WholePart(call.sizes, terms.scale) for call in keys.shared]
+        padded = F.pad(v, (0, narrower)) if narrower else v
+        out = joined_attention(q, k, padded, keys, CausalPart(segments, terms.scale), shared, sinks)
+        return out[..., : v.size(-1)] if narrower else out
+    if keys is not None:
+        q = spread_queries(q, keys)
+    out = segmented_attention(q, seen_rows(k, keys), seen_rows(v, keys), segments, *numbers, sinks)
+    return out if keys is None else out.index_select(0, keys.queries)
+
+
+FUSED: dict[str, Kernel] = {
+    "torch": fused.varlen_attention,
+    "flash_attn": fused.flash_attention,
+    "transformer_engine": fused.transformer_engine_attention,
+}
+"""`trainer.attention_backend` -> its fused kernel; `segments` has none."""
+_backend = "torch"
+"""The backend of this process, see `choose_backend`."""
+
+
+def choose_backend(name: AttentionBackend) -> None:
+    """Have every model of this process compute attention by `trainer.attention_backend`."""
+    global _backend
+    _backend = "torch" if name == "auto" else name
+    kernel_for.cache_clear()
+
+
+@functools.cache
+def kernel_for(device_type: str, dtype: torch.dtype, terms: AttentionTerms = PLAIN) -> Kernel:
+    """Return the kernel of the chosen backend; torch has `by_segments` where its fused one does not compute.
+
+    Raises:
+        SettingsError: flash_attn or transformer_engine is chosen and cannot compute it.
+    """
+    lacking = "" if _backend == "segments" else lacks_terms(_backend, terms)
+    fits = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not lacking
+    if _backend in LIBRARIES and not fits:
+        why = lacking or f"it computes on CUDA in 16 bits, and this is {device_type}, {dtype}"
+        raise SettingsError(f"setting trainer.attention_backend: {_backend}: {why}; use torch")
+    return FUSED[_backend] if fits and _backend in FUSED else by_segments
+
+
+def key_uses(device_type: str, dtype: torch.dtype, terms: Iterable[AttentionTerms]) -> list[KeyUse]:
+    """Return how layers attend that can attend to keys apart, then how the others do.
+
+    If only one of the two kinds is there, it is for all layers.
+    """
+    costs = {one: _query_cost(device_type, dtype, one) for one in terms}
+    joining = {cost for cost in costs.values() if cost is not None}
+    windows = [one.window for one, cost in costs.items() if cost is None]
+    uses = [KeyUse(query_cost=max(joining))] if joining else []
+    return [*uses, KeyUse(window=max(windows) if all(windows) else 0)] if windows else uses
+
+
+def _query_cost(device_type: str, dtype: torch.dtype, terms: AttentionTerms) -> float | None:
+    """Return what it costs a query to attend to keys apart; None if it cannot."""
+    kernel = kernel_for(device_type, dtype, terms)
+    if terms.joins and kernel is fused.varlen_attention:
+        return QUERY_COST
+    # by segments there are as many queries as keys, so that copies cost queries, too
+    return 0.0 if terms.joins and kernel is by_segments and device_type == "cpu" else None
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequences: PackedSequences,
+    terms: AttentionTerms,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Map queries [T, heads, D], keys [K, kv heads, D] and values [K, kv heads, V] to [T, heads, V].
+
+    Fused kernels know one size of a head: for them values are padded with zeros.
+
+    Args:
+        query: of the tokens.
+        key: of the tokens, or of those of all context ranks, of which `sequences.keys` says the ones seen.
+        value: likewise.
+        sequences: describes them.
+        terms: the layer's.
+        sinks: [heads], where the terms have them.
+    """
+    kernel = kernel_for(query.device.type, query.dtype, terms)
+    more = () if sinks is None else (sinks,)
+    narrower = 0 if kernel is by_segments else query.size(-1) - value.size(-1)
+    if not narrower:
+        return kernel(query, key, value, sequences, terms, *more)
+    padded = F.pad(value, (0, narrower))
+    return kernel(query, key, padded, sequences, terms, *more)[..., : value.size(-1)]
