@@ -162,13 +162,6 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
     if setting == "trainer.backend":
         yield from _shared_problems(settings, architecture)
         yield from _longrope_problems(settings, architecture)
-    if setting == "engine.name" and architecture.not_generated:
-        yield Problem(
-            f"it has no {architecture.not_generated}, which {architecture.model_type} needs",
-            "use sglang or hf",
-            setting,
-            "megatron",
-        )
     try:
         check_ranks(architecture.experts, parallel)
         export_plan(architecture, Layout.of(parallel, architecture.layers))

@@ -1,28 +1,26 @@
-"""Serves the training model: megatron-core's GPTModel and static KV cache in this process, on a CPU or a GPU.
+"""Serves the training model: megatron-core's GPTModel with a paged KV cache, in this process, on CPU or GPU.
 
 Log-probabilities are computed by the same layers that training runs. A request that arrives while others run
 joins them at the next step. There is one rank, and no CUDA graphs. Weights come through a transport, as to
 every engine, or the trainer computes with the live ones, too.
 """
 
-from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
-from rollout.engines.base import Capabilities, EngineConfig
+from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
-from rollout.engines.in_process.running_request import RunningRequest
+from rollout.engines.megatron.decoder import PagedDecoder
 from rollout.engines.requests import check_fits, read_config
 from rollout.staging.loader_trace import trace
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import whole_source
-from trainer.megatron.inference import SlotModel
+from trainer.megatron.inference.model import CachedModel
 
 DEFAULT_BATCH_TOKENS = 8192
 """Tokens of one forward pass, padding included."""
@@ -42,16 +40,22 @@ class MegatronEngine(InProcessEngine):
         self._shared = shared
         self._shared_memory: SharedTensors | None = None
         self.capabilities = Capabilities(sleep=shared is None)
-        self._slot_model: SlotModel | None = None
+        self._cached_model: CachedModel | None = None
+        self._decoder: PagedDecoder | None = None
+
+    async def occupancy(self) -> Occupancy:
+        await self.check()
+        assert self._decoder is not None
+        return Occupancy(self._decoder.running, self._decoder.use)
 
     def _load(self) -> LoadedModel:
         config, batch_tokens = self._config, _batch_tokens(self._config)
         check_fits(config, read_config(self._model_dir), self._model_dir)
         try:
-            model = self._slot_model = SlotModel(
+            model = self._cached_model = CachedModel(
                 self._model_dir,
                 dtype=config.dtype,
-                slots=config.max_running,
+                running=config.max_running,
                 length=config.max_model_len,
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
                 records_experts=config.enable_return_routed_experts,
@@ -63,10 +67,9 @@ class MegatronEngine(InProcessEngine):
                 f"engine megatron cannot load {self._model_dir} with a KV cache for {config.max_running} "
                 f"requests of {config.max_model_len} tokens; lower max_running or set buffer_size_gb: {error}"
             ) from error
-        self._config = replace(config, max_running=model.slots)
         if not torch.cuda.is_available():
             torch.set_num_threads(config.threads)
-        decoder = SlotDecoder(model, batch_tokens)
+        decoder = self._decoder = PagedDecoder(model, batch_tokens)
         if self._shared is not None:
             return self._share(model, decoder, self._shared)
         plan = trace(
@@ -83,7 +86,7 @@ class MegatronEngine(InProcessEngine):
             decoder, plan, staging, lambda: {name: tensor for name, tensor, _ in plan.gathered()}, memory
         )
 
-    def _share(self, model: SlotModel, decoder: "SlotDecoder", path: Path) -> LoadedModel:
+    def _share(self, model: CachedModel, decoder: "PagedDecoder", path: Path) -> LoadedModel:
         self._shared_memory, buffers = share_parameters(model.module, model.buffers())
         describe(self._shared_memory, path, model.parameters, buffers)
         parts = model.parts()
@@ -98,80 +101,12 @@ class MegatronEngine(InProcessEngine):
             lambda: {name: part.reshape(model.shapes[name]) for name, part in parts.items()},
         )
 
-    def _kv_use(self, running: int) -> float | None:
-        return running / self._config.max_running  # a slot each, as many as there are
-
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:
             self._shared.unlink(missing_ok=True)
             self._shared_memory.close()
-        if self._slot_model is not None:
-            self._slot_model.close()
-
-
-class SlotDecoder:
-    """Decoder that keeps the KV cache of rows in the slots of a `SlotModel`.
-
-    Slot i holds the KV of the i-th row in `_held`, of all its tokens but the last.
-    """
-
-    def __init__(self, model: SlotModel, batch_tokens: int) -> None:
-        """Use the slots of `model`, with at most `batch_tokens` tokens in a prefill, padding included."""
-        self._model = model
-        self._batch_tokens = batch_tokens
-        self._held: list[RunningRequest] = []
-        """Row of each slot in use."""
-
-    def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
-        self._drop_all_but(set(rows))
-        held = list(self._held)
-        if held:
-            logits = self._model.decode([row.tokens[-1] for row in held], [len(row.ids) - 1 for row in held])
-            self._record(held, [(len(row.ids) - 1, 1) for row in held])
-            for row, row_logits in zip(held, logits, strict=True):
-                row.take(row_logits, version)
-        for batch in self._batches(set(rows).difference(held)):
-            logits = self._model.prefill(len(self._held), [row.ids for row in batch])
-            self._record(batch, [(0, len(row.ids)) for row in batch])
-            self._held += batch
-            for row, row_logits in zip(batch, logits, strict=True):
-                row.take(row_logits, version)
-
-    def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
-        self._drop_all_but(set(self._held).difference(rows))
-
-    def _record(self, rows: Sequence[RunningRequest], places: Sequence[tuple[int, int]]) -> None:
-        """Record the experts of the last pass, if they are; `places` are first and number of its inputs."""
-        chosen = self._model.experts_of_pass(len(rows))
-        if chosen is None:
-            return
-        for row, (first, count), experts in zip(rows, places, chosen.unbind(1), strict=True):
-            row.record(first, experts[:count].numpy().astype(np.uint16))
-
-    def _drop_all_but(self, rows: Set[RunningRequest]) -> None:
-        """Free the slots of other rows; the last slot in use moves into each gap."""
-        slot = 0
-        while slot < len(self._held):
-            if self._held[slot] in rows:
-                slot += 1
-                continue
-            last = self._held.pop()
-            if slot < len(self._held):
-                self._held[slot] = last
-                self._model.move(len(self._held), slot)
-
-    def _batches(self, rows: Set[RunningRequest]) -> Iterator[list[RunningRequest]]:
-        """Yield batches of rows of similar lengths, so that little is padded."""
-        batch: list[RunningRequest] = []
-        for row in sorted(rows, key=lambda row: len(row.ids)):
-            if (len(batch) + 1) * len(row.ids) > self._batch_tokens and batch:
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield batch
+        if self._cached_model is not None:
+            self._cached_model.close()
 
 
 def _batch_tokens(config: EngineConfig) -> int:
