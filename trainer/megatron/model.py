@@ -187,8 +187,7 @@ def build_model(
         config: what `transformer_config` returns.
         position: this rank's place in the layout.
         chunk: number of the chunk; there is one, unless the pipeline is virtual.
-        attention: class of the layers' self-attention, None for training; generation has one of its own, and
-            also of
+        attention: class of self-attention, None for training; generation has one of its own, and also of
         core_attention: what computes the attention itself.
     """
     chunks = Layout.of(position.config, architecture.layers).stages[position.pp]

@@ -3,7 +3,7 @@
 The requests that hold pages are always the first of all, by arrival. A request starts only if a page stays
 free for each that runs and may need more. When none is free for the next token, the last one that started
 gives its pages back and is computed again later. So what runs is guaranteed its memory before what comes
-after it; the first request always goes on, as the cache holds `max_model_len` tokens; and every request
+after it; the first request always continues, as the cache holds `max_model_len` tokens; and every request
 becomes the first.
 """
 

@@ -25,7 +25,7 @@ PAGE = 16
 
 
 def entry_shapes(architecture: Architecture) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of what a token keeps in each layer.
+    """Return the shapes of a token's entries in each layer.
 
     These are its key, rotated, and its value; with latent attention the vector that both are made of, and
     behind it the rotated part of the key.
@@ -83,7 +83,7 @@ class PagedCache(StaticInferenceContext):
         return self._tables.size(1) * PAGE
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zero pages, because what a mask hides is multiplied by 0, which keeps a NaN of an earlier use."""
+        """Zero pages, because masked entries are multiplied by 0, which keeps a NaN of an earlier use."""
         index = torch.tensor(pages, device=self.tensors[0].device)
         for kept in self.tensors:
             kept.index_fill_(1, index, 0)
