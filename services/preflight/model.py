@@ -175,6 +175,9 @@ def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator
         f"it needs tensors that are parts of the trainer's; {kind} has q, k and v one after the other, and "
         "there they alternate": architecture.family.fused_qkv,
         f"it publishes masters, and the biases of the routers of {kind} have none": architecture.experts.bias,
+        f"it needs tensors that are parts of the trainer's; {kind} has the experts' matrices transposed": (
+            architecture.experts.biases
+        ),
     }
     for problem, present in conflicts.items():
         if present and settings.weights.transport == "shared":
