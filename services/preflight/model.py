@@ -164,13 +164,6 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
     if setting == "trainer.backend":
         yield from _shared_problems(settings, architecture)
         yield from _longrope_problems(settings, architecture)
-    if setting == "engine.name" and architecture.not_generated:
-        yield Problem(
-            f"it has no {architecture.not_generated}, which {architecture.model_type} needs",
-            "use sglang or hf",
-            setting,
-            "megatron",
-        )
     try:
         check_ranks(architecture.experts, parallel)
         export_plan(architecture, Layout.of(parallel, architecture.layers))
@@ -184,6 +177,9 @@ def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator
         f"it needs tensors that are parts of the trainer's; {kind} has q, k and v one after the other, and "
         "there they alternate": architecture.family.fused_qkv,
         f"it publishes masters, and the biases of the routers of {kind} have none": architecture.experts.bias,
+        f"it needs tensors that are parts of the trainer's; {kind} has the experts' matrices transposed": (
+            architecture.experts.biases
+        ),
     }
     for problem, present in conflicts.items():
         if present and settings.weights.transport == "shared":

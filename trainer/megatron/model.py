@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -176,7 +175,7 @@ def build_model(
     position: Position,
     *,
     chunk: int = 0,
-    attention: type[Any] = SelfAttention,
+    attention: type[Any] | None = None,
     core_attention: type[Any] = PackedAttention,
 ) -> PackedModel:
     """Build a chunk of this rank's part of the model, with uninitialized weights.
@@ -188,7 +187,7 @@ def build_model(
         config: what `transformer_config` returns.
         position: this rank's place in the layout.
         chunk: number of the chunk; there is one, unless the pipeline is virtual.
-        attention: class of the layers' self-attention; generation has one of its own, and also of
+        attention: class of self-attention, None for training; generation has one of its own, and also of
         core_attention: what computes the attention itself.
     """
     chunks = Layout.of(position.config, architecture.layers).stages[position.pp]

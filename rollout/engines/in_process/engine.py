@@ -152,8 +152,7 @@ class InProcessEngine(Engine):
 
     async def occupancy(self) -> Occupancy:
         await self.check()
-        running = 0 if self._weights.released else min(len(self._rows), self._config.max_running)
-        return Occupancy(running, self._kv_use(running))
+        return Occupancy(0 if self._weights.released else min(len(self._rows), self._config.max_running))
 
     async def check(self) -> None:
         if self._weights.poisoned:
@@ -187,10 +186,6 @@ class InProcessEngine(Engine):
 
     def _unload(self) -> None:
         """Release what `_load` took, if anything; called after the thread has ended, once or more often."""
-
-    def _kv_use(self, running: int) -> float | None:
-        """Return the share of the KV cache that so many requests hold; None if it has no fixed size."""
-        return None
 
     def _end(self, numbers: set[int]) -> None:
         with self._wake:
@@ -286,7 +281,9 @@ class InProcessEngine(Engine):
 
     def _finish(self, number: int, reason: str) -> None:
         if number in self._rows:
-            self._set_result(self._rows.pop(number)[1], reason)
+            row, ended = self._rows.pop(number)
+            self._model.decoder.forget([row])
+            self._set_result(ended, reason)
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

@@ -36,6 +36,11 @@ class RunningRequest:
         return [*self.request.prompt, *self.tokens]
 
     @property
+    def length(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.request.prompt) + len(self.tokens)
+
+    @property
     def finish_reason(self) -> str:
         """ "stop", "length", or "" while it runs."""
         if self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids:
@@ -60,10 +65,14 @@ class Decoder(Protocol):
     """Decodes rows. Not thread-safe: one thread calls it, and weights change only between two steps."""
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """Sample one token for every row under the live weights, whose version is `version`.
+        """Sample a token under the live weights, whose version is `version`, for each row.
 
-        A row that is missing in the next step has ended.
+        A decoder whose memory has no room for all serves the first ones, and always the very first.
+
+        Args:
+            rows: in order of arrival; a row that is missing in the next step has been forgotten.
+            version: recorded with each token.
         """
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """Drop the KV cache of rows; their next step computes it again."""
+        """Drop the KV cache of rows: they have ended, or their next step computes it again."""

@@ -1,4 +1,4 @@
-"""Serves the training model: megatron-core's GPTModel and static KV cache in this process, on a CPU or a GPU.
+"""Serves the training model: megatron-core's GPTModel with a paged KV cache, in this process, on CPU or GPU.
 
 Log-probabilities are computed by the same layers that training runs. A request that arrives while others run
 joins them at the next step. There is one rank, and no CUDA graphs. Weights come through a transport, as to
@@ -12,15 +12,15 @@ import torch
 
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
-from rollout.engines.base import Capabilities, EngineConfig
+from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
-from rollout.engines.in_process.slot_decoder import SlotDecoder
+from rollout.engines.megatron.decoder import PagedDecoder
 from rollout.engines.requests import check_fits, read_config
 from rollout.staging.loader_trace import trace
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
-from trainer.megatron.inference import SlotModel
+from trainer.megatron.inference.model import CachedModel
 
 DEFAULT_BATCH_TOKENS = 8192
 """Tokens of one forward pass, padding included."""
@@ -40,16 +40,22 @@ class MegatronEngine(InProcessEngine):
         self._shared = shared
         self._shared_memory: SharedTensors | None = None
         self.capabilities = Capabilities(sleep=shared is None)
-        self._slot_model: SlotModel | None = None
+        self._cached_model: CachedModel | None = None
+        self._decoder: PagedDecoder | None = None
+
+    async def occupancy(self) -> Occupancy:
+        await self.check()
+        assert self._decoder is not None
+        return Occupancy(self._decoder.running, self._decoder.use)
 
     def _load(self) -> LoadedModel:
         config, batch_tokens = self._config, _batch_tokens(self._config)
         check_fits(config, read_config(self._model_dir), self._model_dir)
         try:
-            model = self._slot_model = SlotModel(
+            model = self._cached_model = CachedModel(
                 self._model_dir,
                 dtype=config.dtype,
-                slots=config.max_running,
+                running=config.max_running,
                 length=config.max_model_len,
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
                 records_experts=config.enable_return_routed_experts,
@@ -61,10 +67,9 @@ class MegatronEngine(InProcessEngine):
                 f"engine megatron cannot load {self._model_dir} with a KV cache for {config.max_running} "
                 f"requests of {config.max_model_len} tokens; lower max_running or set buffer_size_gb: {error}"
             ) from error
-        self._config = replace(config, max_running=model.slots)
         if not torch.cuda.is_available():
             torch.set_num_threads(config.threads)
-        decoder = SlotDecoder(model, batch_tokens)
+        decoder = self._decoder = PagedDecoder(model, batch_tokens)
         if self._shared is not None:
             return self._share(model, decoder, self._shared)
         plan = trace(
@@ -85,7 +90,7 @@ class MegatronEngine(InProcessEngine):
             memory,
         )
 
-    def _share(self, model: SlotModel, decoder: SlotDecoder, path: Path) -> LoadedModel:
+    def _share(self, model: CachedModel, decoder: "PagedDecoder", path: Path) -> LoadedModel:
         self._shared_memory, buffers = share_parameters(model.module, model.buffers())
         describe(self._shared_memory, path, model.parameters, buffers)
         parts = model.parts()
@@ -100,15 +105,12 @@ class MegatronEngine(InProcessEngine):
             lambda: digest_of({name: part.reshape(model.shapes[name]) for name, part in parts.items()}),
         )
 
-    def _kv_use(self, running: int) -> float | None:
-        return running / self._config.max_running  # a slot each, as many as there are
-
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:
             self._shared.unlink(missing_ok=True)
             self._shared_memory.close()
-        if self._slot_model is not None:
-            self._slot_model.close()
+        if self._cached_model is not None:
+            self._cached_model.close()
 
 
 def _batch_tokens(config: EngineConfig) -> int:

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from protocol.errors import EngineError
-from rollout.engines.base import Capabilities, EngineConfig
+from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
-from rollout.engines.in_process.slot_decoder import SlotDecoder
 from rollout.engines.requests import read_config
 from rollout.engines.sglang_jax.child import ModelProcess
 from rollout.engines.sglang_jax.interpreter import check_interpreter
 from rollout.engines.sglang_jax.model_check import check_model, config_overrides, slots_of
+from rollout.engines.sglang_jax.slot_decoder import SlotDecoder
 from rollout.staging.releasable_memory import check_room
 from rollout.staging.staging import Staging, whole_source
 
@@ -71,8 +71,10 @@ class SglangJaxEngine(InProcessEngine):
         decoder = SlotDecoder(child, max(BATCH_TOKENS, self._config.max_model_len))
         return LoadedModel(decoder, child, staging, child.digest)
 
-    def _kv_use(self, running: int) -> float | None:
-        return running / self._config.max_running  # a slot each, as many as there are
+    async def occupancy(self) -> Occupancy:
+        found = await super().occupancy()
+        # a slot each, as many as there are
+        return replace(found, kv_use=(found.running or 0) / self._config.max_running)
 
     def _unload(self) -> None:
         if self._child is not None:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.benchmarks.generation.load import rate_of, requests_of
 from tests.benchmarks.generation.session import COMMITTING, LOGPROBS, WAYS
-from tests.benchmarks.generation.table import ratios_of, render
+from tests.benchmarks.generation.table import BARE, ratios_of, render
 from tests.benchmarks.versions import ROOT
 
 
@@ -45,6 +45,13 @@ def test_table_names_the_loads_the_cost_of_log_probabilities_and_what_failed() -
     assert "failed: sglang: gone after 0 loads" in table
 
 
+def test_engine_megatron_is_compared_with_the_bare_vllm_and_has_no_aim() -> None:
+    found = facts(970.0)
+    found["ways"] |= {"megatron": [{"kind": "", "running": 32, "tokens_per_s": 400.0}]}  # type: ignore[operator]
+    row = ratios_of(found)[-1]
+    assert (row["engine"], row["ratio"], row["aim"], row["reached"]) == ("megatron", 0.4, None, None)
+
+
 async def test_load_keeps_so_many_running_and_every_engine_gets_the_same() -> None:
     most = running = 0
 
@@ -73,6 +80,7 @@ def test_tiny_run_measures_every_engine_alone_and_as_the_project_runs_it(tmp_pat
         "tests.benchmarks.generation.run",
         "--tiny",
         "--minutes=24",
+        "--engines=vllm,sglang,megatron",
         f"--out={out}",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1480, check=False)
@@ -82,5 +90,5 @@ def test_tiny_run_measures_every_engine_alone_and_as_the_project_runs_it(tmp_pat
     assert set(found["ways"]) == set(WAYS)
     loads = {(row["engine"], row["kind"], row["running"]) for row in found["ratios"]}
     kinds = ("", COMMITTING)
-    assert loads == {(engine, kind, n) for engine in ("vllm", "sglang") for kind in kinds for n in (4, 8)}
+    assert loads == {(engine, kind, n) for engine in BARE for kind in kinds for n in (4, 8)}
     assert all(row["commits"] for row in found["ratios"] if row["kind"])

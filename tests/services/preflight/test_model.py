@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
@@ -50,9 +51,18 @@ def test_arguments_that_no_engine_has_are_found_for_each_engine(tmp_path: Path) 
     assert len(problems("eval.every=1", f"eval.{wrong}")) == 1
 
 
-def test_masters_of_a_model_whose_routers_have_biases_are_not_shared(tmp_path: Path) -> None:
-    model = save_model("deepseek-v3", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek-v3", "biases of the routers of deepseek_v3 have none; use shm"),
+        ("gpt-oss", "gpt_oss has the experts' matrices transposed; use shm"),
+    ],
+)
+def test_masters_of_a_model_are_not_shared_where_the_engine_lacks_them(
+    name: str, words: str, tmp_path: Path
+) -> None:
+    model = save_model(name, tmp_path)
     shared = ("weights.transport=shared", "engine.name=megatron")
     settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *shared)
     problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
-    assert any("biases of the routers of deepseek_v3 have none; use shm" in problem for problem in problems)
+    assert any(words in problem for problem in problems)

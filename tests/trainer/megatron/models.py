@@ -217,8 +217,6 @@ DEEP_MODELS = {
 """Trained in layouts for which two layers are too few. The vocabulary of the first has an odd size, so it is
 padded for two tensor ranks, and its embedding is the output layer."""
 ALL_MODELS = MODELS | MORE_MODELS | DEEP_MODELS
-NOT_GENERATED = ("deepseek-v3-dense", "deepseek-v2-dense", "deepseek-v3", "deepseek-v2", "gpt-oss")
-"""Models that the engine `megatron` refuses."""
 BALANCE = {"qwen3-moe": {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.01}}
 """Model -> settings of the trainer that balance its experts; others have none."""
 EXPERTS = {

@@ -20,7 +20,7 @@ from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.convert.reshard import Piece, TensorPlan
-from trainer.megatron.inference import SlotModel
+from trainer.megatron.inference.model import CachedModel
 from trainer.megatron.model import DTYPES
 from trainer.megatron.sharing import parts_of
 from trainer.weights.bucket_writer import in_dtype
@@ -51,9 +51,9 @@ class Place:
         )
         return self._stack.enter_context(closing(made))
 
-    def engine(self, name: str = NAME, dtype: str = "float32") -> SlotModel:
+    def engine(self, name: str = NAME, dtype: str = "float32") -> CachedModel:
         return self._stack.enter_context(
-            closing(SlotModel(save_model(name, self.directory), dtype=dtype, slots=2, length=16))
+            closing(CachedModel(save_model(name, self.directory), dtype=dtype, running=2, length=16))
         )
 
 
@@ -64,7 +64,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         yield Place(tmp_path, stack)
 
 
-def commit(backend: MegatronBackend, engine: SlotModel) -> None:
+def commit(backend: MegatronBackend, engine: CachedModel) -> None:
     """What the engine does with a version."""
     live = engine.parts()
     for name, part in backend.master_parts().items():

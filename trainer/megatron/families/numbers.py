@@ -72,11 +72,6 @@ class Architecture:
         return "" if self.without_qk_norm else self.family.qk_norm
 
     @property
-    def not_generated(self) -> str:
-        """Feature of the model that the engine `megatron` does not have; empty: it has all."""
-        return "latent attention" if self.latent else "attention sinks" if self.family.sinks else ""
-
-    @property
     def value_dim(self) -> int:
         """Dimensions of a head's value. Its query and key have `head_dim`."""
         return self.latent.value if self.latent else self.head_dim

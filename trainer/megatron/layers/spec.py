@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -67,14 +67,14 @@ class BesideLayer(TransformerLayer):
 
 
 def layer_spec(
-    architecture: Architecture, layer: int, attention: type[Any], core_attention: type[Any]
+    architecture: Architecture, layer: int, attention: type[Any] | None, core_attention: type[Any]
 ) -> ModuleSpec:
     """Return the modules of a layer.
 
     Args:
         architecture: the whole model's.
         layer: its number in the whole model, from 0.
-        attention: class of self-attention.
+        attention: class of self-attention; None for training.
         core_attention: class of what computes the attention itself; it takes `terms`.
     """
     family, experts = architecture.family, architecture.experts
@@ -122,7 +122,7 @@ def _attention(architecture: Architecture, layer: int, attention: Any, core_atte
             "terms": terms,
             "rotary_factor": architecture.rope.attention_factor,
         }
-        return ModuleSpec(module=LatentAttention, params=params)
+        return ModuleSpec(module=attention or LatentAttention, params=params)
     projections = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
         core_attention=ModuleSpec(module=core_attention, params={"terms": terms}),
@@ -131,7 +131,9 @@ def _attention(architecture: Architecture, layer: int, attention: Any, core_atte
         k_layernorm=_head_norm(architecture, architecture.kv_heads),
     )
     return ModuleSpec(
-        module=attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=projections
+        module=attention or SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=projections,
     )
 
 

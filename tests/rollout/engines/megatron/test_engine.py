@@ -11,18 +11,20 @@ import torch
 from transformers import PreTrainedModel
 
 from protocol.errors import EngineError, EngineSettingsError
-from rollout.engines.base import Completion, EngineConfig, Request, Sampling
+from rollout.engines.base import Completion, EngineConfig, Occupancy, Request, Sampling
 from rollout.engines.contract.bench import ask, together
 from rollout.engines.megatron.engine import MegatronEngine
-from tests.trainer.megatron.models import ALL_MODELS, NOT_GENERATED, OPTIMIZER, make_model, save_model
+from tests.trainer.megatron.models import ALL_MODELS, OPTIMIZER, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.batch import Batch, StepTotals
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.inference import SlotModel
+from trainer.megatron.inference.model import CachedModel
 
 LENGTH = 64
 """max_model_len."""
+PAGE_BYTES = 16 * 2 * 2 * 2 * 32 * 4
+"""Tokens, layers, key and value, kv heads, head size, bytes of an element: of `qwen2` in float32."""
 
 
 @asynccontextmanager
@@ -57,7 +59,7 @@ def is_greedy(model: PreTrainedModel, request: Request, found: Completion) -> bo
     )
 
 
-@pytest.mark.parametrize("name", sorted(ALL_MODELS.keys() - NOT_GENERATED))
+@pytest.mark.parametrize("name", sorted(ALL_MODELS))
 async def test_ragged_requests_in_few_slots_and_small_passes_are_greedy(name: str, tmp_path: Path) -> None:
     model, requests = make_model(name).eval(), ragged_requests(24, int(ALL_MODELS[name][1]["vocab_size"]))
     if name == "phi3-longrope":  # the engine rotates all sequences as long ones
@@ -69,17 +71,16 @@ async def test_ragged_requests_in_few_slots_and_small_passes_are_greedy(name: st
     )
 
 
-async def test_buffer_size_bounds_the_requests_that_run_at_once(tmp_path: Path) -> None:
-    model_dir = save_model("qwen2", tmp_path)
-    buffer_bytes = int(
-        2.9 * 2 * 2 * 2 * 32 * LENGTH * 4
-    )  # keys and values, layers, kv heads, head size, tokens, bytes
-    model = SlotModel(model_dir, dtype="float32", slots=64, length=LENGTH, buffer_bytes=buffer_bytes)
-    assert model.slots == 2
-    model.close()
+async def test_buffer_size_bounds_the_cache_and_every_request_ends(tmp_path: Path) -> None:
+    model, model_dir = make_model("qwen2").eval(), save_model("qwen2", tmp_path)
+    requests = [ask(f"r{i}", (i, 5), 60) for i in range(7)]
+    buffer_bytes = 6.5 * PAGE_BYTES
     async with started(model_dir, buffer_size_gb=buffer_bytes / 2**30) as engine:
-        found = await together(engine, [ask(f"r{i}", (i, 5), 40) for i in range(5)])
-    assert [len(completion.tokens) for completion in found] == [40] * 5
+        assert engine._cached_model is not None
+        assert engine._cached_model.pages == 6
+        found = await together(engine, requests)
+        assert await engine.occupancy() == Occupancy(0, 0.0)
+    assert all(is_greedy(model, request, found) for request, found in zip(requests, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -104,14 +105,6 @@ async def test_unsupported_setting_is_refused_by_name(
             pass
 
 
-async def test_attention_that_the_engine_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        EngineSettingsError, match=r"no latent attention, which deepseek_v3 needs: use engine\.name"
-    ):
-        async with started(save_model("deepseek-v3-dense", tmp_path)):
-            pass
-
-
 async def test_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "vocab_size": 7}')
     with pytest.raises(
@@ -121,12 +114,21 @@ async def test_family_that_the_trainer_lacks_is_refused(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_logprobs_are_those_of_the_training_forward_pass(dtype: str, tmp_path: Path) -> None:
-    model_dir = save_model("qwen2", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen2", "float32"),
+        ("qwen2", "bfloat16"),
+        ("gpt-oss", "float32"),
+        ("deepseek-v2-dense", "float32"),
+        ("deepseek-v3", "float32"),
+    ],
+)
+async def test_logprobs_are_those_of_the_training_forward_pass(name: str, dtype: str, tmp_path: Path) -> None:
+    model_dir = save_model(name, tmp_path)
     requests = [
         replace(request, sampling=replace(request.sampling, temperature=0.7, seed=i))
-        for i, request in enumerate(ragged_requests(8, 131))
+        for i, request in enumerate(ragged_requests(8, int(ALL_MODELS[name][1]["vocab_size"])))
     ]
     async with started(model_dir, dtype=dtype) as engine:
         found = await together(engine, requests)
@@ -197,24 +199,25 @@ def batch_of(requests: Sequence[Request], found: Sequence[Completion]) -> Batch:
     )
 
 
-def test_slot_keeps_nothing_of_weights_that_were_not_finite(tmp_path: Path) -> None:
-    model = SlotModel(save_model("qwen2", tmp_path), dtype="float32", slots=2, length=LENGTH)
+def test_page_keeps_nothing_of_weights_that_were_not_finite(tmp_path: Path) -> None:
+    model = CachedModel(save_model("qwen2", tmp_path), dtype="float32", running=2, length=LENGTH)
     good = {name: parameter.clone() for name, parameter in model.parameters.items()}
     for parameter in model.parameters.values():
         parameter.fill_(torch.nan)
-    assert model.prefill(0, [[1] * 60, [2] * 60]).isnan().all()
+    pages = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert model.prefill([[1] * 60, [2] * 60], pages).isnan().all()
     for name, parameter in model.parameters.items():
         parameter.copy_(good[name])
-    model.prefill(0, [[1, 2, 3]])
-    model.prefill(1, [[5] * 40])
-    assert model.decode([4, 6], [3, 40]).isfinite().all()
+    model.cache.clear([0, 4, 5, 6])
+    model.prefill([[1, 2, 3], [5] * 40], [[0], [4, 5, 6]])
+    assert model.decode([4, 6], [3, 40], [[0], [4, 5, 6]]).isfinite().all()
     model.close()
 
 
 async def test_sleeping_megatron_engine_holds_neither_weights_nor_cache(tmp_path: Path) -> None:
     async with started(save_model("qwen2", tmp_path)) as engine:
         await engine.generate(Request("a/0", (1,), Sampling(max_tokens=2)))
-        loaded, model = engine._model, engine._slot_model
+        loaded, model = engine._model, engine._cached_model
         assert model is not None
         held = [
             *model.parameters.values(),

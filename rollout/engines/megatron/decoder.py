@@ -1,0 +1,115 @@
+"""Decodes requests with the pages of a `CachedModel`, as many at a time as its memory has room for.
+
+The requests that hold pages are always the first of all, by arrival. A request starts only if a page stays
+free for each that runs and may need more. When none is free for the next token, the last one that started
+gives its pages back and is computed again later. So what runs is guaranteed its memory before what comes
+after it; the first request always continues, as the cache holds `max_model_len` tokens; and every request
+becomes the first.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rollout.engines.in_process.running_request import RunningRequest
+from trainer.megatron.inference.cache import pages_for
+from trainer.megatron.inference.model import CachedModel
+
+
+class PagedDecoder:
+    """Decoder whose rows hold numbers of pages, `row.kv`, for all their tokens but the last."""
+
+    def __init__(self, model: CachedModel, batch_tokens: int) -> None:
+        """Use all pages of `model`, with at most `batch_tokens` tokens in a prefill, padding included."""
+        self._model = model
+        self._batch_tokens = batch_tokens
+        self._free = list(range(model.pages))
+        self.running = 0
+        """Rows that hold pages."""
+
+    @property
+    def use(self) -> float:
+        """Share of the pages that rows hold."""
+        return 1 - len(self._free) / self._model.pages
+
+    def step(self, rows: Sequence[RunningRequest], version: int) -> None:
+        """See `Decoder`."""
+        held = self._grow([row for row in rows if row.kv])
+        if held:
+            before = [row.length - 1 for row in held]
+            logits = self._model.decode([row.tokens[-1] for row in held], before, [row.kv for row in held])
+            self._record(held, [(first, 1) for first in before])
+            for row, row_logits in zip(held, logits, strict=True):
+                row.take(row_logits, version)
+        for batch in self._batches(self._start(held, rows[len(held) :])):
+            logits = self._model.prefill([row.ids for row in batch], [row.kv for row in batch])
+            self._record(batch, [(0, row.length) for row in batch])
+            for row, row_logits in zip(batch, logits, strict=True):
+                row.take(row_logits, version)
+
+    def forget(self, rows: Sequence[RunningRequest]) -> None:
+        """See `Decoder`."""
+        for row in rows:
+            if row.kv:
+                self._free += row.kv
+                row.kv = None
+                self.running -= 1
+
+    def _grow(self, held: list[RunningRequest]) -> list[RunningRequest]:
+        """Give each row the page that its next token needs; returns those that still run."""
+        running, grown = list(held), []
+        number = 0
+        while number < len(running):
+            row = running[number]
+            if pages_for(row.length) > len(row.kv):
+                if not self._free:
+                    self.forget([running.pop()])  # the last one, which may be this row
+                    continue
+                row.kv.append(self._free.pop())
+                grown.append(row)
+            number += 1
+        if added := [row.kv[-1] for row in grown if row.kv]:
+            self._model.cache.clear(added)
+        return running
+
+    def _start(
+        self, held: Sequence[RunningRequest], waiting: Sequence[RunningRequest]
+    ) -> list[RunningRequest]:
+        """Give pages to the first waiting rows, while one stays free for each row that may need more."""
+        started: list[RunningRequest] = []
+        growing = sum(len(row.kv) < _most_pages(row) for row in held)
+        for row in waiting:
+            needed = pages_for(row.length)
+            growing += needed < _most_pages(row)
+            if (held or started) and needed + growing > len(self._free):
+                break  # those after it, even if they are shorter, do not overtake it
+            row.kv = [self._free.pop() for _ in range(needed)]
+            self.running += 1
+            started.append(row)
+        if started:
+            self._model.cache.clear([page for row in started for page in row.kv])
+        return started
+
+    def _record(self, rows: Sequence[RunningRequest], places: Sequence[tuple[int, int]]) -> None:
+        """Record the experts of the last pass, if they are; `places` are first and number of its inputs."""
+        chosen = self._model.experts_of_pass(len(rows))
+        if chosen is None:
+            return
+        for row, (first, count), experts in zip(rows, places, chosen.unbind(1), strict=True):
+            row.record(first, experts[:count].numpy().astype(np.uint16))
+
+    def _batches(self, rows: Sequence[RunningRequest]) -> Iterator[list[RunningRequest]]:
+        """Yield batches of rows of similar lengths, so that little is padded."""
+        batch: list[RunningRequest] = []
+        for row in sorted(rows, key=lambda row: row.length):
+            if (len(batch) + 1) * row.length > self._batch_tokens and batch:
+                yield batch
+                batch = []
+            batch.append(row)
+        if batch:
+            yield batch
+
+
+def _most_pages(row: RunningRequest) -> int:
+    """Return the pages of a row at its end, when its last token has been sampled but not been an input."""
+    return pages_for(len(row.request.prompt) + row.request.sampling.max_tokens - 1)

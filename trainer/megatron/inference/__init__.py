@@ -1,0 +1,1 @@
+"""Generates with the training model, from a paged KV cache."""

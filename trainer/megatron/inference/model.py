@@ -1,0 +1,204 @@
+"""Generates with the training model: a GPTModel with a paged KV cache, one step at a time.
+
+megatron-core's own static engine runs a batch to its end, with one length for all rows. Here each sequence
+has its own length and pages: requests start and end between two steps, and weights may change there.
+
+Shapes: B sequences that get one token each; N sequences, S tokens of the longest; V vocabulary.
+"""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from protocol.errors import SettingsError
+from trainer.config import ParallelConfig
+from trainer.megatron import cpu, parallel
+from trainer.megatron.convert.reshard import stretch
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.stages import export_plan
+from trainer.megatron.inference.attention import CachedCore, CachedLatentAttention, CachedSelfAttention
+from trainer.megatron.inference.cache import PagedCache, page_bytes, pages_for
+from trainer.megatron.layers.experts.replay import RouterRecorder
+from trainer.megatron.layout import Layout, Place
+from trainer.megatron.loading import load_checkpoint
+from trainer.megatron.model import DTYPES, PackedModel, build_model, transformer_config
+from trainer.megatron.sharing import buffers_of, parts_of
+
+INITIAL_DEVIATION = 0.02
+"""Standard deviation of the random weights of a model without a checkpoint."""
+
+
+class OutputRows:
+    """A selection of the rows whose logits are computed, so that prompts and padding are free.
+
+    Set `index` (int64 [T] into the flattened [S, B]) before a forward pass; the model then returns logits [1,
+    T, V / P].
+    """
+
+    def __init__(self, model: GPTModel) -> None:
+        self.index: torch.Tensor | None = None
+        model.output_layer.register_forward_pre_hook(self._select)
+
+    def _select(
+        self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...] | None:
+        if self.index is None:
+            return None
+        hidden = inputs[0]
+        return hidden.flatten(0, 1).index_select(0, self.index).unsqueeze(1), *inputs[1:]
+
+
+class CachedModel:
+    """The whole model on one rank, alone or together with other users of megatron-core. Not thread-safe."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        running: int,
+        length: int,
+        buffer_bytes: int = 0,
+        records_experts: bool = False,
+    ) -> None:
+        """Load a checkpoint; a directory without one gives random weights.
+
+        Args:
+            model_dir: directory with config.json, and safetensors if it is a checkpoint.
+            dtype: one of `DTYPES`.
+            running: most sequences at a time.
+            length: tokens of the longest sequence.
+            buffer_bytes: limit of the KV cache, which otherwise holds `running` sequences of `length`; 0 is
+                no limit.
+            records_experts: whether `experts_of_pass` tells which experts were chosen.
+
+        Raises:
+            SettingsError: the model is not supported, or the buffer does not hold one sequence of `length`.
+            RuntimeError: there is no room for the parameters or the cache.
+        """
+        self.architecture = read_architecture(model_dir)
+        self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes)
+        """Pages of the KV cache, enough for one sequence of `length` at least."""
+        layout = Layout.of(ParallelConfig(), self.architecture.layers)
+        self._plan = {plan.name: plan for plan in export_plan(self.architecture, layout)}
+        self.shapes = {name: plan.shape for name, plan in self._plan.items()}
+        """Checkpoint name -> shape."""
+        cpu.install()
+        position = parallel.initialize(ParallelConfig(), "auto", 0)
+        self._closed = False
+        try:
+            self.module = _build(self.architecture, position, DTYPES[dtype])
+            self._recorder = RouterRecorder(self.module) if records_experts else None
+            self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+            self._fill(model_dir, layout)
+            self.cache = PagedCache(
+                self.pages, length, self.architecture, next(iter(self.parameters.values()))
+            )
+        except BaseException:
+            self.close()
+            raise
+        self._windows = {self.architecture.window_of(layer) for layer in range(self.architecture.layers)}
+        self._rows = OutputRows(self.module)
+        self._device = position.device
+
+    def _fill(self, model_dir: Path, layout: Layout) -> None:
+        if any(model_dir.glob("*.safetensors")):
+            load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
+            return
+        for parameter in self.parameters.values():
+            parameter.normal_(0, INITIAL_DEVIATION)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy whole checkpoint tensors into the parameters, by the plan of the trainer's export."""
+        for name, tensor in tensors:
+            plan = self._plan[name]
+            for piece in plan.pieces:
+                held = self.parameters[plan.parameter]
+                rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix)
+                rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix))
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return checkpoint name -> the view of a parameter that is the tensor, see `matches_layout`."""
+        return parts_of(self._plan.values(), self.parameters)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the tensors other than parameters that it computes with."""
+        return buffers_of(self.module)
+
+    @torch.no_grad()
+    def prefill(self, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Fill the cache with N sequences; returns logits [N, V] after the end of each.
+
+        Args:
+            sequences: token ids.
+            tables: pages of each sequence, cleared, enough for its tokens.
+        """
+        lengths = list(map(len, sequences))
+        longest, count = max(lengths), len(sequences)
+        tokens = torch.tensor(
+            [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences], device=self._device
+        )
+        self.cache.begin_prefill(tables, lengths, self.module.rotaries)
+        places = [(length - 1) * count + number for number, length in enumerate(lengths)]
+        self._rows.index = torch.tensor(places, device=self._device)
+        return self._logits(tokens, None)[0]
+
+    @torch.no_grad()
+    def decode(
+        self, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Append a token to each of B sequences; returns logits [B, V] after it.
+
+        Args:
+            tokens: one for each sequence.
+            lengths: tokens that the cache holds of each before.
+            tables: pages of each sequence, cleared before their first use, enough for the token too.
+        """
+        self.cache.begin_decode(tables, lengths, self.module.rotaries)
+        self._rows.index = None
+        ids = torch.tensor(tokens, device=self._device)[:, None]
+        return self._logits(ids, self.cache.masks(self._windows))[:, 0]
+
+    def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
+        """Return the experts of the last pass, int64 [S, N, layers with experts, k] on the host.
+
+        S tokens of each of N `sequences`, 1 of each if it was not a prefill. None if they are not recorded.
+        """
+        return None if self._recorder is None else self._recorder.take().unflatten(0, (-1, sequences))
+
+    def close(self) -> None:
+        """Leave the process groups. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            parallel.finalize()
+
+    def _logits(self, tokens: torch.Tensor, masks: dict[int, torch.Tensor] | None) -> torch.Tensor:
+        found: torch.Tensor = self.module(
+            tokens, None, masks, inference_context=self.cache, runtime_gather_output=True
+        )
+        return found
+
+
+def _build(architecture: Architecture, position: parallel.Position, dtype: torch.dtype) -> PackedModel:
+    config = transformer_config(architecture, position, dtype)
+    attention = CachedLatentAttention if architecture.latent else CachedSelfAttention
+    model = build_model(architecture, config, position, attention=attention, core_attention=CachedCore)
+    return model.eval().requires_grad_(False)
+
+
+def _pages(architecture: Architecture, itemsize: int, length: int, running: int, buffer_bytes: int) -> int:
+    """Return how many pages the KV cache has."""
+    longest, each = pages_for(length), page_bytes(architecture, itemsize)
+    if 0 < buffer_bytes < longest * each:
+        raise SettingsError(
+            f"the KV cache of one sequence of {length} tokens takes {longest * each / 2**30:.3g} GiB, the "
+            f"buffer has {buffer_bytes / 2**30:.3g}"
+        )
+    needed = running * longest
+    return min(needed, buffer_bytes // each) if buffer_bytes else needed
