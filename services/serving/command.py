@@ -1,6 +1,5 @@
 """Defines `tether serve`, which serves a model to clients of the OpenAI API."""
 
-import asyncio
 import dataclasses
 import json
 from typing import Annotated
@@ -26,6 +25,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model, or the versions of a run, to clients of the OpenAI API, until Ctrl-C."""
+    import asyncio
+
     from services.runtime.errors import configure_logging
     from services.runtime.event_loop import run_loop
     from services.serving.service import serve_until_signal

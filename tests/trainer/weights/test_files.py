@@ -37,7 +37,7 @@ def test_shm_files_hold_the_buckets(tmp_path: Path) -> None:
     manifest = sender.publish("e1", 12, weights())
     version = tmp_path / "v00000012-e1"
     assert manifest.location == str(version)
-    assert names(version) == ["bucket_00000.bin"]
+    assert names(version) == ["bucket_00000.bin", "manifest.json"]
     assert (version / "bucket_00000.bin").stat().st_size == manifest.buckets[0] == 4032 + 30
     assert names(tmp_path) == ["owner.pid", version.name]
     sender.close()
