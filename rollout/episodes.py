@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.user_code import located
@@ -19,6 +19,7 @@ from rollout.environments.base import Environment
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sample import NOTHING_READ, EpisodeOver, PromptTokens, Sample
+from rollout.seeds import seed_within
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.record import Recording
 from rollout.strays import Strays
@@ -121,6 +122,7 @@ class Episodes:
         began = time.monotonic()
         recorded = self.recording is not None and self.environment.has_calls
         record = self.recording.sample(index) if self.recording is not None and recorded else None
+        sampling = replace(self.sampling, seed=seed_within(self.sampling.seed, index))
         last = self.config.attempts
         for attempt in itertools.count():
             left_s = began + self.config.episode_s - time.monotonic()
@@ -128,7 +130,7 @@ class Episodes:
                 break
             ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
             calls = ModelCalls(
-                self.engine, self.sampling, self.config, self.max_model_len, ids, self.ended, record,
+                self.engine, sampling, self.config, self.max_model_len, ids, self.ended, record,
                 self.renderer,
             )  # fmt: skip
             result = await self._reported(index, attempt, calls, left_s)

@@ -18,6 +18,7 @@ from protocol.host.privacy import keep_private
 from services.runtime.errors import configure_logging, describe_error
 from services.serving.command import serve
 from services.tools.push import push
+from services.tools.recorded.commands import bisect, replay
 
 if TYPE_CHECKING:
     from services.settings.sections import Settings
@@ -207,26 +208,6 @@ def verify(
 
 
 @app.command()
-def replay(
-    run_dir: RunDir,
-    step: Annotated[int, typer.Option(help="the step that started from version K", metavar="K")],
-    train: Annotated[
-        bool, typer.Option("--train", help="repeat the steps from the nearest checkpoint, compare the loss")
-    ] = False,
-    set_: Overrides = None,
-    as_json: AsJson = False,
-) -> None:
-    """Rebuild the batch of a past step from log and archive; exit code 1 if it is not what was trained."""
-    from services.settings.load import run_settings
-    from services.tools.replay import render_replay, replay_step
-
-    facts = replay_step(run_settings(run_dir), step, train=train, overrides=set_ or [])
-    _show(facts, as_json, render_replay)
-    if not facts["equal"] or not facts.get("train", facts)["equal"]:
-        raise typer.Exit(1)
-
-
-@app.command()
 def trace(
     run_dir: RunDir,
     group: Annotated[int | None, typer.Argument(help="number of the group")] = None,
@@ -361,8 +342,8 @@ def evaluate(
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
 
 
-app.command()(push)
-app.command()(serve)
+for command in (bisect, push, replay, serve):
+    app.command()(command)
 
 
 def _given(options: Mapping[str, object]) -> list[str]:
@@ -374,8 +355,7 @@ def _given(options: Mapping[str, object]) -> list[str]:
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
     from services.tools.evaluate import render_scores, score_run
 
-    scores = score_run(settings, checkpoints)
-    _show(scores, as_json, render_scores)
+    _show(score_run(settings, checkpoints), as_json, render_scores)
 
 
 def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:

@@ -201,7 +201,7 @@ class TrainerConfig:
     process_group_timeout_s: Annotated[float, Interval(ge=1, le=10**6)] = 600.0
     """megatron, fsdp: seconds that a rank waits for the others in a collective before the trainer ends."""
     seed: Annotated[int, Interval(ge=0, le=2**63 - 1)] = 0
-    """Seed of the trainer's random numbers."""
+    """Seed of the trainer's random numbers; with `run.deterministic` of the samples', too."""
     publish_every: Annotated[int, Interval(ge=0, le=10**6)] = 1
     """Versions from one that engines get to the next: they generate with it until then, and
     `bound.max_staleness` has to be at least one less. 0: never, so that all samples are of the initial

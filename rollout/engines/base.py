@@ -67,6 +67,9 @@ class EngineConfig:
     history_always (also while it is slower, to measure). Tokens and log-probabilities stay the model's."""
     num_speculative_tokens: Annotated[int, Interval(ge=1, le=32)] = 8
     """vllm: most tokens of a draft."""
+    batch_invariant: bool = False
+    """hf, vllm: compute each request in passes of its own, so that its bits do not depend on what runs beside
+    it; several times slower. Set by `run.deterministic`."""
     staging_mb: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Memory for the staging copy of the weights on each rank, MiB. 0: as much as the parameters take."""
     threads: Annotated[int, Interval(ge=1, le=4096)] = 1

@@ -33,6 +33,8 @@ class EngineEntry(Entry):
     """Whether it records the experts that a model chose, for `trainer.routing_replay`; vLLM only on a GPU."""
     drafts: bool = False
     """Whether it verifies drafts, for `engine.drafts`."""
+    batch_invariant: bool = False
+    """Whether it has `engine.batch_invariant`, and seeds of single requests."""
     arguments: str = ""
     """Module with the table of arguments that are refused in `[engine.arguments]`; empty: it takes none."""
     shares_with: str = ""
@@ -46,6 +48,7 @@ ENGINES = Registry(
             serves_adapters=True,
             can_sleep=True,
             records_experts=True,
+            batch_invariant=True,
             shares_with="reference",
         ),
         "megatron": EngineEntry(
@@ -71,6 +74,7 @@ ENGINES = Registry(
             started_to_sleep=True,
             records_experts=True,
             drafts=True,
+            batch_invariant=True,
             arguments="rollout.engines.vllm.arguments",
             shares_with="reference",
         ),

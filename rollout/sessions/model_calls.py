@@ -11,6 +11,7 @@ from rollout.engines.base import Completion, Engine, Request, Sampling
 from rollout.off_loop import TOKEN, off_loop
 from rollout.render import Renderer
 from rollout.sample import NOTHING_READ, EpisodeOver
+from rollout.seeds import seed_within
 from rollout.sessions.record import SampleRecord
 from rollout.sessions.sampling import RequestSampling, SamplingRules
 
@@ -72,7 +73,8 @@ class ModelCalls:
         if self._over:
             raise RuntimeError(OVER)
         limit = self._limit(len(tokens), max_tokens)
-        sampling = self.sampling if own is None else own.applied(self.sampling)
+        sampling = replace(self.sampling, seed=seed_within(self.sampling.seed, self._asked))
+        sampling = sampling if own is None else own.applied(sampling)
         request = Request(
             self.name.replace("{turn}", str(self._asked)), tokens, replace(sampling, max_tokens=limit)
         )

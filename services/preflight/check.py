@@ -30,7 +30,12 @@ from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem, refusals
 from services.preflight.rewards import trial_problems, verifier_problems
 from services.preflight.roles import algorithm_problems, role_problems
-from services.preflight.sampling import distribution_problems, group_problems, length_problems
+from services.preflight.sampling import (
+    determinism_problems,
+    distribution_problems,
+    group_problems,
+    length_problems,
+)
 from services.preflight.session_endpoint import session_endpoint_problems
 from services.runtime.user_modules import add_user_modules
 from services.settings.automatic import visible_gpus
@@ -69,7 +74,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     """
     modules = add_user_modules(settings)
     problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
-    problems += length_problems(settings)
+    problems += [*length_problems(settings), *determinism_problems(settings)]
     problems += session_endpoint_problems(settings)
     problems += refusals(_check_environment, settings)
     source: PromptSource | None = None

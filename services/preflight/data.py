@@ -18,9 +18,17 @@ SAMPLE = 16
 
 
 def stream_problems(settings: Settings, source: PromptSource) -> Iterator[Problem]:
-    """Yield the problem if one pass of the prompts is smaller than a step."""
+    """Yield problems if a pass of the prompts is smaller than a step, or a run that repeats needs more."""
     groups, passes = settings.bound.groups_per_step, settings.prompts.passes
     size = source.size
+    if settings.run.deterministic and size is not None and size < settings.run.steps * groups:
+        yield Problem(
+            f"run.deterministic needs prompts for all steps, {settings.run.steps * groups}, and there are "
+            f"{size}",
+            f"set it to {size // groups} or less, or give more prompts or prompts.passes",
+            "run.steps",
+            settings.run.steps,
+        )
     if size is None or not passes or groups <= size // passes:
         return
     yield Problem(

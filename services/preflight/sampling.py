@@ -1,4 +1,4 @@
-"""Finds sampling settings under which training would be wrong or without effect, and lengths that do not fit.
+"""Finds sampling settings with which training would be wrong or vain, or could not be repeated.
 
 The trainer computes log-probabilities over the whole vocabulary at `sampling.temperature`. Engines must
 sample from the same distribution: an importance ratio between two different ones is wrong at every token.
@@ -6,8 +6,11 @@ sample from the same distribution: an importance ratio between two different one
 
 from collections.abc import Iterator
 
+from protocol.staleness import Policy
 from rollout.config import MIN_TEMPERATURE, SamplingConfig
+from rollout.engines.registry import ENGINES
 from services.preflight.problem import Problem
+from services.settings.engine_pool import engine_names
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS
 
@@ -76,3 +79,36 @@ def length_problems(settings: Settings) -> Iterator[Problem]:
             "render.max_prompt_tokens",
             longest,
         )
+
+
+def determinism_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield the settings with which `run.deterministic` could not be kept."""
+    if settings.run.deterministic:
+        for reason in _differences_of_runs(settings):
+            yield Problem(f"setting run.deterministic: {reason}")
+
+
+def _differences_of_runs(settings: Settings) -> Iterator[str]:
+    """Yield why two runs of these settings would differ."""
+    invariant = ENGINES.having("batch_invariant")
+    for name in engine_names(settings.engine, settings.services.pool):
+        if name not in invariant:
+            yield (
+                f"tokens of engine {name!r} depend on what runs beside them, or it has no seeds of single "
+                f"requests; use {' or '.join(invariant)}"
+            )
+    if settings.services.pool:
+        yield "engines of a services.pool differ in rounding, and any of them may get a group; leave it out"
+    if settings.bound.staleness_policy is not Policy.WAIT:
+        yield (
+            f"with bound.staleness_policy {str(settings.bound.staleness_policy)!r} the slowest groups "
+            "decide what is trained; it has to be 'wait'"
+        )
+    if settings.algorithm.filter_groups:
+        yield "algorithm.filter_groups gives places to other prompts as soon as they are free; leave it out"
+    if settings.trainer.publish_every != 1:
+        yield f"trainer.publish_every is {settings.trainer.publish_every}; it has to be 1"
+    if settings.colocated.enabled:
+        yield "colocated.enabled lets trainer and engines take turns by time; leave it out"
+    if settings.engine.drafts != "off":
+        yield "with engine.drafts the drafts decide how many random numbers a seed is used for; leave it out"

@@ -21,6 +21,7 @@ from rollout.episodes import EpisodeReport
 from rollout.generate import ENGINE, failure_reason, generate_group
 from rollout.prompts.base import PromptSource
 from rollout.render import Renderer
+from rollout.seeds import seed_within
 from rollout.sessions.record import Recording
 from rollout.strays import Strays
 from services.bus.sender import Declined, Sender
@@ -288,6 +289,7 @@ class GroupRunner:
                         top_p=settings.top_p,
                         top_k=settings.top_k,
                         stop_token_ids=self._renderer.stop_token_ids,
+                        seed=seed_within(self._process.settings.sampling_seed, lease.group),
                     ),
                     config=self._process.settings.environment,
                     max_model_len=self._process.settings.engine.max_model_len,

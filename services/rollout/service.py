@@ -198,7 +198,9 @@ async def _senders(process: Process, environment: Environment) -> AsyncIterator[
     """Connect to reward workers and, where calls are recorded, to the ingest."""
     async with contextlib.AsyncExitStack() as stack:
         rollouts = await stack.enter_async_context(_sender(process, ROLLOUTS))
-        calls = await stack.enter_async_context(_sender(process, CALLS)) if environment.has_calls else None
+        # a recorded call of an earlier lease would be context, one that is generated again is trained
+        recorded = environment.has_calls and not process.settings.run.deterministic
+        calls = await stack.enter_async_context(_sender(process, CALLS)) if recorded else None
         yield rollouts, calls
 
 
@@ -230,7 +232,7 @@ def _device(settings: Settings, engine: Engine) -> DeviceLock:
 
 
 def _engine_config(settings: Settings) -> EngineConfig:
-    """Return the engine's section with what other sections ask of it.
+    """Return the engine's section with the requirements of other sections.
 
     On a shared GPU, sleep is enabled where an engine needs it at start.
     """
@@ -239,6 +241,7 @@ def _engine_config(settings: Settings) -> EngineConfig:
     return dataclasses.replace(
         engine,
         enable_sleep_mode=engine.enable_sleep_mode or sleeps,
+        batch_invariant=engine.batch_invariant or settings.run.deterministic,
         enable_return_routed_experts=engine.enable_return_routed_experts or settings.trainer.routing_replay,
     )
 

@@ -51,6 +51,10 @@ class RunConfig:
     """Directory that everything of the run is written to. Empty: runs/NAME in the working directory."""
     steps: Annotated[int, Interval(ge=1, le=10**9)] = set_first(100)
     """Optimizer steps after which the run is done."""
+    deterministic: bool = False
+    """Make a run that can be repeated bit for bit, whatever workers there are and whichever die: the groups
+    of a step are generated with the version E steps before it, and samples draw their random numbers by
+    `trainer.seed`, group and place (docs/reproducible.md)."""
     remote: str = ""
     """URL of a directory that checkpoints and exports are copied to, by fsspec: s3://BUCKET/RUN, gs://...,
     file:///... What it needs to log in comes from the environment. With an empty run directory the run is
@@ -247,6 +251,11 @@ class Settings:
     def ranks_per_host(self) -> int:
         """Processes of the trainer on one of its hosts, each of which has a GPU."""
         return -(-self.trainer_ranks // max(1, self.cluster.nodes))
+
+    @property
+    def sampling_seed(self) -> int | None:
+        """Seed of the samples' random numbers; None: engines choose."""
+        return self.trainer.seed if self.run.deterministic else None
 
     @property
     def context_tokens(self) -> int:

@@ -15,7 +15,7 @@ from services.run_record.steps import read_steps
 from services.runtime.user_modules import add_user_modules
 from services.settings.load import load_settings, run_settings
 from services.settings.sections import Settings
-from services.tools.replay import RecordedRun
+from services.tools.recorded.run import RecordedRun
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.registry import make_algorithm
 from trainer.step.probe import Probed, probe, probe_made

@@ -31,6 +31,7 @@ from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger_recovery.journal_entries import commit_entry
 from services.runtime.writing import until_written
 from services.trainer.checkpointing import Checkpointer
+from services.trainer.lockstep import generated_before, misplaced
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.snapshots import Snapshots
@@ -96,10 +97,15 @@ class TrainLoop:
             if not await self._runner.engine_ready(self._model.published):
                 break
             try:
-                status = await self._step(batch)
+                made = await self._step(batch)
             except MissingRecords as missing:
                 with self._process.working(f"gives the batch of step {batch.step} back"):
                     self._model = await reclaim(self._run, self._runner, self._model, missing)
+                continue
+            if made is None:  # the model has the weights of a step that is not committed
+                await self._checkpointer.finish()
+                return
+            status = made
         await self._checkpointer.finish()
         if self._checkpointer.is_owed and not self._process.stop.is_set():
             await self._checkpointer.checkpoint(status, self._model.digest)
@@ -108,10 +114,14 @@ class TrainLoop:
 
     async def _take(self) -> Taken | None:
         """Wait for the next batch; None if the process is to stop or no more groups can come."""
-        delay = TAKE_POLL_S[0]
+        delay, is_ordered = TAKE_POLL_S[0], self._process.settings.run.deterministic
+        if is_ordered and self._model.version == 0 and not await generated_before(self._process, 1):
+            return None
         with self._process.waiting("groups") as set_detail:
             while not self._process.stop.is_set():
                 self._checkpointer.check()
+                if is_ordered and (await self._process.ledger.status()).draining:
+                    return None  # the groups that are there may be fewer than a step's
                 try:
                     return await self._process.ledger.take(self._run.epoch)
                 except Refused as refusal:
@@ -130,19 +140,28 @@ class TrainLoop:
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
         return None
 
-    async def _step(self, batch: Taken) -> LedgerStatus:
-        """Make a step of a batch; returns the ledger's status after its commit.
+    async def _step(self, batch: Taken) -> LedgerStatus | None:
+        """Make a step of a batch; returns the ledger's status after its commit, None if it is given up.
+
+        A run with `run.deterministic` gives it up if groups of its version will not be generated now.
 
         Raises:
             MissingRecords: a group cannot be trained; the weights are unchanged.
         """
+        settings = self._process.settings
         version, bound = batch.step + 1, (await self._process.ledger.status()).bound
+        if settings.run.deterministic and (cause := misplaced(batch, settings.bound)):
+            await self._halt(cause)
         publishes = self._is_published(version, bound)
         with self._process.working(f"step {batch.step}"):
             step = await self._train(batch, bound, publishes=publishes)
         with self._process.working(f"publishes version {version}"), self._clock.part("publish"):
             manifest = await self._publish(version) if publishes else None
             digest = manifest.digest if manifest else await self._runner.digest()
+        if settings.run.deterministic:
+            with self._clock.part("wait"):
+                if not await generated_before(self._process, version):
+                    return None
         peers = await self._process.ledger.peers()
         before = await self._process.ledger.status()
         report = self._reporter.report(
@@ -158,14 +177,13 @@ class TrainLoop:
         await self._announce(manifest, report, status, peers)
         with self._clock.part("checkpoint"):
             await self._snapshots.take(version, digest, is_last=status.done)
-            is_due = report.version % self._process.settings.trainer.checkpoint_every == 0
+            is_due = report.version % settings.trainer.checkpoint_every == 0
             if is_due or status.done or self._checkpointer.is_owed:
                 with self._process.working(f"saves version {report.version}"):
                     await self._checkpointer.checkpoint(status, digest)
         self._reporter.record(report)
-        trainer = self._process.settings.trainer
-        mismatch = excess_mismatch(report.step, step.stats, trainer)
-        if mismatch and trainer.mismatch_action == "stop":
+        mismatch = excess_mismatch(report.step, step.stats, settings.trainer)
+        if mismatch and settings.trainer.mismatch_action == "stop":
             await self._halt(mismatch)
         if cause := self._skips.cause_after(report.skipped):
             await self._halt(cause)

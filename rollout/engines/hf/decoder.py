@@ -20,9 +20,19 @@ class PaddingDecoder:
     `RunningRequest.kv` holds the keys and values of the prompt and all tokens but the last.
     """
 
-    def __init__(self, model: torch.nn.Module, recorder: ExpertRecorder | None = None) -> None:
-        """Decode with a model; `recorder` is one of its routers, if their choices are wanted."""
+    def __init__(
+        self, model: torch.nn.Module, recorder: ExpertRecorder | None = None, batch_rows: int | None = None
+    ) -> None:
+        """Decode with a model.
+
+        Args:
+            model: of transformers.
+            recorder: of its routers, if their choices are wanted.
+            batch_rows: most rows of one pass; None: all. Products of matrices round otherwise with other
+                numbers of rows, so only passes of 1 do not depend on what else runs.
+        """
         self._model: Any = model
+        self._batch_rows = batch_rows
         self._recorder = recorder
         self._device = next(model.parameters()).device
 
@@ -34,10 +44,11 @@ class PaddingDecoder:
             (fresh, self._prefill),
             ([row for row in rows if row.kv is not None], self._decode),
         ):
-            if not batch:
-                continue
-            for row, logits in zip(batch, forward(batch), strict=True):
-                row.take(logits, version)
+            size = self._batch_rows or len(batch)
+            for first in range(0, len(batch), size or 1):
+                part = batch[first : first + size]
+                for row, logits in zip(part, forward(part), strict=True):
+                    row.take(logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""

@@ -77,7 +77,7 @@ class HFEngine(InProcessEngine):
 
     def _decoder(self, model: Any) -> PaddingDecoder:
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
-        return PaddingDecoder(model, recorder)
+        return PaddingDecoder(model, recorder, batch_rows=1 if self._config.batch_invariant else None)
 
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:

@@ -44,6 +44,9 @@ DRAFTS = {
 """`engine.drafts` -> the class of the proposer in vLLM's model runner."""
 SHARED_FILES = ("vllm_dist_", "psm_")
 """How names of vLLM's files in /dev/shm begin."""
+ALONE = {"max_num_seqs": 1, "enable_prefix_caching": False}
+"""Arguments with which a request's bits do not depend on others: products of matrices round otherwise with
+other numbers of rows, also on a CPU, and a prefix from the cache was computed in another pass."""
 GRAPHS = 512
 """Largest batch for which vLLM captures CUDA graphs by itself."""
 EXIT_GRACE_S = 1.0
@@ -226,8 +229,7 @@ def engine_arguments(
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_running,
         "logprobs_mode": "processed_logprobs",
-        # not the sampling defaults of the model's generation_config.json (top_k, repetition_penalty ...)
-        "generation_config": "vllm",
+        "generation_config": "vllm",  # not the model's own sampling defaults
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "worker_extension_cls": worker_extension,
@@ -236,6 +238,7 @@ def engine_arguments(
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
         **({"speculative_config": speculation(config)} if config.drafts != "off" else {}),
+        **(ALONE if config.batch_invariant else {}),
         **memory,
         **kernels,
         **lora_arguments(lora, model_dir),

@@ -10,9 +10,13 @@ from rollout.config import SamplingConfig
 from rollout.engines.base import Sampling
 from rollout.engines.sampling import sampled_distribution
 from services.preflight.problem import Problem, refuse
-from services.preflight.sampling import distribution_problems, group_problems
+from services.preflight.sampling import determinism_problems, distribution_problems, group_problems
 from services.settings.load import load_settings
+from tests.integration.loop import ROOT
 from trainer.functional.logprobs import token_logprobs
+
+DEMO = str(ROOT / "deploy/configs/demo.toml")
+REPEATED = ["run.deterministic=true", "bound.staleness_policy=wait"]
 
 
 def refused(**values: float) -> list[str]:
@@ -85,3 +89,25 @@ def test_refuse_states_the_first_problem_and_counts_the_others() -> None:
     with pytest.raises(SettingsError) as caught:
         refuse(problems)
     assert str(caught.value) == ("setting a.b = 3: it is wrong; change it (2 more: `tether check` lists all)")
+
+
+def test_the_demo_can_be_repeated() -> None:
+    assert list(determinism_problems(load_settings(DEMO, REPEATED, environ={}))) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ("engine.name=sglang", "'sglang'"),
+        ("engine.name=megatron", "'megatron'"),
+        ("bound.staleness_policy=mask", "bound.staleness_policy 'mask'"),
+        ("algorithm.filter_groups=true", "algorithm.filter_groups"),
+        ("trainer.publish_every=2", "trainer.publish_every is 2"),
+        ("engine.drafts=history", "engine.drafts"),
+        ("services.pool=[{count=2}]", "services.pool"),
+    ],
+)
+def test_setting_that_lets_speed_decide_is_refused(changed: str, named: str) -> None:
+    problems = list(determinism_problems(load_settings(DEMO, [*REPEATED, changed], environ={})))
+    assert any(named in str(problem) for problem in problems)
+    assert all(str(problem).startswith("setting run.deterministic: ") for problem in problems)

@@ -10,7 +10,7 @@ from protocol.messages import ScoredRollout
 from services.run_record.samples import SampleBrowser
 from services.run_record.tail import EventTail
 from services.settings.load import run_settings
-from services.tools.replay import RecordedRun
+from services.tools.recorded.run import RecordedRun
 from tests.services.monitor.runs import recorded_run
 
 

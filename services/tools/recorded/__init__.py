@@ -1,0 +1,1 @@
+"""Reads and compares runs as their directories record them."""

@@ -1,0 +1,157 @@
+"""Finds the first step of two runs that ended with different weights, and what differs first in it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from protocol.codec import decode_payload
+from protocol.messages import Rollout, ScoredRollout
+from services.settings.load import run_settings
+from services.settings.resume import differences
+from services.settings.resume_rules import NOT_COMPARED
+from services.tools.recorded.run import RecordedRun
+
+SHOWN = 8
+"""Settings that are shown at most."""
+FIELDS = (("tokens", "token"), ("loss_mask", "mask"), ("logprobs", "log-probability"))
+"""Values of each token that are compared, and their names."""
+Found = tuple[str, str, str]
+"""Name and place of a value, and the value in both runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of two runs."""
+
+    step: int
+    """The first step that ended with different weights; the version that it started from is equal."""
+    what: str
+    """Name and place of the first value that differs in it."""
+    values: tuple[str, str]
+    """In the first run, and in the second."""
+
+
+def compare_runs(first: Path, second: Path) -> dict[str, Any]:
+    """Compare two runs, live or over, step by step.
+
+    Returns:
+        `versions`: how many versions after the initial one are equal; `made`: steps of each run; `settings`:
+        the differing ones; `difference`: the fields of `Difference`, or None.
+
+    Raises:
+        SettingsError: a run has no event log, or the records of the step in question were removed.
+    """
+    settings = (run_settings(first), run_settings(second))
+    changes = [change for change in differences(*settings) if change.dotted not in NOT_COMPARED]
+    every = range(max(each.run.steps for each in settings))
+    runs = [RecordedRun(each, every) for each in settings]
+    made = [len(run.steps) for run in runs]
+    step = next((step for step in range(min(made)) if len({*_digests(runs, step)}) > 1), None)
+    return {
+        "versions": min(made) if step is None else step,
+        "made": made,
+        "settings": [str(change) for change in changes],
+        "difference": None if step is None else asdict(_first_difference(runs, step)),
+    }
+
+
+def render_comparison(facts: dict[str, Any], runs: tuple[Path, Path]) -> str:
+    """Return the result of `compare_runs` as text."""
+    made, found = facts["made"], facts["difference"]
+    shown, more = facts["settings"][:SHOWN], len(facts["settings"]) - SHOWN
+    lines = [
+        f"equal up to version {facts['versions']}; steps made: {made[0]} in {runs[0]}, {made[1]} in {runs[1]}"
+    ]
+    if shown:
+        lines.append(f"settings: {', '.join(shown)}" + (f" and {more} more" if more > 0 else ""))
+    if found:
+        lines.append(f"step {found['step']} differs first: {found['what']}")
+        lines += [f"  {value}  in {run}" for value, run in zip(found["values"], runs, strict=True)]
+    return "\n".join(lines)
+
+
+def _digests(runs: Sequence[RecordedRun], step: int) -> tuple[str, str]:
+    ours, theirs = (str(run.step(step).record.digest) for run in runs)
+    return ours, theirs
+
+
+def _first_difference(runs: Sequence[RecordedRun], step: int) -> Difference:
+    """Return the first difference of a step, whose weights differ."""
+    for found in (_batch_differences, _record_differences, _tensor_differences):
+        for what, ours, theirs in found(runs, step):
+            return Difference(step, what, (ours, theirs))
+    text = "the update: its batches are equal, and there is no export of both runs to compare tensors of"
+    return Difference(step, text, _digests(runs, step))
+
+
+def _batch_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
+    """Yield the places of a batch that have other groups, or groups of other versions."""
+    ours, theirs = (
+        [f"group {group.group} of version {group.version}" for group in run.step(step).record.groups]
+        for run in runs
+    )
+    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            yield f"place {place} of the batch", one, other
+    if len(ours) != len(theirs):
+        yield "groups of the batch", str(len(ours)), str(len(theirs))
+
+
+def _record_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
+    """Yield the differences of a step's groups, each in the order in which its values were made."""
+    for records in zip(*(run.command(step).records for run in runs), strict=True):
+        groups = [decode_payload(record) for record in records]
+        ours, theirs = (group for group in groups if isinstance(group, ScoredRollout))
+        for what, one, other in _rollout_differences(ours.rollout, theirs.rollout):
+            yield f"group {ours.rollout.group}, {what}", one, other
+        for sample, (one, other) in enumerate(zip(ours.rewards.numpy(), theirs.rewards.numpy(), strict=True)):
+            if one != other:
+                yield f"group {ours.rollout.group}, sample {sample}, reward", str(one), str(other)
+
+
+def _rollout_differences(ours: Rollout, theirs: Rollout) -> Iterator[Found]:
+    """Yield the differences of a group's prompt, tokens, log-probabilities and versions."""
+    if ours.prompt_tokens.numpy().tolist() != theirs.prompt_tokens.numpy().tolist():
+        yield "prompt", ours.prompt_text, theirs.prompt_text
+    if len(ours.lengths.numpy()) != len(theirs.lengths.numpy()):
+        yield "rows", str(len(ours.lengths.numpy())), str(len(theirs.lengths.numpy()))
+        return
+    samples = range(len(ours.lengths.numpy())) if ours.branches is None else ours.branches.numpy()[:, 0]
+    for field, name in FIELDS:
+        for row, (one, other) in enumerate(zip(_rows(ours, field), _rows(theirs, field), strict=True)):
+            both = min(len(one), len(other))
+            differing = np.flatnonzero(one[:both] != other[:both])
+            if len(differing):
+                place = int(differing[0])
+                yield f"sample {samples[row]}, row {row}, {name} {place}", str(one[place]), str(other[place])
+            elif len(one) != len(other):
+                yield f"sample {samples[row]}, row {row}, length", str(len(one)), str(len(other))
+    spans = (ours.spans.numpy().tolist(), theirs.spans.numpy().tolist())
+    if spans[0] != spans[1]:
+        yield "versions (row, end, version)", str(spans[0]), str(spans[1])
+
+
+def _rows(rollout: Rollout, field: str) -> list[NDArray[Any]]:
+    """Return a field of all tokens, row by row."""
+    return np.split(getattr(rollout, field).numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
+
+
+def _tensor_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
+    """Yield the differing tensors of the version after a step, if both runs have exported it."""
+    folders = [run.settings.run_dir / "exports" / f"step_{step + 1:08}" for run in runs]
+    for path in sorted(folders[0].glob("*.safetensors")):
+        if not (folders[1] / path.name).is_file():
+            return
+        ours, theirs = load_file(path), load_file(folders[1] / path.name)
+        for name, tensor in ours.items():
+            differing = (tensor != theirs[name]).flatten().nonzero()
+            if len(differing):
+                place = int(differing[0])
+                what = f"{len(differing)} of {tensor.numel()} values of {name}, first {place}"
+                one, other = (each.flatten()[place].item() for each in (tensor, theirs[name]))
+                yield what, str(one), str(other)

@@ -1,0 +1,102 @@
+"""Reads the steps of a run, live or finished, from its directory: event log, spool and archive."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from protocol.errors import SettingsError
+from services.ledger.event_log.archiver import FILE
+from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
+from services.ledger.interface import Taken
+from services.run_record.steps import read_steps
+from services.runtime.training import train_command
+from services.runtime.user_modules import add_user_modules
+from services.settings.sections import Settings
+from trainer.step.train_command import TrainCommand
+from trainer.storage.archive import Archive
+from trainer.storage.spool import Spool
+from trainer.storage.stored import MissingRecords
+
+
+class RecordedRun:
+    """The steps of a run, live or finished, as its directory records them."""
+
+    def __init__(self, settings: Settings, steps: range) -> None:
+        """Read the event log.
+
+        Args:
+            settings: of the run.
+            steps: the steps that will be asked for.
+
+        Raises:
+            SettingsError: there is no log, or events are missing in it.
+        """
+        self.settings = settings
+        add_user_modules(settings)
+        self._steps = committed_steps(read_events(settings.run_dir / FILE), steps)
+        self._archive = Archive(settings.run_dir / "archive")
+
+    @property
+    def steps(self) -> Sequence[int]:
+        """The steps of the log, oldest first."""
+        return tuple(self._steps)
+
+    def step(self, step: int) -> LoggedStep:
+        """Return what the log records of a step.
+
+        Raises:
+            SettingsError: the step was never made, or a rewind abandoned it.
+        """
+        if step not in self._steps:
+            raise SettingsError(
+                f"step {step} is not in the log of {self.settings.run_dir}: it was not made yet, or a rewind "
+                "abandoned it"
+            )
+        return self._steps[step]
+
+    def command(self, step: int, settings: Settings | None = None) -> TrainCommand:
+        """Return the command that the trainer ran for a step, with its records.
+
+        Args:
+            step: the step.
+            settings: under which the step is made; None: the run's.
+
+        Raises:
+            SettingsError: a record is neither in the spool nor in the archive; names the likely cause.
+        """
+        groups = self.step(step).record.groups
+        keys = [(group.group, group.token) for group in groups]
+        try:
+            records = self._records(step, keys)
+        except MissingRecords as missing:
+            held = self._archive.steps()
+            raise SettingsError(
+                f"step {step} cannot be built again: {missing}. "
+                f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; "
+                "trainer.archive_mb limits its size"
+            ) from None
+        return train_command(settings or self.settings, Taken(step, groups), records)
+
+    def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
+        """Read records from the spool, else from the archive.
+
+        In this order no step is missed that a live trainer moves from one to the other meanwhile.
+        """
+        path = self.settings.run_dir / "spool.sqlite"
+        causes = {}
+        if path.is_file():
+            with closing(Spool(path, read_only=True)) as spool:
+                try:
+                    return spool.get_many(keys)
+                except MissingRecords as error:
+                    causes = error.causes
+        try:
+            return self._archive.get(step, keys)
+        except MissingRecords as error:
+            raise MissingRecords(causes or error.causes) from None
+
+    def report(self, step: int) -> dict[str, Any]:
+        """Return the step's line in metrics.jsonl; empty if there is none of its epoch."""
+        epoch = self.step(step).record.epoch
+        lines = read_steps(self.settings.run_dir / "metrics.jsonl")
+        return next((line for line in lines if (line["step"], line["epoch"]) == (step, epoch)), {})

@@ -1,0 +1,61 @@
+"""Keeps a run with `run.deterministic` to the one order of work that can be repeated.
+
+Step k trains the groups from kB to (k + 1)B - 1, all of them generated with version max(0, k - E). The ledger
+leases groups in order, and rule F leaves room for the next E steps alone. So two waits suffice: the first
+step waits for the groups of the first E + 1 steps, and version k is committed once the groups of step k + E -
+1 are scored, the last ones that an engine generates with version k - 1. No engine changes its weights while
+it generates, and a group that is leased again gets the version that it had.
+"""
+
+import logging
+
+from protocol.lifecycle import GroupState
+from services.ledger.interface import Taken
+from services.runtime.process import Process
+from services.settings.sections import BoundConfig
+
+log = logging.getLogger("tether.trainer")
+
+REMEDY = (
+    "with run.deterministic no other may come instead, so this run cannot be repeated; restart it with "
+    "run.deterministic=false, or start a new one"
+)
+POLL_S = 0.02
+"""Seconds between two reads of the ledger."""
+
+
+async def generated_before(process: Process, version: int) -> bool:
+    """Wait until every group is scored that engines generate before they get `version`.
+
+    Returns:
+        False if they will not be scored now: the process is to stop, or the run drains.
+    """
+    settings = process.settings
+    bound, steps = settings.bound, settings.run.steps
+    due = min(version + bound.max_staleness, steps) * bound.groups_per_step
+    with process.waiting(f"the groups before version {version}"):
+        while not process.stop.is_set():
+            status = await process.ledger.status()
+            scored = status.trained + status.states[GroupState.SCORED] + status.states[GroupState.TAKEN]
+            if scored >= due and not status.dropped:
+                return True
+            if status.draining:
+                return False
+            if status.dropped and not status.halted:
+                cause = f"groups were dropped ({', '.join(status.dropped_by_reason)}): {REMEDY}"
+                log.error("run.halted cause=%s", cause)
+                await process.ledger.halt(status.epoch, cause)
+            await process.stopped_within(POLL_S)
+    return False
+
+
+def misplaced(batch: Taken, bound: BoundConfig) -> str:
+    """Return which group of a batch has not its place in the order, and why; empty if all have."""
+    first, version = batch.step * bound.groups_per_step, max(0, batch.step - bound.max_staleness)
+    for number, taken in enumerate(batch.groups, first):
+        if taken.group != number or taken.version != version:
+            return (
+                f"step {batch.step} got group {taken.group} of version {taken.version} in the place of group "
+                f"{number} of version {version}: {REMEDY}"
+            )
+    return ""
