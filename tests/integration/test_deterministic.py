@@ -15,7 +15,7 @@ from services.settings.load import dump_settings
 from services.tools.recorded.comparison import compare_runs
 from tests.changes import VLLM, slow_unless_changed
 from tests.integration.command import audit, pids, tether, tether_up, until
-from tests.integration.loop import ROOT, run_to_end, settings_for
+from tests.integration.loop import ROOT, run_to_end, running, settings_for
 
 STEPS, B, E = 8, 6, 2
 OVERRIDES = (
@@ -90,6 +90,19 @@ def test_a_run_is_the_same_after_kills(tmp_path: Path) -> None:
     assert audit(killed)["violations"] == []
     assert dict(commits(killed)) == dict(commits(whole))
     assert compare_runs(whole, killed)["difference"] is None
+
+
+@slow_unless_changed(*KILLS)
+async def test_a_run_that_was_drained_goes_on_as_if_it_was_not(tmp_path: Path) -> None:
+    whole, drained = await made(tmp_path / "whole"), tmp_path / "drained"
+    async with running(settings_for(drained, "demo.toml", *OVERRIDES)) as live, asyncio.timeout(120):
+        while (await live.ledger.status()).version < 3:  # noqa: ASYNC110 (the ledger tells nobody)
+            await asyncio.sleep(0.01)
+        await live.ledger.drain()
+        await live.trained.wait()
+        assert (await live.ledger.status()).version < STEPS
+    assert await made(drained) == drained
+    assert dict(commits(drained)) == dict(commits(whole))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
