@@ -31,6 +31,8 @@ class EngineEntry(Entry):
     """Whether it can sleep only if `enable_sleep_mode` is set when it starts; vLLM only on a GPU."""
     records_experts: bool = False
     """Whether it records the experts that a model chose, for `trainer.routing_replay`; vLLM only on a GPU."""
+    profiles: bool = False
+    """Whether torch.profiler can watch its ranks, for `engine.profile_versions`."""
     drafts: bool = False
     """Whether it verifies drafts, for `engine.drafts`."""
     arguments: str = ""
@@ -46,12 +48,14 @@ ENGINES = Registry(
             serves_adapters=True,
             can_sleep=True,
             records_experts=True,
+            profiles=True,
             shares_with="reference",
         ),
         "megatron": EngineEntry(
             "rollout.engines.megatron.engine:MegatronEngine",
             can_sleep=True,
             records_experts=True,
+            profiles=True,
             shares_with="megatron",
         ),
         "scripted": EngineEntry("rollout.engines.scripted:ScriptedEngine"),
@@ -61,6 +65,7 @@ ENGINES = Registry(
             can_sleep=True,
             started_to_sleep=True,
             records_experts=True,
+            profiles=True,
             arguments="rollout.engines.sglang.arguments",
         ),
         "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine"),
@@ -70,6 +75,7 @@ ENGINES = Registry(
             can_sleep=True,
             started_to_sleep=True,
             records_experts=True,
+            profiles=True,
             drafts=True,
             arguments="rollout.engines.vllm.arguments",
             shares_with="reference",
