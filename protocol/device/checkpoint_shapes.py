@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_build_lock import MODEL_BUILDING
+from protocol.device.hf_models import MODEL_BUILDING
 from protocol.errors import EngineError
 
 MAX_HEADER_BYTES = 100 << 20

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -81,6 +82,12 @@ class EngineConfig:
     """How long staging one version may take, seconds."""
     start_timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 300.0
     """How long loading the model may take, seconds."""
+    profile_versions: tuple[Annotated[int, Interval(ge=0, le=10**9)], ...] = ()
+    """vllm, sglang, hf, megatron: first and last version under which torch.profiler watches every rank
+    decode, such as [10, 12]; the traces are RUN_DIR/profiles/version_V.NAME.rank_R.json.gz. Empty: none. A
+    watched decode step is slower."""
+    profile_decode_steps: Annotated[int, Interval(ge=1, le=1000)] = 32
+    """Most decode steps that are watched under one version."""
     python: ProgramPath = ""
     """sglang, sglang_jax: the Python interpreter that has SGLang or sglang-jax. Empty: the one of the rollout
     worker."""
@@ -338,6 +345,20 @@ class Engine(ABC):
         """
         await self.check()
         return Occupancy()
+
+    async def profile(self, file: Path, steps: int) -> None:
+        """Have torch.profiler watch the next decode steps on every rank; each writes FILE.rank_R.json.gz.
+
+        Args:
+            file: path of the traces without their ending. A profile that is on is written before.
+            steps: to watch, at most; 0 only ends the one that is on. Later ones are not in the trace, which
+                may be written when the next step begins.
+
+        Raises:
+            Unsupported: it cannot be watched.
+            EngineError: a trace cannot be written; the engine continues.
+        """
+        raise Unsupported(f"{type(self).__name__} cannot be watched by torch.profiler")
 
     @abstractmethod
     async def check(self) -> None:

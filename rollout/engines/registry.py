@@ -31,6 +31,8 @@ class EngineEntry(Entry):
     """Whether it can sleep only if `enable_sleep_mode` is set when it starts; vLLM only on a GPU."""
     records_experts: bool = False
     """Whether it records the experts that a model chose, for `trainer.routing_replay`; vLLM only on a GPU."""
+    profiles: bool = False
+    """Whether torch.profiler can watch its ranks, for `engine.profile_versions`."""
     drafts: bool = False
     """Whether it verifies drafts, for `engine.drafts`."""
     batch_invariant: bool = False
@@ -49,12 +51,14 @@ ENGINES = Registry(
             can_sleep=True,
             records_experts=True,
             batch_invariant=True,
+            profiles=True,
             shares_with="reference",
         ),
         "megatron": EngineEntry(
             "rollout.engines.megatron.engine:MegatronEngine",
             can_sleep=True,
             records_experts=True,
+            profiles=True,
             shares_with="megatron",
         ),
         "scripted": EngineEntry("rollout.engines.scripted:ScriptedEngine"),
@@ -64,6 +68,7 @@ ENGINES = Registry(
             can_sleep=True,
             started_to_sleep=True,
             records_experts=True,
+            profiles=True,
             arguments="rollout.engines.sglang.arguments",
         ),
         "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine"),
@@ -73,6 +78,7 @@ ENGINES = Registry(
             can_sleep=True,
             started_to_sleep=True,
             records_experts=True,
+            profiles=True,
             drafts=True,
             batch_invariant=True,
             arguments="rollout.engines.vllm.arguments",

@@ -1,7 +1,7 @@
 """Checks models and requests for all engines, and turns token versions into spans."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,12 @@ def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> 
             f"engine.name {config.name!r} cannot serve the {kind} in {model_dir} in training: {why}; "
             "use sglang or hf"
         )
+
+
+def head_dim_of(model: Mapping[str, Any]) -> int:
+    """Return the size of an attention head by the model's config; 0 if it does not say."""
+    heads = int(model.get("num_attention_heads") or 0)
+    return int(model.get("head_dim") or (int(model.get("hidden_size", 0)) // heads if heads else 0))
 
 
 def check_adapters(lora: LoraConfig, model_dir: Path) -> None:

@@ -22,7 +22,7 @@ from services.preflight.data import (
     stream_problems,
 )
 from services.preflight.endpoints import local_problems
-from services.preflight.engines import engine_problems
+from services.preflight.engines import engine_problems, kernel_problems
 from services.preflight.machine import attention_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
@@ -113,6 +113,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         if model:
             problems += host_memory_problems(settings, model)
             problems += attention_problems(settings, model, visible_gpus(os.environ))
+            problems += kernel_problems(settings, model, visible_gpus(os.environ))
     return Findings(tuple(_each_once(problems)), model, source)
 
 

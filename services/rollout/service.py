@@ -12,6 +12,7 @@ import importlib
 import resource
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
 from protocol.errors import EngineError, SettingsError
@@ -30,6 +31,7 @@ from services.gpu_sharing.device_lock import DeviceLock
 from services.preflight.problem import refuse
 from services.preflight.sampling import distribution_problems
 from services.preflight.session_endpoint import session_endpoint_problems
+from services.rollout.engine_profiles import EngineProfiles
 from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
@@ -63,8 +65,7 @@ async def serve(process: Process) -> None:
         return
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
     environment = await _environment(settings)
-    described = settings.weights.transport == TRANSPORT
-    shared = description_file(settings.run_dir, process.incarnation) if described else None
+    shared = _description(process)
     engine = make_engine(
         _engine_config(settings), settings.model_dir, process.incarnation, settings.lora, shared=shared
     )
@@ -80,15 +81,16 @@ async def serve(process: Process) -> None:
             await process.register()
         async with _listener(process) as listener, _senders(process, environment) as (sender, calls):
             runner = GroupRunner(process, engine, renderer, environment, prompts, sender, calls)
+            profiles = EngineProfiles(process, engine, runner.nudge)
             updater = WeightUpdater(
                 process,
                 engine,
                 listener,
                 on_abort=runner.abort,
-                on_applied=runner.nudge,
+                on_applied=profiles.notify,
                 on_turn=turn.notify if turn else None,
             )
-            await _run(process, engine, runner, updater, turn)
+            await _run(process, engine, runner, updater, turn, profiles)
     finally:
         await environment.close()
         await engine.close()
@@ -104,6 +106,13 @@ async def _environment(settings: Settings) -> Environment:
     environment.answered_by(settings.engine)
     await environment.open()
     return environment
+
+
+def _description(process: Process) -> Path | None:
+    """Return the file by which the trainer finds the engine's live weights; None: it does not."""
+    settings = process.settings
+    described = settings.weights.transport == TRANSPORT
+    return description_file(settings.run_dir, process.incarnation) if described else None
 
 
 def allow_open_files(groups: int, samples: int, each: int) -> None:
@@ -140,7 +149,12 @@ async def _start(process: Process, engine: Engine) -> None:
 
 
 async def _run(
-    process: Process, engine: Engine, runner: GroupRunner, updater: WeightUpdater, turn: EngineGpuTurn | None
+    process: Process,
+    engine: Engine,
+    runner: GroupRunner,
+    updater: WeightUpdater,
+    turn: EngineGpuTurn | None,
+    profiles: EngineProfiles,
 ) -> None:
     """Keep the engine's weights current while groups are generated, until the runner has drained."""
     async with asyncio.TaskGroup() as tasks:
@@ -149,12 +163,14 @@ async def _run(
             tasks.create_task(updater.listen_loop(), name="weights.listen"),
             tasks.create_task(updater.poll_loop(), name="weights.poll"),
             tasks.create_task(updater.apply_loop(), name="weights.apply"),
+            tasks.create_task(profiles.follow_loop(), name="engine.profiles"),
         ]
         if turn is not None:
             beside.append(tasks.create_task(turn.turns_loop(updater, runner.meter), name="turns"))
         await runner.run()
         for task in beside:
             task.cancel()
+    await profiles.end()
 
 
 async def occupancy_loop(process: Process, engine: Engine) -> None:

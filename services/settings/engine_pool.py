@@ -36,6 +36,7 @@ def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
         SettingsError: names the entry's setting.
     """
     check_arguments(base, "engine.arguments")
+    _check_profile(base, pool)
     if not pool:
         _check_drafts(base, "engine")
     for number, entry in enumerate(pool):
@@ -67,6 +68,23 @@ def _check_drafts(engine: EngineConfig, prefix: str) -> None:
             f"setting {prefix}.drafts: engine {engine.name!r} verifies no drafts; "
             f"use {' or '.join(able)}, or set it to 'off'"
         )
+
+
+def _check_profile(base: EngineConfig, pool: Sequence[PoolEntry]) -> None:
+    versions = base.profile_versions
+    if not versions:
+        return
+    if len(versions) != 2 or versions[0] > versions[1]:
+        raise SettingsError(
+            f"setting engine.profile_versions: {list(versions)} is not the first and the last version to "
+            "watch, such as [10, 12]"
+        )
+    for name in engine_names(base, pool):
+        if name not in (able := ENGINES.having("profiles")):
+            raise SettingsError(
+                f"setting engine.profile_versions: torch.profiler cannot watch engine {name!r}; leave it "
+                f"out, or use {' or '.join(able)}"
+            )
 
 
 def pool_size(pool: Sequence[PoolEntry]) -> int:

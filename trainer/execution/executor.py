@@ -1,16 +1,13 @@
 """Carries out commands on one rank. Every rank does the same; rank 0 sends each command to the others."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
-from protocol.host.atomic_file import written_aside
+from protocol.device.profiles import profiled
 from trainer.backends.base import StepStats
 from trainer.backends.early_export import Tensors
 from trainer.batch import Batch
@@ -126,7 +123,7 @@ class Executor:
         match command:
             case StepCommand():
                 batch = receive_part() if part is None else part
-                with _profiled(command.profile):
+                with profiled(command.profile, dist.get_rank() if is_distributed() else 0):
                     return make_updates(models, batch, command.schedule)
             case CopyWeightsCommand():
                 return self._weights.copy_all(published(models.policy, command.dtype))
@@ -197,28 +194,3 @@ class Executor:
         self.models.offload()
         if is_distributed():
             dist.barrier()
-
-
-@contextmanager
-def _profiled(file: str) -> Iterator[None]:
-    """Profile a block with torch.profiler, and write this rank's trace; does nothing without a file.
-
-    Args:
-        file: path without the ending, which names rank and format: FILE.rank_00000.json.gz.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if not file:
-        yield
-        return
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as result:
-        yield
-    rank = dist.get_rank() if is_distributed() else 0
-    path = Path(f"{file}.rank_{rank:05d}.json.gz")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(path, aside=path.with_name(f"aside.{path.name}")) as aside:
-        result.export_chrome_trace(str(aside))

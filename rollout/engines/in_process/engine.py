@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from protocol.device.profiles import StepProfile
 from protocol.errors import EngineError, PoisonedError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Occupancy, Request, Served
@@ -64,6 +65,8 @@ class InProcessEngine(Engine):
         self._aborted: set[int] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._paused = False
+        self._profile = StepProfile()
+        """Used by the decoding thread alone."""
         self._closing = False
         self._error: BaseException | None = None
         """What ended the decoding thread."""
@@ -130,6 +133,12 @@ class InProcessEngine(Engine):
 
     async def adopt(self, epoch: str, version: int) -> None:
         await self._between_steps(lambda: self._weights.serve(self._weights.renamed(epoch, version)))
+
+    async def profile(self, file: Path, steps: int) -> None:
+        try:
+            await self._between_steps(lambda: self._profile.begin_or_end(str(file), 0, steps))
+        except OSError as error:
+            raise EngineError(f"engine {self._name}: the trace cannot be written: {error}") from error
 
     async def live_digest(self) -> int:
         """Return the digest of the live parameters, read between two steps, as a manifest of them has it."""
@@ -268,6 +277,7 @@ class InProcessEngine(Engine):
                 {} if self._frozen else dict(itertools.islice(self._rows.items(), self._config.max_running))
             )
         if rows:
+            self._profile.step()
             self._model.decoder.step([row for row, _ in rows.values()], self._weights.served.version)
             with self._wake:
                 for number, (row, _) in rows.items():

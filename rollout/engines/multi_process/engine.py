@@ -145,6 +145,10 @@ class MultiProcessEngine(Engine):
             return Occupancy(0, 0.0)
         return Occupancy(*(await self._call("occupancy"))[0])
 
+    async def profile(self, file: Path, steps: int) -> None:
+        await self.check()
+        await self._call("profile", str(file), steps)
+
     async def live_digest(self) -> int:
         """Return the digest of the live parameters, read between two steps.
 

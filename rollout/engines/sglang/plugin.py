@@ -25,6 +25,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from protocol.device.profiles import StepProfile
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.engines.multi_process.parent_watch import exit_with_parent
@@ -88,14 +89,15 @@ class SchedulerRank:
         self._memory: RankMemory | None = None
         self._recompute = False
         self._paused = False
+        self.profile = StepProfile()
         self._arrived: deque[RankCall] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         if scheduler.idle_sleeper is not None:
             scheduler.idle_sleeper.poller.register(self._wake, select.POLLIN)
         # a completion ends at the stop tokens of its own request, not at the model's end-of-text token
         scheduler.model_config.hf_eos_token_id = set()
-        number = torch.distributed.get_rank()
-        self._server = RankRpcServer(socket_path(Path(os.environ[DIRECTORY]), number), self._arrive)
+        self.number = torch.distributed.get_rank()
+        self._server = RankRpcServer(socket_path(Path(os.environ[DIRECTORY]), self.number), self._arrive)
 
     def pull(self) -> list[RankCall]:
         """Return the calls that have arrived since the last time."""
@@ -251,6 +253,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "live_digest": lambda rank: rank.staging.live_digest(),
     "occupancy": lambda rank: occupancy_of(rank.scheduler),
     "abort": lambda rank, names: abort_requests(rank.scheduler, names),
+    "profile": lambda rank, file, steps: rank.profile.begin_or_end(file, rank.number, steps),
     "pause": SchedulerRank.pause,
     "resume": SchedulerRank.resume,
 }
@@ -284,7 +287,9 @@ def _run_calls(process: Callable[..., Any], scheduler: Any, requests: list[Any])
 
 
 def _sample(forward: Callable[..., Any], sampler: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample with SGLang's sampler, and record the live version with the tokens."""
+    """Sample with SGLang's sampler, and record the live version with the tokens, and the step."""
+    if _ranks:
+        _ranks[0].profile.step()
     tokens = sample_with_dropped_tokens_masked(forward, sampler, output, *args, **kwargs)
     if _ranks:
         record_version(output, _ranks[0].weights.served.version)

@@ -16,7 +16,7 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, RankRpcClient, socket_path
-from rollout.engines.requests import check_adapters, check_fits, read_config
+from rollout.engines.requests import check_adapters, check_fits, head_dim_of, read_config
 from rollout.engines.vllm.core_server import (
     forked_from_server,
     server_pid,
@@ -278,8 +278,7 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
         )
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
-    heads = int(model.get("num_attention_heads") or 0)
-    head_dim = int(model.get("head_dim") or (int(model.get("hidden_size", 0)) // heads if heads else 0))
+    head_dim = head_dim_of(model)
     if not torch.cuda.is_available() and head_dim:
         with eager_environment(config.enforce_eager):  # vLLM is imported here
             sizes = cpu_head_sizes()

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from protocol.device.profiles import StepProfile
 from protocol.device.shared_layout import ROTARY
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
@@ -41,7 +42,8 @@ class WorkerExtension:
     """Mixin of vLLM's worker class, which has `model_runner` and `vllm_config`.
 
     It holds this rank's staging (`_tether`), the record of sampled tokens (`_tether_sampled`), the requests
-    of the scheduler's last step (`_tether_scheduled`) and its drafts (`_tether_drafts`).
+    of the scheduler's last step (`_tether_scheduled`), its drafts (`_tether_drafts`) and the profile of its
+    steps (`_tether_profile`).
     """
 
     def tether_install(
@@ -73,7 +75,8 @@ class WorkerExtension:
             else:
                 self._tether = _staging(self, sizes, architecture, adapter, staging_mb)
             self._tether_sampled, self._tether_scheduled = SampledTokens(-1), ScheduledRequests()
-            _record_steps(self.model_runner, self._tether_scheduled)  # type: ignore[attr-defined]
+            self._tether_profile = StepProfile()
+            _record_steps(self.model_runner, self._tether_scheduled, self._tether_profile)  # type: ignore[attr-defined]
             if self.rank == 0:  # type: ignore[attr-defined] # its results are the scheduler's, and fetched
                 _record_results(self.model_runner, self._tether_sampled)  # type: ignore[attr-defined]
             self._tether_drafts = _drafts(self.model_runner)  # type: ignore[attr-defined]
@@ -130,6 +133,10 @@ class WorkerExtension:
     def tether_rename(self, version: int) -> None:
         """Count tokens from the next step on as sampled under `version`."""
         self._tether_sampled.version = version
+
+    def tether_profile(self, file: str, steps: int) -> None:
+        """Watch the next steps of this rank, see `Engine.profile`."""
+        self._tether_profile.begin_or_end(file, self.rank, steps)  # type: ignore[attr-defined]
 
     def tether_occupancy(self) -> tuple[int, float | None, float | None]:
         """Return the values of an `Occupancy`."""
@@ -220,11 +227,13 @@ def _drafts(runner: Any) -> HistoryDrafts | None:
     return drafts
 
 
-def _record_steps(runner: Any, requests: ScheduledRequests) -> None:
+def _record_steps(runner: Any, requests: ScheduledRequests, profile: StepProfile) -> None:
     execute = runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         requests.step(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            profile.step()
         return execute(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute_model
