@@ -50,6 +50,7 @@ ENGINES = Registry(
         ),
         "megatron": EngineEntry(
             "rollout.engines.megatron.engine:MegatronEngine",
+            serves_adapters=True,
             can_sleep=True,
             records_experts=True,
             shares_with="megatron",
