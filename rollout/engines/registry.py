@@ -7,7 +7,7 @@
 when the engine is chosen, so that one engine's library suffices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ class EngineEntry(Entry):
 
     serves_adapters: bool = False
     """Whether it supports `[lora]`."""
+    names_adapters: bool = False
+    """Whether it serves several adapters by name, for `tether serve --adapter`."""
     can_sleep: bool = False
     """Whether it supports sleep, and with it `[colocated]`."""
     started_to_sleep: bool = False
@@ -44,6 +46,7 @@ ENGINES = Registry(
         "hf": EngineEntry(
             "rollout.engines.hf.engine:HFEngine",
             serves_adapters=True,
+            names_adapters=True,
             can_sleep=True,
             records_experts=True,
             shares_with="reference",
@@ -126,6 +129,7 @@ def make_engine(
     lora: LoraConfig = NO_ADAPTERS,
     *,
     shared: Path | None = None,
+    named: Mapping[str, Path] | None = None,
 ) -> Engine:
     """Create the engine named `config.name`, not started.
 
@@ -136,6 +140,8 @@ def make_engine(
         lora: the adapter that versions bring, if any.
         shared: file by which the trainer finds the live weights, to compute with them; only for engines with
             `shares_with`. None: the trainer has its own.
+        named: name -> PEFT directory of the adapters that requests may name; only for engines with
+            `names_adapters`, and without `lora` and `shared`.
 
     Raises:
         SettingsError: if there is no engine of that name, its library is not installed, or it should serve
@@ -151,7 +157,14 @@ def make_engine(
             f"setting lora.rank: engine {config.name!r} does not serve adapters; "
             f"use one of {', '.join(ENGINES.having('serves_adapters'))}"
         )
+    if named and not entry.names_adapters:
+        raise SettingsError(
+            f"setting engine.name: engine {config.name!r} does not serve adapters by name; "
+            f"use one of {', '.join(ENGINES.having('names_adapters'))}"
+        )
     options: dict[str, Any] = {"lora": lora} if lora.rank else {}
+    if named:
+        options["named"] = named
     if shared is not None:
         options["shared"] = shared
     engine: Engine = made(config, model_dir, incarnation, **options)

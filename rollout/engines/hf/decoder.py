@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from rollout.engines.hf.routed_experts import ExpertRecorder
+from rollout.engines.hf.row_adapters import RowAdapters
 from rollout.engines.in_process.running_request import RunningRequest
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -20,10 +21,21 @@ class PaddingDecoder:
     `RunningRequest.kv` holds the keys and values of the prompt and all tokens but the last.
     """
 
-    def __init__(self, model: torch.nn.Module, recorder: ExpertRecorder | None = None) -> None:
-        """Decode with a model; `recorder` is one of its routers, if their choices are wanted."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        recorder: ExpertRecorder | None = None,
+        adapters: RowAdapters | None = None,
+    ) -> None:
+        """Decode with a model.
+
+        Args:
+            model: of transformers.
+            recorder: of its routers, if their choices are wanted.
+            adapters: on its layers, if rows may name some.
+        """
         self._model: Any = model
-        self._recorder = recorder
+        self._recorder, self._adapters = recorder, adapters
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
@@ -36,6 +48,8 @@ class PaddingDecoder:
         ):
             if not batch:
                 continue
+            if self._adapters is not None:
+                self._adapters.choose([row.request.adapter for row in batch])
             for row, logits in zip(batch, forward(batch), strict=True):
                 row.take(logits, version)
 

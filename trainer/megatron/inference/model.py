@@ -196,7 +196,7 @@ class CachedModel:
 
 
 def _plans(architecture: Architecture, layout: Layout, adapters: LoraConfig) -> tuple[TensorPlan, ...]:
-    """Return the plans of a version's tensors: the model's, or those of its adapters."""
+    """Return the plans of a version's tensors: of the model, or of its adapters."""
     if not adapters.rank:
         return export_plan(architecture, layout)
     return plan_of([(0, lora.lora_rules(stage_rules(architecture, layout, 0), adapters))], layout)
