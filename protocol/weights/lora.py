@@ -8,7 +8,7 @@ scaling.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from annotated_types import Interval
@@ -77,6 +77,11 @@ class LoraConfig:
 
 
 NO_ADAPTERS = LoraConfig()
+
+
+def as_scaled(config: LoraConfig) -> LoraConfig:
+    """Return the config of published adapters, whose scaling is in B: as `config`, with a scaling of 1."""
+    return replace(config, alpha=float(config.rank), use_rslora=False, path="")
 
 
 @dataclass(frozen=True, slots=True)

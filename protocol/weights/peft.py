@@ -1,7 +1,7 @@
-"""Checks that training can start from the adapter in a directory of PEFT's format."""
+"""Reads adapters in directories of PEFT's format, and checks that training can start from one."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ PLAIN: dict[str, Any] = {
     "alpha_pattern": {},
     "modules_to_save": None,
 }
-"""Fields of adapter_config.json -> the only value that is trained; it is also that of a missing field."""
+"""Fields of adapter_config.json -> the only value that is supported; it is also that of a missing field."""
 SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
 """Fields of adapter_config.json -> the setting of [lora] that has to be the same."""
 
@@ -36,9 +36,6 @@ def check_peft(targets: Sequence[AdapterTarget], config: LoraConfig) -> None:
     directory = Path(config.path)
     what = f"setting lora.path: {directory}"
     found = _read_config(directory / CONFIG, what)
-    for field, plain in PLAIN.items():
-        if (value := found.get(field, plain)) != plain and value:
-            raise SettingsError(f"{what}: {field} is {value!r}, and adapters are trained only with {plain!r}")
     for field, name in SAME.items():
         value, own = found.get(field, False), getattr(config, name)
         if value != own:
@@ -49,9 +46,46 @@ def check_peft(targets: Sequence[AdapterTarget], config: LoraConfig) -> None:
         raise SettingsError(f"{what} has no tensor {missing[0]}; set lora.target_modules to {names}")
     if more := sorted(shapes.keys() - wanted.keys()):
         raise SettingsError(f"{what}: {more[0]} is of no weight that lora.target_modules names")
+    _compare(wanted, shapes, what)
+
+
+def read_peft(
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], what: str
+) -> tuple[LoraConfig, list[AdapterTarget]]:
+    """Return the settings of the adapter in a directory, and the weights that it changes.
+
+    Args:
+        directory: in PEFT's format.
+        shapes: Hugging Face name -> shape, of every tensor of the model.
+        what: names the adapter in errors.
+
+    Raises:
+        SettingsError: it cannot be read, or is not of this model.
+    """
+    found, tensors = _read_config(directory / CONFIG, what), _read_shapes(directory / TENSORS, what)
+    rank, alpha = found.get("r"), found.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
+        raise SettingsError(f"{what}: r is {rank!r} and lora_alpha {alpha!r}; both must be above 0")
+    config = LoraConfig(
+        rank, float(alpha), tuple(target_modules(tensors)), bool(found.get("use_rslora")), str(directory)
+    )
+    targets = [
+        AdapterTarget(name, (shape[0], shape[1]))
+        for name, shape in shapes.items()
+        if len(shape) == 2 and AdapterTarget(name, (0, 0)).a in tensors
+    ]
+    wanted = adapter_shapes(targets, rank)
+    if more := sorted(tensors.keys() - wanted.keys()):
+        raise SettingsError(f"{what}: {more[0]} is of no weight that the model has")
+    _compare(wanted, tensors, what)
+    return config, targets
+
+
+def _compare(wanted: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
+    """Refuse tensors that have not the wanted shape."""
     for name, shape in wanted.items():
-        if shapes[name] != shape:
-            raise SettingsError(f"{what}: {name} has the shape {shapes[name]}, the model's needs {shape}")
+        if shapes.get(name) != shape:
+            raise SettingsError(f"{what}: {name} has the shape {shapes.get(name)}, the model's needs {shape}")
 
 
 def target_modules(names: Iterable[str]) -> list[str]:
@@ -66,6 +100,9 @@ def _read_config(path: Path, what: str) -> dict[str, Any]:
         raise SettingsError(f"{what}: {CONFIG}: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(found, dict):
         raise SettingsError(f"{what}: {CONFIG} is not a JSON object")
+    for field, plain in PLAIN.items():
+        if (value := found.get(field, plain)) != plain and value:
+            raise SettingsError(f"{what}: {field} is {value!r}; only {plain!r} is supported")
     return found
 
 

@@ -143,6 +143,8 @@ class Request:
     prompt: tuple[int, ...]
     """[P] token ids; not empty."""
     sampling: Sampling
+    adapter: str = ""
+    """Name of the adapter beside the model, of those that the engine was made with; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@
 when the engine is chosen, so that one engine's library suffices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ class EngineEntry(Entry):
 
     serves_adapters: bool = False
     """Whether it supports `[lora]`."""
+    names_adapters: bool = False
+    """Whether it serves several adapters by name, for `tether serve --adapter`."""
     can_sleep: bool = False
     """Whether it supports sleep, and with it `[colocated]`."""
     started_to_sleep: bool = False
@@ -48,6 +50,7 @@ ENGINES = Registry(
         "hf": EngineEntry(
             "rollout.engines.hf.engine:HFEngine",
             serves_adapters=True,
+            names_adapters=True,
             can_sleep=True,
             records_experts=True,
             batch_invariant=True,
@@ -56,6 +59,7 @@ ENGINES = Registry(
         ),
         "megatron": EngineEntry(
             "rollout.engines.megatron.engine:MegatronEngine",
+            serves_adapters=True,
             can_sleep=True,
             records_experts=True,
             profiles=True,
@@ -135,6 +139,7 @@ def make_engine(
     lora: LoraConfig = NO_ADAPTERS,
     *,
     shared: Path | None = None,
+    named: Mapping[str, Path] | None = None,
 ) -> Engine:
     """Create the engine named `config.name`, not started.
 
@@ -145,6 +150,8 @@ def make_engine(
         lora: the adapter that versions bring, if any.
         shared: file by which the trainer finds the live weights, to compute with them; only for engines with
             `shares_with`. None: the trainer has its own.
+        named: name -> PEFT directory of the adapters that requests may name; only for engines with
+            `names_adapters`, and without `lora` and `shared`.
 
     Raises:
         SettingsError: if there is no engine of that name, its library is not installed, or it should serve
@@ -160,7 +167,14 @@ def make_engine(
             f"setting lora.rank: engine {config.name!r} does not serve adapters; "
             f"use one of {', '.join(ENGINES.having('serves_adapters'))}"
         )
+    if named and not entry.names_adapters:
+        raise SettingsError(
+            f"setting engine.name: engine {config.name!r} does not serve adapters by name; "
+            f"use one of {', '.join(ENGINES.having('names_adapters'))}"
+        )
     options: dict[str, Any] = {"lora": lora} if lora.rank else {}
+    if named:
+        options["named"] = named
     if shared is not None:
         options["shared"] = shared
     engine: Engine = made(config, model_dir, incarnation, **options)

@@ -1,7 +1,7 @@
 """Checks models and requests for all engines, and turns token versions into spans."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ def check_request(
     max_model_len: int,
     running: Iterable[str] = (),
     no_seeds: str = "",
+    adapters: Collection[str] = (),
 ) -> None:
     """Refuse a request that the engine cannot run.
 
@@ -99,6 +100,7 @@ def check_request(
         max_model_len: most tokens of prompt and completion together.
         running: ids of the running requests.
         no_seeds: why the engine has no seeds of single requests; empty: it has.
+        adapters: names of those that it may name.
 
     Raises:
         InvalidRequest: naming the request and its fault.
@@ -127,6 +129,8 @@ def check_request(
             f"request {name}: temperature {sampling.temperature}, top_p {sampling.top_p}, "
             f"top_k {sampling.top_k} are not all in range"
         )
+    if request.adapter and request.adapter not in adapters:
+        raise InvalidRequest(f"request {name}: no adapter {request.adapter!r}, only {list(adapters)}")
     if no_seeds and sampling.seed is not None:
         raise Unsupported(f"request {name}: {no_seeds}")
 

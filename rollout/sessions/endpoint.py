@@ -144,7 +144,7 @@ class ApiServer(ABC):
         """Return the models that requests may name, each as the OpenAI API has it; raises as `session_of`."""
 
     @abstractmethod
-    def admit(self, request: web.Request, parsed: HarnessRequest) -> None:
+    def admit(self, session: Session, parsed: HarnessRequest) -> None:
         """Raise RequestRefused for a request that the server cannot fulfil; may run in a thread."""
 
     async def _serve_models(self, request: web.Request) -> web.Response:
@@ -157,7 +157,7 @@ class ApiServer(ABC):
 
             def read(parsed: Any) -> HarnessRequest:
                 found = api.read(parsed, rules=session.rules, **known)
-                self.admit(request, found)
+                self.admit(session, found)
                 return found
 
             body = await self._body(request)
@@ -242,7 +242,7 @@ class SessionEndpoint(ApiServer):
         self.session_of(request)
         return [listed_model(MODEL)]
 
-    def admit(self, request: web.Request, parsed: HarnessRequest) -> None:
+    def admit(self, session: Session, parsed: HarnessRequest) -> None:
         """Admit every request: it may name any model."""
 
     async def _serve_stored(self, request: web.Request) -> web.Response:

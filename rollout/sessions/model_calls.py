@@ -31,11 +31,13 @@ class ModelCalls:
         end_reason: Callable[[], str] = lambda: "",
         record: SampleRecord | None = None,
         renderer: Renderer | None = None,
+        adapter: str = "",
     ) -> None:
         """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it.
 
-        `renderer` finds strings that end a sample; None: there are none.
+        `renderer` finds strings that end a sample; None: there are none. `adapter` is as in `Request`.
         """
+        self._adapter = adapter
         self._renderer = renderer
         self.record = record
         self.sampling = sampling
@@ -76,7 +78,10 @@ class ModelCalls:
         sampling = replace(self.sampling, seed=seed_within(self.sampling.seed, self._asked))
         sampling = sampling if own is None else own.applied(sampling)
         request = Request(
-            self.name.replace("{turn}", str(self._asked)), tokens, replace(sampling, max_tokens=limit)
+            self.name.replace("{turn}", str(self._asked)),
+            tokens,
+            replace(sampling, max_tokens=limit),
+            self._adapter,
         )
         self._asked += 1
         try:

@@ -19,6 +19,10 @@ def serve(
         str | None, typer.Option(help="address to serve on; 127.0.0.1 by default, others need a key")
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="port to serve on; by default any")] = 0,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="serve this PEFT adapter as model NAME; may be repeated"),
+    ] = None,
     key_file: Annotated[str, typer.Option(metavar="FILE", help="has the API key that clients send")] = "",
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; may be repeated")
@@ -30,7 +34,7 @@ def serve(
     from services.runtime.errors import configure_logging
     from services.runtime.event_loop import run_loop
     from services.serving.service import serve_until_signal
-    from services.serving.source import serving_of
+    from services.serving.source import serving_of, with_adapters
 
     configure_logging("serve")
     given = {
@@ -40,7 +44,8 @@ def serve(
         "environment.ports": 1,
     }
     flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    serving = dataclasses.replace(serving_of(source, [*flags, *(set_ or [])], follow), key_file=key_file)
+    found = with_adapters(serving_of(source, [*flags, *(set_ or [])], follow), adapter or [])
+    serving = dataclasses.replace(found, key_file=key_file)
     try:
         run_loop(serve_until_signal(serving, _announce))
     except asyncio.CancelledError:  # by a second signal

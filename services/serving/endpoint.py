@@ -10,8 +10,10 @@ POST /inference/v1/generate
 
 import itertools
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
@@ -46,6 +48,8 @@ class Generation:
         self._engine, self._sampling, self._config = engine, sampling, config
         self._max_model_len, self._renderer = max_model_len, renderer
         self._name, self._numbers = secrets.token_hex(8), itertools.count()
+        self.adapter = ""
+        """The adapter that the request names; set before the first call."""
 
     async def __call__(
         self, tokens: tuple[int, ...], max_tokens: int | None, own: RequestSampling | None = None
@@ -60,6 +64,7 @@ class Generation:
             self._max_model_len,
             f"{self._name}.{next(self._numbers)}",
             renderer=self._renderer,
+            adapter=self.adapter,
         )
         return await calls(tokens, max_tokens, own)
 
@@ -80,6 +85,7 @@ class GenerationEndpoint(ApiServer):
         key: str = "",
         follows: bool = False,
         body_mb: int = 16,
+        adapters: Sequence[str] = (),
     ) -> None:
         """Create a server that is not started.
 
@@ -94,11 +100,13 @@ class GenerationEndpoint(ApiServer):
             key: the API key that clients send; empty: they come from this machine and send any.
             follows: whether there is nothing to serve before a version was committed.
             body_mb: as for `ApiServer`.
+            adapters: names of the engine's adapters, each a model to clients.
         """
         super().__init__(config, apis=[api for api in APIS if api.keep is None], body_mb=body_mb)
         self._engine, self._renderer, self._reader = engine, renderer, reader
         self._sampling, self._max_model_len = sampling, max_model_len
-        self._model = model
+        self._model, self._adapters = model, tuple(adapters)
+        self._generations: WeakKeyDictionary[Session, Generation] = WeakKeyDictionary()
         self._key, self._follows = key, follows
         self._rules = SamplingRules("context", sampling, renderer.stop_strings, engine.capabilities.seeds)
         self._router.add_get("/health", self._serve_health)
@@ -115,7 +123,7 @@ class GenerationEndpoint(ApiServer):
             raise RequestRefused(503, "no_version", "the run has published no version yet")
         config, most = self._config, self._max_model_len
         generation = Generation(self._engine, self._sampling, config, most, self._renderer)
-        return Session(
+        session = Session(
             generation,
             self._renderer,
             LIMITS,
@@ -124,17 +132,26 @@ class GenerationEndpoint(ApiServer):
             rules=self._rules,
             generate_as=generation,
         )
+        self._generations[session] = generation
+        return session
 
     def models(self, request: web.Request) -> list[dict[str, Any]]:
         self._check_client(request)
         version = self._engine.served.version
-        return [{**listed_model(self._model), "version": None if version < 0 else version}]
+        listed = {**listed_model(self._model), "version": None if version < 0 else version}
+        return [listed, *({**listed_model(name), "parent": self._model} for name in self._adapters)]
 
-    def admit(self, request: web.Request, parsed: HarnessRequest) -> None:
-        """Refuse a request that names another model; it may name none."""
-        if parsed.model not in ("", self._model):
+    def admit(self, session: Session, parsed: HarnessRequest) -> None:
+        """Note the adapter that a request names; refuse one that names another model. It may name none."""
+        if parsed.model in self._adapters:
+            self._generations[session].adapter = parsed.model
+        elif parsed.model not in ("", self._model):
+            known = ", ".join((self._model, *self._adapters))
             raise RequestRefused(
-                404, "model_not_found", f"there is no model {parsed.model!r}; there is {self._model}", "model"
+                404,
+                "model_not_found",
+                f"there is no model {parsed.model!r}; there {'are' if self._adapters else 'is'} {known}",
+                "model",
             )
 
     @property

@@ -61,7 +61,8 @@ async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str],
     )
     versions = await asyncio.to_thread(versions_of, settings) if serving.follows else None
     published = isinstance(versions, PublishedVersions)  # exports have the adapters merged
-    engine = make_engine(settings.engine, directory, "serve", settings.lora if published else NO_ADAPTERS)
+    lora = settings.lora if published else NO_ADAPTERS
+    engine = make_engine(settings.engine, directory, "serve", lora, named=serving.adapters)
     endpoint = GenerationEndpoint(
         engine,
         renderer,
@@ -73,6 +74,7 @@ async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str],
         key=key,
         follows=serving.follows,
         body_mb=options.body_mb,
+        adapters=list(serving.adapters),
     )
     try:
         await engine.start()

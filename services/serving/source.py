@@ -1,7 +1,8 @@
 """Turns the source that a user names into the model or the run that is served."""
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from protocol.errors import SettingsError
@@ -22,6 +23,8 @@ class Serving:
     """Whether the versions of the settings' run are served as they come."""
     key_file: str = ""
     """File with the API key of clients; empty: clients on this machine need none."""
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """Name -> PEFT directory of the adapters that requests may name as their model."""
 
 
 def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
@@ -52,3 +55,22 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
     else:
         settings = compose_settings(None, [f"model.path={json.dumps(source)}", *overrides])
     return Serving(settings, Path(settings.model.path or settings.run.name).name)
+
+
+def with_adapters(serving: Serving, given: Iterable[str]) -> Serving:
+    """Return `serving` with the adapters of the options `NAME=DIR`.
+
+    Raises:
+        SettingsError: an option is not of that form, a name is taken, or the run is followed.
+    """
+    adapters: dict[str, Path] = {}
+    for option in given:
+        name, _, directory = option.partition("=")
+        if not name or not directory:
+            raise SettingsError(f"--adapter {option}: give NAME=DIR, with a directory in PEFT's format")
+        if name in (serving.name, *adapters):
+            raise SettingsError(f"--adapter {option}: there is a model {name!r} already; choose another name")
+        adapters[name] = Path(directory)
+    if adapters and serving.follows:
+        raise SettingsError("--adapter: adapters are of one model, and --follow changes it; leave one out")
+    return replace(serving, adapters=adapters)

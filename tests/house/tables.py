@@ -120,6 +120,7 @@ SCENARIOS = {
     "tests/services/rollout/test_update_history.py": "whatever happens to trainer, engine and files",
     "tests/services/runtime/test_descriptors.py": "a service raises its limit of descriptors",
     "tests/services/runtime/test_exit_codes.py": "exit codes of services",
+    "tests/services/serving/test_adapters.py": "requests name the adapter that answers them",
     "tests/trainer/reference/test_learning.py": "GRPO learns a digit",
     "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",
     "tests/trainer/weights/served/test_death.py": "either end of a transfer of slices dies",

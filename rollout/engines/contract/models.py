@@ -6,6 +6,7 @@ The check recomputes the tokens with plain transformers.
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import BucketLayout, manifest_digest
 from protocol.weights.digests import digest
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
+
+Model = TypeVar("Model", bound=PreTrainedModel)
 
 VOCAB = 512
 
@@ -87,8 +90,8 @@ def weights(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[
 
 
 def adapted(
-    model: Qwen2ForCausalLM, lora: LoraConfig, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[Qwen2ForCausalLM, dict[str, torch.Tensor]]:
+    model: Model, lora: LoraConfig, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Model, dict[str, torch.Tensor]]:
     """Return the model with a random adapter merged into it, and the adapter as it is published."""
     parameters = weights(model)
     targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in parameters.items()}, lora)

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from rollout.engines.hf.routed_experts import ExpertRecorder
+from rollout.engines.hf.row_adapters import RowAdapters
 from rollout.engines.in_process.running_request import RunningRequest
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
@@ -21,19 +22,24 @@ class PaddingDecoder:
     """
 
     def __init__(
-        self, model: torch.nn.Module, recorder: ExpertRecorder | None = None, batch_rows: int | None = None
+        self,
+        model: torch.nn.Module,
+        recorder: ExpertRecorder | None = None,
+        adapters: RowAdapters | None = None,
+        batch_rows: int | None = None,
     ) -> None:
         """Decode with a model.
 
         Args:
             model: of transformers.
             recorder: of its routers, if their choices are wanted.
+            adapters: on its layers, if rows may name some.
             batch_rows: most rows of one pass; None: all. Products of matrices round otherwise with other
                 numbers of rows, so only passes of 1 do not depend on what else runs.
         """
         self._model: Any = model
+        self._recorder, self._adapters = recorder, adapters
         self._batch_rows = batch_rows
-        self._recorder = recorder
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
@@ -47,6 +53,8 @@ class PaddingDecoder:
             size = self._batch_rows or len(batch)
             for first in range(0, len(batch), size or 1):
                 part = batch[first : first + size]
+                if self._adapters is not None:
+                    self._adapters.choose([row.request.adapter for row in part])
                 for row, logits in zip(part, forward(part), strict=True):
                     row.take(logits, version)
 

@@ -1,5 +1,6 @@
 """Serves a transformers model in this process, on a CPU or a GPU: the reference engine, clear, not fast."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.hf.decoder import PaddingDecoder
 from rollout.engines.hf.lora_merge import MergedStaging
 from rollout.engines.hf.routed_experts import ExpertRecorder
-from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
+from rollout.engines.hf.row_adapters import RowAdapters
+from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
+from rollout.engines.named_adapters import read_named
 from rollout.engines.requests import check_adapters
 from rollout.staging.releasable_memory import ReleasableMemory, check_room
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
@@ -36,9 +39,10 @@ class HFEngine(InProcessEngine):
         incarnation: str,
         lora: LoraConfig = NO_ADAPTERS,
         shared: Path | None = None,
+        named: Mapping[str, Path] = NONE_NAMED,
     ) -> None:
         """Create an engine that is not started; the arguments are as in `make_engine`."""
-        super().__init__(config, model_dir, incarnation)
+        super().__init__(config, model_dir, incarnation, named)
         self._lora = lora
         self._shared = shared
         self._shared_memory: SharedTensors | None = None
@@ -76,7 +80,9 @@ class HFEngine(InProcessEngine):
 
     def _decoder(self, model: Any) -> PaddingDecoder:
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
-        return PaddingDecoder(model, recorder, batch_rows=1 if self._config.batch_invariant else None)
+        found = read_named(self._named, self._model_dir)
+        adapters = RowAdapters(model, found.values()) if found else None
+        return PaddingDecoder(model, recorder, adapters, 1 if self._config.batch_invariant else None)
 
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:

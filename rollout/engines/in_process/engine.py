@@ -10,7 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,8 @@ from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Committable, Staging
 
 T = TypeVar("T")
+NONE_NAMED: Mapping[str, Path] = {}
+"""No adapters by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,11 @@ class LoadedModel:
 class InProcessEngine(Engine):
     """Base of engines whose model runs in this process; a subclass loads it and sets `capabilities`."""
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, incarnation: str, named: Mapping[str, Path] = NONE_NAMED
+    ) -> None:
         self._config = config
+        self._named = named
         self._model_dir = model_dir
         self._name = incarnation
         self._weights = WeightState()
@@ -98,7 +103,11 @@ class InProcessEngine(Engine):
     async def generate(self, request: Request) -> Completion:
         await self.check()
         check_request(
-            request, vocab_size=self._vocab, max_model_len=self._config.max_model_len, running=self._ids
+            request,
+            vocab_size=self._vocab,
+            max_model_len=self._config.max_model_len,
+            running=self._ids,
+            adapters=self._named,
         )
         row = RunningRequest(request, _generator(request.sampling.seed))
         ended: asyncio.Future[str] = self._loop.create_future()

@@ -12,10 +12,11 @@ import torch
 
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.megatron.decoder import PagedDecoder
-from rollout.engines.requests import check_fits, read_config
+from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.staging.loader_trace import trace
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
@@ -33,10 +34,16 @@ class MegatronEngine(InProcessEngine):
     """
 
     def __init__(
-        self, config: EngineConfig, model_dir: Path, incarnation: str, shared: Path | None = None
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        incarnation: str,
+        lora: LoraConfig = NO_ADAPTERS,
+        shared: Path | None = None,
     ) -> None:
         """Create an engine that is not started; the arguments are as in `make_engine`."""
         super().__init__(config, model_dir, incarnation)
+        self._lora = lora
         self._shared = shared
         self._shared_memory: SharedTensors | None = None
         self.capabilities = Capabilities(sleep=shared is None)
@@ -51,6 +58,7 @@ class MegatronEngine(InProcessEngine):
     def _load(self) -> LoadedModel:
         config, batch_tokens = self._config, _batch_tokens(self._config)
         check_fits(config, read_config(self._model_dir), self._model_dir)
+        check_adapters(self._lora, self._model_dir)
         try:
             model = self._cached_model = CachedModel(
                 self._model_dir,
@@ -59,6 +67,7 @@ class MegatronEngine(InProcessEngine):
                 length=config.max_model_len,
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
                 records_experts=config.enable_return_routed_experts,
+                adapters=self._lora,
             )
         except SettingsError as error:
             raise EngineSettingsError(f"engine megatron: {error}") from error
@@ -81,7 +90,8 @@ class MegatronEngine(InProcessEngine):
         )
         plan.calibrate()
         staging = plan.staging(architecture=model.architecture.name, tied=model.architecture.tied)
-        memory = ReleasableMemory([*plan.live.values(), *plan.buffer.values(), *model.cache.tensors])
+        lost = [*plan.live.values(), *plan.buffer.values(), *model.cache.tensors]
+        memory = ReleasableMemory(lost, kept=model.base.values())
         return LoadedModel(
             decoder,
             plan,

@@ -47,7 +47,7 @@ def test_adapter_of_the_same_layers_passes(tmp_path: Path) -> None:
         ({"r": 8}, r"lora\.path: .*: r is 8; set lora\.rank to it, which is 2"),
         ({"lora_alpha": 16}, r"lora_alpha is 16; set lora\.alpha to it, which is 4\.0"),
         ({"use_rslora": True}, r"use_rslora is True; set lora\.use_rslora"),
-        ({"use_dora": True}, "use_dora is True, and adapters are trained only with False"),
+        ({"use_dora": True}, "use_dora is True; only False is supported"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     ],

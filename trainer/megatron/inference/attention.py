@@ -19,6 +19,7 @@ from trainer.layers.attention.softcapped import softcapped_attention
 from trainer.megatron.inference.cache import PagedCache
 from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.latent import LatentAttention
+from trainer.megatron.layers.lora import adapted_weight
 
 
 class CachedSelfAttention(SelfAttention):
@@ -136,7 +137,7 @@ class CachedLatentAttention(LatentAttention):
     ) -> torch.Tensor:
         """Return [1, B, heads * V] from the kept vectors [W, B, 1, rank + R]."""
         sizes, terms = self.latent, self.core_attention.terms
-        matrices = self.linear_kv_up_proj.weight.unflatten(0, (-1, sizes.nope + sizes.value))
+        matrices = adapted_weight(self.linear_kv_up_proj).unflatten(0, (-1, sizes.nope + sizes.value))
         to_keys, to_values = matrices.split([sizes.nope, sizes.value], dim=1)  # [heads, nope or V, rank]
         lowered = torch.einsum("bhn,hnr->bhr", plain[0], to_keys)
         q = torch.cat([lowered, rotated[0]], dim=-1)[:, None]  # [B, 1, heads, rank + R]

@@ -16,14 +16,16 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig, as_scaled
 from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
-from trainer.megatron.convert.reshard import stretch
+from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
-from trainer.megatron.families.stages import export_plan
+from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.inference.attention import CachedCore, CachedLatentAttention, CachedSelfAttention
 from trainer.megatron.inference.cache import PagedCache, page_bytes, pages_for
+from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.replay import RouterRecorder
 from trainer.megatron.layout import Layout, Place
 from trainer.megatron.loading import load_checkpoint
@@ -66,6 +68,7 @@ class CachedModel:
         length: int,
         buffer_bytes: int = 0,
         records_experts: bool = False,
+        adapters: LoraConfig = NO_ADAPTERS,
     ) -> None:
         """Load a checkpoint; a directory without one gives random weights.
 
@@ -77,45 +80,52 @@ class CachedModel:
             buffer_bytes: limit of the KV cache, which otherwise holds `running` sequences of `length`; 0 is
                 no limit.
             records_experts: whether `experts_of_pass` tells which experts were chosen.
+            adapters: what versions bring, with the scaling in B; at first they change nothing.
 
         Raises:
-            SettingsError: the model is not supported, or the buffer does not hold one sequence of `length`.
+            SettingsError: the model or adapters are not supported, or the buffer does not hold `length`.
             RuntimeError: there is no room for the parameters or the cache.
         """
         self.architecture = read_architecture(model_dir)
         self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes)
         """Pages of the KV cache, enough for one sequence of `length` at least."""
-        layout = Layout.of(ParallelConfig(), self.architecture.layers)
-        self._plan = {plan.name: plan for plan in export_plan(self.architecture, layout)}
+        self._layout = Layout.of(ParallelConfig(), self.architecture.layers)
+        self._plan = {plan.name: plan for plan in _plans(self.architecture, self._layout, adapters)}
         self.shapes = {name: plan.shape for name, plan in self._plan.items()}
-        """Checkpoint name -> shape."""
+        """Name in a version -> shape."""
         cpu.install()
         position = parallel.initialize(ParallelConfig(), "auto", 0)
-        self._closed = False
+        self._device, self._closed = position.device, False
+        self._windows = set(map(self.architecture.window_of, range(self.architecture.layers)))
         try:
             self.module = _build(self.architecture, position, DTYPES[dtype])
             self._recorder = RouterRecorder(self.module) if records_experts else None
-            self.parameters: dict[str, torch.Tensor] = dict(self.module.named_parameters())
-            self._fill(model_dir, layout)
-            self.cache = PagedCache(
-                self.pages, length, self.architecture, next(iter(self.parameters.values()))
-            )
+            self.base: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+            self._fill(model_dir)
+            self.parameters = self._add(adapters, position) if adapters.rank else self.base
+            """Those that versions change; `base` are the model's own."""
+            self.cache = PagedCache(self.pages, length, self.architecture, next(iter(self.base.values())))
         except BaseException:
             self.close()
             raise
-        self._windows = {self.architecture.window_of(layer) for layer in range(self.architecture.layers)}
         self._rows = OutputRows(self.module)
-        self._device = position.device
 
-    def _fill(self, model_dir: Path, layout: Layout) -> None:
+    def _fill(self, model_dir: Path) -> None:
         if any(model_dir.glob("*.safetensors")):
-            load_checkpoint(model_dir, self.architecture, self.parameters, layout, Place())
+            load_checkpoint(model_dir, self.architecture, self.base, self._layout, Place())
             return
-        for parameter in self.parameters.values():
+        for parameter in self.base.values():
             parameter.normal_(0, INITIAL_DEVIATION)
 
+    def _add(self, adapters: LoraConfig, position: parallel.Position) -> dict[str, torch.Tensor]:
+        """Put adapters into the layers; returns their parameters."""
+        rules = stage_rules(self.architecture, self._layout, position.pp)
+        added = lora.attach(self.module, rules, as_scaled(adapters), position, 0)
+        self.module.requires_grad_(False)
+        return added
+
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole checkpoint tensors into the parameters, by the plan of the trainer's export."""
+        """Copy whole tensors of a version into the parameters, by the plan of the trainer's export."""
         for name, tensor in tensors:
             plan = self._plan[name]
             for piece in plan.pieces:
@@ -183,6 +193,13 @@ class CachedModel:
             tokens, None, masks, inference_context=self.cache, runtime_gather_output=True
         )
         return found
+
+
+def _plans(architecture: Architecture, layout: Layout, adapters: LoraConfig) -> tuple[TensorPlan, ...]:
+    """Return the plans of a version's tensors: of the model, or of its adapters."""
+    if not adapters.rank:
+        return export_plan(architecture, layout)
+    return plan_of([(0, lora.lora_rules(stage_rules(architecture, layout, 0), adapters))], layout)
 
 
 def _build(architecture: Architecture, position: parallel.Position, dtype: torch.dtype) -> PackedModel:

@@ -136,6 +136,16 @@ def attach(
     return parameters
 
 
+def adapted_weight(layer: Any) -> torch.Tensor:
+    """Return W + scaling B A of a column-parallel layer that is fused with no other; W without an adapter."""
+    weight: torch.Tensor = layer.weight
+    adapters: Adapters | None = getattr(layer, "lora", None)
+    if adapters is None or not adapters.is_on:
+        return weight
+    pair: Any = next(iter(adapters.values()))
+    return torch.addmm(weight, pair.b, pair.a, alpha=adapters.scaling)
+
+
 def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Adapters:
     adapters = Adapters()
     adapters.scaling = config.scaling

@@ -11,8 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from protocol.errors import EngineError, EngineSettingsError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Completion, EngineConfig, Occupancy, Request, Sampling
 from rollout.engines.contract.bench import ask, together
+from rollout.engines.contract.models import adapted, write_shm
 from rollout.engines.megatron.engine import MegatronEngine
 from tests.trainer.megatron.models import ALL_MODELS, OPTIMIZER, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
@@ -28,9 +30,11 @@ PAGE_BYTES = 16 * 2 * 2 * 2 * 32 * 4
 
 
 @asynccontextmanager
-async def started(model_dir: Path, **settings: Any) -> AsyncIterator[MegatronEngine]:
+async def started(
+    model_dir: Path, *, lora: LoraConfig = NO_ADAPTERS, **settings: Any
+) -> AsyncIterator[MegatronEngine]:
     engine = MegatronEngine(
-        EngineConfig(**{"name": "megatron", "max_model_len": LENGTH, **settings}), model_dir, "e"
+        EngineConfig(**{"name": "megatron", "max_model_len": LENGTH, **settings}), model_dir, "e", lora
     )
     try:
         await engine.start()
@@ -81,6 +85,25 @@ async def test_buffer_size_bounds_the_cache_and_every_request_ends(tmp_path: Pat
         found = await together(engine, requests)
         assert await engine.occupancy() == Occupancy(0, 0.0)
     assert all(is_greedy(model, request, found) for request, found in zip(requests, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt-oss", "deepseek-v3"])
+async def test_committed_adapter_computes_as_if_it_were_merged(name: str, tmp_path: Path) -> None:
+    model_dir, lora = save_model(name, tmp_path), LoraConfig(rank=4, alpha=64.0)
+    model, adapter = adapted(make_model(name).eval(), lora, 1)
+    requests = ragged_requests(12, int(ALL_MODELS[name][1]["vocab_size"]))
+    async with started(model_dir, lora=lora, max_running=5) as engine:
+        before = await together(engine, requests)
+        version = write_shm(tmp_path / "v0", adapter, 0)
+        await engine.stage(version)
+        await engine.commit(version)
+        after = await together(engine, requests)
+        assert await engine.live_digest() == version.digest
+        assert engine.served.version == 0
+    for request, base, found in zip(requests, before, after, strict=True):
+        assert is_greedy(make_model(name).eval(), request, base)
+        assert is_greedy(model, request, found)
+    assert [found.tokens for found in before] != [found.tokens for found in after]
 
 
 @pytest.mark.parametrize(

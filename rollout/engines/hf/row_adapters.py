@@ -1,0 +1,59 @@
+"""Adds the outputs of the adapter that a request names to its row of a batch, by hooks on linear layers."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from protocol.errors import EngineSettingsError
+from rollout.engines.named_adapters import NamedAdapter
+
+Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""Name of an adapter -> its A and scaling B of one layer."""
+
+
+class RowAdapters:
+    """The adapters of a model, and those of the rows of the next pass."""
+
+    def __init__(self, model: torch.nn.Module, adapters: Iterable[NamedAdapter]) -> None:
+        """Put hooks on the layers of `model` that an adapter changes.
+
+        Raises:
+            EngineSettingsError: one changes a layer that is no linear one, or is inside an expert.
+        """
+        self._rows: Sequence[str] = ()
+        layers: dict[str, Pairs] = {}
+        for adapter in adapters:
+            for target in adapter.targets:
+                layers.setdefault(target.module, {})
+            first = next(model.parameters())
+            for weight, (a, b) in adapter.pairs(first.dtype).items():
+                layers[weight.removesuffix(".weight")][adapter.name] = a.to(first.device), b.to(first.device)
+        modules = dict(model.named_modules())
+        for name, pairs in layers.items():
+            module = modules.get(name)
+            if not isinstance(module, torch.nn.Linear) or "experts." in name:
+                raise EngineSettingsError(
+                    f"adapter {next(iter(pairs))!r}: engine hf has no plain linear layer {name}; "
+                    "leave it out of the adapter"
+                )
+            module.register_forward_hook(_hook(self, pairs))
+
+    def choose(self, rows: Sequence[str]) -> None:
+        """Set the adapter of each row of the next passes; "" is none."""
+        self._rows = rows
+
+    def add(self, pairs: Pairs, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return a layer's output with its rows' adapters, all [N, S, width] or [N * S, width]."""
+        inputs, found = x.reshape(len(self._rows), -1, x.shape[-1]), output.clone()
+        outputs = found.view(len(self._rows), -1, output.shape[-1])
+        for name in pairs.keys() & set(self._rows):
+            index = [number for number, row in enumerate(self._rows) if row == name]
+            a, b = pairs[name]
+            outputs[index] += F.linear(F.linear(inputs[index], a), b)
+        return found
+
+
+def _hook(rows: RowAdapters, pairs: Pairs) -> Any:
+    return lambda module, inputs, output: rows.add(pairs, inputs[0], output)

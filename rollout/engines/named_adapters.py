@@ -1,0 +1,58 @@
+"""Reads the adapters that an engine serves by name, each from a directory in PEFT's format.
+
+They do not change: versions bring none of them. A request names one, or none for the model itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from protocol.device.checkpoint_shapes import checkpoint_shapes
+from protocol.weights.lora import AdapterTarget, LoraConfig
+from protocol.weights.peft import TENSORS, read_peft
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter in a directory, which fits the model."""
+
+    name: str
+    directory: Path
+    config: LoraConfig
+    """Rank, scaling and target modules that the directory says."""
+    targets: tuple[AdapterTarget, ...]
+
+    def pairs(self, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return weight -> A and scaling B, in `dtype`, on the host."""
+        tensors = safetensors.torch.load_file(self.directory / TENSORS)
+        return {
+            target.weight: (
+                tensors[target.a].to(dtype),
+                (tensors[target.b].float() * self.config.scaling).to(dtype),
+            )
+            for target in self.targets
+        }
+
+
+def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, NamedAdapter]:
+    """Return the adapters of a model by name.
+
+    Args:
+        adapters: name -> directory.
+        model_dir: the model's directory.
+
+    Raises:
+        SettingsError: one cannot be read, is of a kind that no engine computes, or does not fit the model.
+        EngineError: the model's tensors cannot be read.
+    """
+    if not adapters:
+        return {}
+    shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(model_dir).items()}
+    found = {}
+    for name, directory in adapters.items():
+        config, targets = read_peft(directory, shapes, f"adapter {name!r}: {directory}")
+        found[name] = NamedAdapter(name, directory, config, tuple(targets))
+    return found
