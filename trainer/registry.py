@@ -12,7 +12,7 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic
+from trainer.roles.critic import Critic, CriticSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,11 @@ class BackendEntry(Entry):
     """Class of a training backend and of its critic, and what loads its models on ranks of their own."""
 
     critic: str = ""
-    """`MODULE:NAME` of its critic's class; empty: it has no critic."""
+    """`MODULE:NAME` of its critic's class, whose `beside` makes one; empty: it has no critic."""
     frozen_apart: str = ""
     """`MODULE:NAME` of the function that `make_frozen` calls; empty: it has no models beside the policy."""
+    critic_apart: str = ""
+    """`MODULE:NAME` of the function that `make_critic_apart` calls; empty: it has no critic."""
 
 
 BACKENDS = Registry(
@@ -31,16 +33,19 @@ BACKENDS = Registry(
             "trainer.fsdp.backend:FsdpBackend",
             "trainer.fsdp.critic:FsdpCritic",
             "trainer.fsdp.apart:load_frozen_apart",
+            "trainer.fsdp.apart:load_critic_apart",
         ),
         "megatron": BackendEntry(
             "trainer.megatron.backend:MegatronBackend",
             "trainer.megatron.roles.critic:MegatronCritic",
             "trainer.megatron.roles.apart:load_frozen_apart",
+            "trainer.megatron.roles.apart:load_critic_apart",
         ),
         "reference": BackendEntry(
             "trainer.reference.backend:ReferenceBackend",
             "trainer.reference.critic:ReferenceCritic",
             "trainer.reference.apart:load_frozen_apart",
+            "trainer.reference.apart:load_critic_apart",
         ),
         "scripted": BackendEntry("trainer.backends.scripted:ScriptedBackend"),
     }
@@ -128,7 +133,7 @@ def make_critic(
     """
     with_critic = BACKENDS.having("critic")
     name = checked_name(trainer.backend, with_critic, "setting trainer.backend, with a critic:")
-    critic: Critic = load(BACKENDS[name].critic)(
+    critic: Critic = load(BACKENDS[name].critic).beside(
         policy, model_dir, optimizer=optimizer, trainer=trainer, config=config
     )
     return critic
@@ -153,4 +158,26 @@ def make_frozen(
     placing = BACKENDS.having("frozen_apart")
     name = checked_name(trainer.backend, placing, f"setting trainer.backend, with placement.{spec.role}:")
     made: tuple[FrozenModel, Replicas] = load(BACKENDS[name].frozen_apart)(spec, parallel, trainer)
+    return made
+
+
+def make_critic_apart(
+    spec: CriticSpec, *, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[Critic, Replicas]:
+    """Return this rank's part of a critic that has ranks of its own. Called on every one of them.
+
+    Args:
+        spec: which model, and how it is trained.
+        parallel: layout of its ranks, which have met.
+        trainer: settings of the backend.
+
+    Returns:
+        The part, and the ranks of each replica of the critic.
+
+    Raises:
+        SettingsError: the backend has no critic, or cannot train this one in this layout.
+    """
+    placing = BACKENDS.having("critic_apart")
+    name = checked_name(trainer.backend, placing, "setting trainer.backend, with placement.critic:")
+    made: tuple[Critic, Replicas] = load(BACKENDS[name].critic_apart)(spec, parallel, trainer)
     return made

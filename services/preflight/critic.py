@@ -12,6 +12,7 @@ from services.preflight.problem import Problem
 from services.settings.hub import fetch_critic
 from services.settings.sections import Settings
 from trainer.megatron.families.config_file import read_config
+from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of, as_critic
 from trainer.megatron.families.stages import export_plan
@@ -60,10 +61,13 @@ def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
             )
     if settings.trainer.backend == "megatron":
         try:
-            architecture = critic_architecture(settings, model)
-            export_plan(architecture, Layout.of(settings.parallel, architecture.layers))
+            architecture, apart = critic_architecture(settings, model), settings.placement.critic
+            parallel = settings.placement.layout("critic") if apart else settings.parallel
+            check_ranks(architecture.experts, parallel)
+            export_plan(architecture, Layout.of(parallel, architecture.layers))
         except SettingsError as error:
-            yield Problem(f"the critic: {error}", "", *_named(settings))
+            where = "placement.critic: " if settings.placement.critic else ""
+            yield Problem(f"the critic: {where}{error}", "", *_named(settings))
 
 
 def critic_config(settings: Settings, model: ModelFacts) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from trainer.megatron.memory.expected import (
     parameters_of_stage,
 )
 from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
+from trainer.roles.config import FROZEN_ROLES
 
 
 def workload_of(settings: Settings, model: ModelFacts) -> Workload:
@@ -44,7 +45,21 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
         and not settings.placement.reference,
         frozen=tuple(frozen_shapes(settings)),
         shared=settings.weights.transport == TRANSPORT,
-        critic=critic_architecture(settings, model) if settings.needs_critic else None,
+        critic=critic_architecture(settings, model) if settings.critic_beside else None,
+    )
+
+
+def critic_workload(settings: Settings, model: ModelFacts) -> Workload:
+    """Return the facts that the memory of a `megatron` rank with the critic alone depends on.
+
+    Raises:
+        SettingsError: the backend does not support the model.
+    """
+    return Workload(
+        architecture=critic_architecture(settings, model),
+        parallel=settings.placement.layout("critic"),
+        trainer=settings.trainer,
+        optimizer=settings.critic.optimizer(settings.optimizer),
     )
 
 
@@ -61,7 +76,7 @@ def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
 
 
 def weights_apart(settings: Settings, work: Workload) -> dict[str, int]:
-    """Return the bytes of weights on each GPU of a model that has ranks of its own, by its role.
+    """Return the bytes of weights on each GPU of a frozen model that has ranks of its own, by its role.
 
     Args:
         settings: the run's settings.
@@ -71,7 +86,7 @@ def weights_apart(settings: Settings, work: Workload) -> dict[str, int]:
         SettingsError: the backend does not support one.
     """
     found = {}
-    for role in settings.placement.ranks:
+    for role in (role for role in FROZEN_ROLES if role in settings.placement.ranks):
         path = getattr(settings, role).path
         architecture = read_architecture(fetch_role(settings, role)) if path else work.architecture
         alone = replace(work, architecture=architecture, parallel=settings.placement.layout(role))
@@ -148,6 +163,8 @@ def describe_memory(
         lines += [
             f"weights of the {role} on each of its GPUs: {held / GIB:.1f} GiB" for role, held in apart.items()
         ]
+        if settings.placement.critic:
+            lines.append(f"{memory_text(critic_workload(settings, model))} (the critic's)")
     if workload.on_gpu or settings.optimizer.cpu_offload:
         where = "each host" if workload.hosts > 1 else "the host"
         lines.append(f"expected of {where}: {expected_host_memory(workload)}; this one has {_has()}")

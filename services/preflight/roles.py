@@ -77,6 +77,13 @@ def _unused_roles(settings: Settings) -> Iterator[Problem]:
             "placement.reference",
             settings.placement.reference,
         )
+    if settings.placement.critic and not settings.needs_critic:
+        yield Problem(
+            f"algorithm.name {algorithm.name!r} has no critic",
+            f"leave it out, or use {' or '.join(ALGORITHMS.having('has_critic'))}",
+            "placement.critic",
+            settings.placement.critic,
+        )
     if settings.placement.teacher and not settings.teacher.path:
         yield Problem(
             "there is no teacher without teacher.path",

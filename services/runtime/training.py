@@ -11,15 +11,17 @@ from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
+from trainer.execution.critic_follower import CriticFollower
 from trainer.execution.role_follower import FrozenFollower, RoleSeat
 from trainer.ranks.seats import seat_of, take_seat
 from trainer.ranks.wire import BetweenModels
-from trainer.registry import make_backend, make_critic, make_frozen
-from trainer.roles.critic import Critic
+from trainer.registry import make_backend, make_critic, make_critic_apart, make_frozen
+from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
 from trainer.roles.placed import PlacedRole, RoleLink
+from trainer.roles.placed_critic import PlacedCritic
 from trainer.step.train_command import TrainCommand
 
 
@@ -42,7 +44,7 @@ def build_models(settings: Settings) -> RankModels:
         policy,
         entropy=control,
         frozen=FrozenModels(**roles),
-        critic=_critic(settings, policy),
+        critic=_critic(settings, policy, links.get("critic")),
         algorithm=algorithm,
         links=links,
     )
@@ -51,7 +53,7 @@ def build_models(settings: Settings) -> RankModels:
     return models
 
 
-def build_follower(settings: Settings, process: int) -> FrozenFollower | None:
+def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticFollower | None:
     """Return this rank's part of a model that has ranks of its own, loaded; None on a rank of the policy.
 
     Args:
@@ -65,9 +67,15 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | None:
     seat = seat_of(process, settings.parallel.world_size, placement.ranks)
     if not seat.role:
         return None
+    parallel, trainer = placement.layout(seat.role), settings.trainer
+    if seat.role == "critic":
+        own = CriticSpec(fetch_critic(settings), fetch_model(settings), settings.critic, settings.optimizer)
+        wire = _wires(settings)[seat.role]
+        critic, replicas = make_critic_apart(own, parallel=parallel, trainer=trainer)
+        return CriticFollower(critic, RoleSeat(wire, seat.rank, replicas))
     spec = next(spec for spec in frozen_specs(settings) if spec.role == seat.role)
     wire = _wires(settings)[seat.role]
-    model, replicas = make_frozen(spec, parallel=placement.layout(seat.role), trainer=settings.trainer)
+    model, replicas = make_frozen(spec, parallel=parallel, trainer=trainer)
     return FrozenFollower(seat.role, model, RoleSeat(wire, seat.rank, replicas))
 
 
@@ -102,10 +110,12 @@ def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
     )
 
 
-def _critic(settings: Settings, policy: Backend) -> Critic | None:
-    """Return this rank's part of the critic, loaded, if the algorithm needs one."""
+def _critic(settings: Settings, policy: Backend, link: RoleLink | None) -> Critic | None:
+    """Return this rank's part of the critic, loaded, if the algorithm needs one; or its use of one apart."""
     if not settings.needs_critic:
         return None
+    if settings.placement.critic:
+        return PlacedCritic(link, policy.replicas, settings.critic)
     return make_critic(
         policy,
         fetch_critic(settings),
@@ -126,7 +136,7 @@ def build_backend(settings: Settings) -> Backend:
         adapters=settings.lora,
         shared=settings.weights.transport == TRANSPORT,
         frozen=frozen_specs(settings),
-        critic_dir=fetch_critic(settings) if settings.needs_critic else None,
+        critic_dir=fetch_critic(settings) if settings.critic_beside else None,
     )
 
 

@@ -102,14 +102,18 @@ def reward_ranks(config: RewardConfig) -> int:
 
 
 def check_roles_apart(
-    placement: PlacementConfig, trainer: TrainerConfig, roles: Mapping[str, FrozenConfig], *, colocated: bool
+    placement: PlacementConfig,
+    trainer: TrainerConfig,
+    frozen: Mapping[str, FrozenConfig],
+    *,
+    colocated: bool,
 ) -> None:
     """Check models that have ranks of their own.
 
     Args:
         placement: section `[placement]`.
         trainer: section `[trainer]`.
-        roles: role -> its section.
+        frozen: role of a model that is not trained -> its section.
         colocated: whether trainer and engines take turns on their GPUs.
 
     Raises:
@@ -136,7 +140,7 @@ def check_roles_apart(
                 f"{named}: with colocated.enabled trainer and engines take turns on all of the trainer's "
                 "GPUs, and a model with a GPU of its own takes no turns; leave one of the two out"
             )
-        if roles[role].offload:
+        if role in frozen and frozen[role].offload:
             raise SettingsError(
                 f"setting {role}.offload: the model has ranks of its own (placement.{role}), where nothing "
                 "else needs the memory; leave it out"

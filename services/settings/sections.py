@@ -293,6 +293,11 @@ class Settings:
         return self.algorithm.name in ALGORITHMS.having("has_critic")
 
     @property
+    def critic_beside(self) -> bool:
+        """Whether the critic is on the policy's ranks."""
+        return self.needs_critic and not self.placement.critic
+
+    @property
     def critic_dir(self) -> Path:
         """Absolute path of the model that the critic starts from: `critic.path`, or the policy's.
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name
-from services.preflight.memory import weights_apart, workload_of
+from services.preflight.memory import critic_workload, weights_apart, workload_of
 from services.preflight.model import ModelFacts, read_facts, read_model
 from services.settings.automatic import ALONE
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.memory.budget import USED_SHARE, refusal
-from trainer.megatron.memory.expected import GIB, ITEM_BYTES, parameters_of_stage
+from trainer.megatron.memory.budget import TOKENS_STEP, USED_SHARE, refusal
+from trainer.megatron.memory.expected import GIB, ITEM_BYTES, expected_memory, parameters_of_stage
 from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting_layouts
 
 ENGINE_OVERHEAD = 2 * GIB
@@ -55,6 +55,9 @@ class Sizes:
     gpu_gb: float
     sample_tokens: int
     """Longest sample, prompt included."""
+    critic_apart: int
+    """Bytes that a rank of the critic is expected to take at the peak, with the smallest budget, where it has
+    GPUs of its own; else 0."""
     apart: dict[str, int]
     """Bytes of weights on each GPU of a model that has ranks of its own, by its role."""
     layouts: Sequence[FittingLayout]
@@ -92,8 +95,12 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
             f"section [placement]: it takes {placed} GPUs of the trainer's {gpus}, and leaves none to the "
             "policy; give --gpus more, or place fewer"
         )
-    work = workload_of(settings, _configuration(settings))
+    model = _configuration(settings)
+    work = workload_of(settings, model)
     whole = parameters_of_stage(dataclasses.replace(work, parallel=ParallelConfig()), 0)
+    critic = 0
+    if settings.placement.critic:
+        critic = expected_memory(critic_workload(settings, model), TOKENS_STEP).peak
     layouts = fitting_layouts(work, gpus - placed, int(gpu_gb * GIB), settings.context_tokens)
     return Sizes(
         model=settings.model.path or "[model.scratch]",
@@ -101,6 +108,7 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
         gpus=gpus,
         gpu_gb=gpu_gb,
         sample_tokens=settings.context_tokens,
+        critic_apart=critic,
         apart=weights_apart(settings, work),
         layouts=layouts,
         engines=list(_engine_rooms(settings, whole, work.architecture, int(gpu_gb * GIB))),
@@ -165,6 +173,9 @@ def render_sizes(sizes: Sizes) -> str:
         lines.append(f"  {numbers}  {layout.tokens:>7,} tok  {layout.memory}")
     for role, held in sizes.apart.items():
         lines.append(f"{role:<8} on GPUs of its own: weights {held / GIB:.1f} GiB a GPU")
+    if sizes.critic_apart:
+        peak = sizes.critic_apart / GIB
+        lines.append(f"critic   on GPUs of its own: peak {peak:.1f} GiB a GPU at {TOKENS_STEP:,} tokens")
     lines.append("engine   with its staging copy, by its tensor ranks:")
     for room in sizes.engines:
         lines.append(f"  {_engine_line(room, sizes.sample_tokens)}")

@@ -139,7 +139,8 @@ class Executor:
             case SaveCommand():
                 self._writer.begin(models.copy_state(), Path(command.directory))
             case FinishSaveCommand():
-                return self._writer.finish()
+                own, apart = self._writer.finish(), models.finish_save()
+                return own or apart
             case RestoreCommand():
                 models.restore(Path(command.directory))
             case KeepReferenceCommand():

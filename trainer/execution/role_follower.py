@@ -24,13 +24,21 @@ class RoleSeat:
 
     def say_ready(self) -> None:
         """Say that the model is loaded, from rank 0."""
-        if self._rank == 0:
-            send_bytes(self.wire, msgspec.msgpack.encode([list(ranks) for ranks in self._replicas]), 0)
+        self.send_message(msgspec.msgpack.encode([list(ranks) for ranks in self._replicas]))
 
     def send_rows(self, values: torch.Tensor) -> None:
         """Send a value of each token of this replica's part, float32 [t], from the replica's first rank."""
         if any(ranks[0] == self._rank for ranks in self._replicas):
             self.wire.send(values, 0)
+
+    def receive_rows(self, entries: int) -> torch.Tensor:
+        """Wait for a value of each token of this replica's part: float32 [entries]."""
+        return self.wire.receive(entries, torch.float32)
+
+    def send_message(self, data: bytes) -> None:
+        """Send a message, which is not empty, from the model's rank 0."""
+        if self._rank == 0:
+            send_bytes(self.wire, data, 0)
 
 
 class FrozenFollower:

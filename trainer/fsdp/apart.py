@@ -1,13 +1,15 @@
-"""Loads a model beside the policy on ranks of its own, sharded over them."""
+"""Loads models beside the policy on ranks of their own, sharded over them."""
 
 import torch
 
 from trainer.backends.base import FrozenModel, FrozenSpec, Replicas
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import join_mesh
+from trainer.fsdp.critic import FsdpCritic
 from trainer.fsdp.layout import check_layout
 from trainer.fsdp.model import ShardedModel
-from trainer.reference.frozen import FrozenTransformer, load_model
+from trainer.reference.frozen import FrozenTransformer, architecture_of, load_model
+from trainer.roles.critic import Critic, CriticSpec
 
 
 def load_frozen_apart(
@@ -24,3 +26,25 @@ def load_frozen_apart(
     model = ShardedModel(load_model(spec.directory, f"{spec.role}.path"), mesh, trainer, trained=False)
     frozen = FrozenTransformer(model.module, lambda _, batch: model.evaluate(batch))
     return frozen, tuple((rank,) for rank in range(mesh.size()))
+
+
+def load_critic_apart(
+    spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[Critic, Replicas]:
+    """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
+
+    Raises:
+        SettingsError: transformers cannot load it, or a layout other than data-parallel ranks.
+    """
+    check_layout(parallel)
+    torch.set_num_threads(trainer.threads)
+    mesh, _ = join_mesh(parallel, trainer)
+    critic = FsdpCritic(
+        mesh,
+        architecture_of(spec.policy_dir),
+        spec.directory,
+        optimizer=spec.optimizer,
+        trainer=trainer,
+        config=spec.config,
+    )
+    return critic, tuple((rank,) for rank in range(mesh.size()))

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
@@ -23,30 +25,44 @@ from trainer.storage.host_state import HostCopies, HostState
 
 
 class FsdpCritic(Critic):
-    """AdamW on sharded float32 parameters, on the ranks of the policy."""
+    """AdamW on sharded float32 parameters, on the ranks of the policy or on ranks of its own."""
 
     def __init__(
         self,
-        policy: FsdpBackend,
+        mesh: DeviceMesh,
+        architecture: str,
         model_dir: Path,
         *,
         optimizer: OptimizerConfig,
         trainer: TrainerConfig,
         config: CriticConfig,
     ) -> None:
-        """Load the model of a Hugging Face directory; arguments as in `make_critic`. A collective.
+        """Load the model of a Hugging Face directory. A collective.
+
+        Args:
+            mesh: the ranks that it is sharded over.
+            architecture: the policy's, by which checkpoints name this model.
+            model_dir: the directory.
+            optimizer: the policy's.
+            trainer: settings of the backend.
+            config: settings of the critic.
 
         Raises:
             SettingsError: as `ValueModel`.
         """
-        self.config, self._mesh = config, policy.mesh
-        self._architecture = f"{policy.architecture} with a value head"
+        self.config, self._mesh = config, mesh
+        self._architecture = f"{architecture} with a value head"
         self._model = ValueModel(model_dir)
         self._passes = Passes(self._model.model, self._mesh, trainer)
         shard(self._model, self._model.model, self._mesh, trainer)
         self._trained = dict(self._model.named_parameters())
         self._stepper = MasterStepper(self._trained, self._trained, config.optimizer(optimizer), ())
         self._host, self._copies = HostOffload(), HostCopies()
+
+    @classmethod
+    def beside(cls, policy: FsdpBackend, model_dir: Path, **settings: Any) -> "FsdpCritic":
+        """Load the model on the policy's ranks; arguments as in `make_critic`. A collective."""
+        return cls(policy.mesh, policy.architecture, model_dir, **settings)
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

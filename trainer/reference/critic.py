@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -63,20 +64,29 @@ class ReferenceCritic(Critic):
 
     def __init__(
         self,
-        policy: ReferenceBackend,
+        device: torch.device,
+        architecture: str,
         model_dir: Path,
         *,
         optimizer: OptimizerConfig,
         trainer: TrainerConfig,
         config: CriticConfig,
     ) -> None:
-        """Load the model of a Hugging Face directory; arguments as in `make_critic`.
+        """Load the model of a Hugging Face directory; the last arguments are as in `make_critic`.
+
+        Args:
+            device: where it computes.
+            architecture: the policy's, by which checkpoints name this model.
+            model_dir: the directory.
+            optimizer: the policy's.
+            trainer: settings of the backend.
+            config: settings of the critic.
 
         Raises:
             SettingsError: as `ValueModel`.
         """
-        self.config, self._trainer, self._device = config, trainer, policy.device
-        self._architecture = f"{policy.architecture} with a value head"
+        self.config, self._trainer, self._device = config, trainer, device
+        self._architecture = f"{architecture} with a value head"
         self._model = ValueModel(model_dir).to(self._device)
         self._trained = dict(self._model.named_parameters())
         self._masters: dict[str, torch.nn.Parameter] = self._trained
@@ -94,6 +104,11 @@ class ReferenceCritic(Critic):
             [self._masters[name] for name in ends if name in self._masters],
         )
         self._host, self._copies = HostOffload(), HostCopies()
+
+    @classmethod
+    def beside(cls, policy: ReferenceBackend, model_dir: Path, **settings: Any) -> "ReferenceCritic":
+        """Load the model on the policy's rank; arguments as in `make_critic`."""
+        return cls(policy.device, policy.architecture, model_dir, **settings)
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from protocol.device.hf_models import MODEL_BUILDING, use_whole_attention
@@ -61,6 +61,22 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True) -> Any:
             module.padding_idx = None  # torch would not train that row, and other backends do
     use_whole_attention(model)
     return model.eval()
+
+
+def architecture_of(model_dir: Path) -> str:
+    """Return the name of the class that `load_model` makes of a directory, without its weights.
+
+    Raises:
+        SettingsError: transformers does not know it.
+    """
+    try:
+        with MODEL_BUILDING, torch.device("meta"):
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+            return type(AutoModelForCausalLM.from_config(config)).__name__
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"model.path {model_dir}: not a model that transformers can load: {error}"
+        ) from error
 
 
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:

@@ -63,6 +63,11 @@ class PlacementConfig:
     """Ranks that have the teacher alone. 0: it is on the policy's ranks, in their layout."""
     teacher_tensor_parallel_size: TensorRanks = 1
     """As `reference_tensor_parallel_size`."""
+    critic: Ranks = 0
+    """Ranks that have the critic alone, which makes its updates while the policy makes its own. 0: it is on
+    the policy's ranks, in their layout."""
+    critic_tensor_parallel_size: TensorRanks = 1
+    """As `reference_tensor_parallel_size`."""
 
     @property
     def ranks(self) -> Mapping[str, int]:
@@ -82,7 +87,7 @@ class PlacementConfig:
         )
 
 
-PLACED_ROLES = FROZEN_ROLES
+PLACED_ROLES = (*FROZEN_ROLES, "critic")
 """Roles that `[placement]` can give ranks of their own."""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.backends.base import StepStats
+from trainer.config import OptimizerConfig
 from trainer.roles.config import CriticConfig
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
@@ -49,10 +50,23 @@ class CriticStats:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class CriticSpec:
+    """A critic that has ranks of its own."""
+
+    directory: Path
+    """Hugging Face directory of the model that it starts from."""
+    policy_dir: Path
+    """The policy's: a checkpoint of the critic names the policy's architecture."""
+    config: CriticConfig
+    optimizer: OptimizerConfig
+    """Settings of the policy's optimizer; the critic's differ in the fields of `config`."""
+
+
 class Critic(ABC):
     """A critic under training. Every method is called on every rank in the same order (collectives inside).
 
-    Its layout is the policy's.
+    Its layout is the policy's, or it has ranks and a layout of its own.
     """
 
     config: CriticConfig
@@ -65,6 +79,9 @@ class Critic(ABC):
         the replica's ranks; 0 where not sampled.
         """
 
+    def begin_updates(self, part: Batch) -> None:  # noqa: B027 (a critic beside the policy has them)
+        """Take notice of the `returns` of a replica's part, before the first update of a step."""
+
     @abstractmethod
     def train_step(self, batch: Batch) -> CriticStats:
         """Make one optimizer step on a replica's part, which has `values` and `returns`."""
@@ -72,6 +89,14 @@ class Critic(ABC):
     @abstractmethod
     def copy_state(self) -> HostState:
         """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""
+
+    def finish_save(self) -> str:
+        """Wait until ranks of its own have written their parts of a checkpoint.
+
+        Returns:
+            Why one could not; empty if all are on disk, or there are no such ranks.
+        """
+        return ""
 
     @abstractmethod
     def restore(self, directory: Path) -> None:

@@ -53,23 +53,21 @@ class RankModels:
             state = dataclasses.replace(state, parts={CRITIC: self.critic.copy_state()})
         return state
 
+    def finish_save(self) -> str:
+        """Wait for the parts of a checkpoint that models on ranks of their own write; as in `Critic`."""
+        return self.critic.finish_save() if self.critic is not None else ""
+
     def restore(self, directory: Path) -> None:
         """Load this rank's part of a checkpoint.
 
         Raises:
-            SettingsError: as `Backend.restore` and `EntropyControl.restore`; or there is a critic, and the
-                checkpoint has none.
+            SettingsError: as `Backend.restore`, `EntropyControl.restore` and, with a critic,
+                `critic_directory`.
         """
-        saved = (directory / CRITIC).is_dir()
-        if self.critic is not None and not saved:
-            raise SettingsError(
-                f"checkpoint {directory} has no critic: it was made with an algorithm.name that needs none; "
-                "continue with that one, or begin a new run from its export"
-            )
-        if self.critic is None and saved:
-            log.warning("checkpoint.critic_left_out directory=%s", directory)
         if self.critic is not None:
-            self.critic.restore(directory / CRITIC)
+            self.critic.restore(critic_directory(directory))
+        elif (directory / CRITIC).is_dir():
+            log.warning("checkpoint.critic_left_out directory=%s", directory)
         if self.entropy is not None:
             self.entropy.restore(directory)
         self.policy.restore(directory)
@@ -102,3 +100,17 @@ class RankModels:
         yield self.policy
         if self.critic is not None:
             yield self.critic
+
+
+def critic_directory(checkpoint: Path) -> Path:
+    """Return the directory of the critic's part in a checkpoint.
+
+    Raises:
+        SettingsError: the checkpoint has none.
+    """
+    if not (checkpoint / CRITIC).is_dir():
+        raise SettingsError(
+            f"checkpoint {checkpoint} has no critic: it was made with an algorithm.name that needs none; "
+            "continue with that one, or begin a new run from its export"
+        )
+    return checkpoint / CRITIC

@@ -37,10 +37,21 @@ class StepDivision:
 
     def to_policy(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return values of the other model's replicas, in the order of the policy's: float32 [T]."""
-        rows = list(chain(*self.apart))
-        found = torch.cat(list(values)).split([self.lengths[row] for row in rows])
-        by_row = dict(zip(rows, found, strict=True))
+        by_row = self._by_row(torch.cat(list(values)), self.apart)
         return torch.cat([by_row[row] for row in chain(*self.policy)])
+
+    def to_apart(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Return values in the order of the policy's replicas, float32 [T], by replica of the other model.
+
+        It is the inverse of `to_policy`.
+        """
+        by_row = self._by_row(values, self.policy)
+        return [torch.cat([values[:0], *(by_row[row] for row in rows)]) for rows in self.apart]
+
+    def _by_row(self, values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> Mapping[int, torch.Tensor]:
+        """Return the values of each row, given the values of a model's replicas one after the other."""
+        rows = list(chain(*replicas))
+        return dict(zip(rows, values.split([self.lengths[row] for row in rows]), strict=True))
 
 
 class RoleLink:
@@ -70,15 +81,29 @@ class RoleLink:
 
     def receive_rows(self) -> torch.Tensor:
         """Wait for a value of each token of the step, in the order of the policy's replicas: float32 [T]."""
-        division = self._division
-        if division is None:
-            raise RuntimeError("a model with ranks of its own was asked for values before it was sent a step")
+        division = self._step_division()
         return division.to_policy(
             [
                 self._wire.receive(division.entries(replica), torch.float32, ranks[0] + 1)
                 for replica, ranks in enumerate(self.replicas)
             ]
         )
+
+    def send_rows(self, values: torch.Tensor) -> None:
+        """Send each of the model's ranks its replica's part of values in the policy's order: float32 [T]."""
+        parts = self._step_division().to_apart(values)
+        for ranks, part in zip(self.replicas, parts, strict=True):
+            for rank in ranks:
+                self._wire.send(part, rank + 1)
+
+    def receive_message(self) -> bytes:
+        """Wait for a message of the model's rank 0."""
+        return receive_bytes(self._wire, 1)
+
+    def _step_division(self) -> StepDivision:
+        if self._division is None:
+            raise RuntimeError("a model with ranks of its own was asked for values before it was sent a step")
+        return self._division
 
 
 NO_LINKS: Mapping[str, RoleLink] = {}

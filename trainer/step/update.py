@@ -31,13 +31,22 @@ def make_updates(models: RankModels, part: Batch, schedule: UpdateSchedule) -> S
     """
     part, measured = _with_roles(models, part, schedule)
     updates = []
-    for batch in _batches(part, schedule):
+    for batch in batches_of(part, schedule):
         if schedule.second_moment_threshold:
             batch = _within_moment(models, batch, schedule.second_moment_threshold)
         updates.append(dataclasses.replace(_update(models, batch), **measured))
     if models.entropy is not None:
         models.entropy.note(updates)
     return merged_updates(models.algorithm.config, updates, schedule)
+
+
+def batches_of(part: Batch, schedule: UpdateSchedule) -> Iterator[Batch]:
+    """Yield a replica's part of each update, one at a time."""
+    if not schedule.mini_batches:
+        yield part
+        return
+    for number in schedule.updates:
+        yield part.select_mini_batch(number, schedule.mini_batches[number])
 
 
 def _update(models: RankModels, batch: Batch) -> StepStats:
@@ -62,15 +71,6 @@ def _within_moment(models: RankModels, batch: Batch, budget: float) -> Batch:
     return dataclasses.replace(batch, log_ratio_limit=log_ratio_limit(everywhere, budget))
 
 
-def _batches(part: Batch, schedule: UpdateSchedule) -> Iterator[Batch]:
-    """Yield the part of each update, one at a time."""
-    if not schedule.mini_batches:
-        yield part
-        return
-    for number in schedule.updates:
-        yield part.select_mini_batch(number, schedule.mini_batches[number])
-
-
 def _with_roles(models: RankModels, part: Batch, schedule: UpdateSchedule) -> tuple[Batch, dict[str, Any]]:
     """Return the part with what other models and the start of the step say, and what was measured of it."""
     found: dict[str, Any] = {}
@@ -85,6 +85,7 @@ def _with_roles(models: RankModels, part: Batch, schedule: UpdateSchedule) -> tu
     if models.critic is not None:
         values = models.critic.values(part)
         part = with_advantages(part, values, models.algorithm.config, models.policy.replicas)
+        models.critic.begin_updates(part)
     elif ALGORITHMS[models.algorithm.config.name].whitened:
         part = with_whitened(part, models.algorithm.config, models.policy.replicas)
     return part, measured

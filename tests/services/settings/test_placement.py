@@ -86,6 +86,13 @@ def test_models_apart_follow_the_policys_ranks_in_layouts_of_their_own() -> None
     assert (teacher.tensor_model_parallel_size, teacher.data_parallel_size, teacher.world_size) == (2, 2, 4)
 
 
+def test_a_critic_apart_follows_frozen_models() -> None:
+    placement = PlacementConfig(critic=2, critic_tensor_parallel_size=2, reference=1)
+    check_roles_apart(placement, TrainerConfig(), ROLES, colocated=False)
+    assert list(placement.ranks.items()) == [("reference", 1), ("critic", 2)]
+    assert placement.layout("critic").tensor_model_parallel_size == 2
+
+
 @pytest.mark.parametrize(
     ("placement", "backend", "offload", "colocated", "text"),
     [
@@ -96,6 +103,8 @@ def test_models_apart_follow_the_policys_ranks_in_layouts_of_their_own() -> None
             False,
             "placement.teacher: 1: .* has no models beside",
         ),
+        (PlacementConfig(critic=2), "reference", False, False, "placement.critic: 2: .* set it to 1"),
+        (PlacementConfig(critic=1), "megatron", False, True, "placement.critic: 1: with colocated.enabled"),
         (PlacementConfig(reference=2), "reference", False, False, "placement.reference: 2: .* set it to 1"),
         (
             PlacementConfig(teacher=2, teacher_tensor_parallel_size=2),

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from protocol.errors import SettingsError
 from services.cli import app
-from services.tools.size import size_run
+from services.tools.size import render_sizes, size_run
 from tests.integration.loop import ROOT
 from trainer.megatron.memory.expected import GIB
 
@@ -53,9 +53,20 @@ def test_gpus_of_models_of_their_own_are_not_the_policys(overrides: list[str]) -
     sizes, whole = (size_run(CONFIG, [*overrides, *more], gpus=8, gpu_gb=80) for more in (two, []))
     assert {layout.parallel.world_size for layout in sizes.layouts} == {6}
     assert sizes.apart["reference"] == pytest.approx(2 * whole.parameters / 2, rel=1e-3)  # norms are whole
-    assert whole.apart == {}
+    assert (whole.apart, whole.critic_apart) == ({}, 0)
     with pytest.raises(SettingsError, match="it takes 2 GPUs of the trainer's 2"):
         size_run(CONFIG, [*overrides, *two], gpus=2, gpu_gb=80)
+
+
+def test_a_critic_apart_takes_its_memory_from_gpus_of_its_own(overrides: list[str]) -> None:
+    ppo = [*overrides, "algorithm.name=ppo"]
+    beside, apart = (
+        size_run(CONFIG, [*ppo, *more], gpus=8, gpu_gb=80) for more in ([], ["placement.critic=4"])
+    )
+    assert {layout.parallel.world_size for layout in apart.layouts} == {4}
+    state = 2 + 4 + 12 / 4  # of a parameter: itself, its gradient, a part of its masters and moments
+    assert apart.critic_apart > state * apart.parameters > 0 == beside.critic_apart
+    assert "critic   on GPUs of its own: peak" in render_sizes(apart)
 
 
 def test_layouts_use_all_gpus_hold_a_sample_and_come_with_the_fewest_ranks_first(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -25,8 +25,11 @@ from trainer.fsdp.critic import FsdpCritic
 from trainer.megatron.roles.critic import MegatronCritic
 from trainer.reference.critic import ReferenceCritic
 from trainer.registry import make_backend, make_critic
+from trainer.roles.critic import Critic
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
+from trainer.roles.placed import RoleLink
+from trainer.roles.placed_critic import PlacedCritic
 from trainer.step.plan import StepPlan
 
 NOT_OF_THE_RECIPE = (
@@ -43,9 +46,20 @@ OF_RECORDS = ("truncated_tokens", "shaped_reward_mean")
 """Statistics of the plan that a recipe changes."""
 
 
-def make_models(kind: str, case: Case, directory: Path, parallel: ParallelConfig | None = None) -> RankModels:
-    """This rank's parts of all models of a case."""
-    trainer = TrainerConfig(backend=kind, micro_batch_tokens=40, micro_batch_size=5, device="cpu")
+def trainer_of(kind: str) -> TrainerConfig:
+    return TrainerConfig(backend=kind, micro_batch_tokens=40, micro_batch_size=5, device="cpu")
+
+
+def make_models(
+    kind: str,
+    case: Case,
+    directory: Path,
+    parallel: ParallelConfig | None = None,
+    *,
+    critic_apart: RoleLink | Literal["no link"] | None = None,
+) -> RankModels:
+    """This rank's parts of all models of a case; the critic is apart if rank 0 has a link to it."""
+    trainer = trainer_of(kind)
     specs = [FrozenSpec(role, other_model(directory), offload=True) for role in case.frozen]
     policy = make_backend(
         directory,
@@ -54,13 +68,22 @@ def make_models(kind: str, case: Case, directory: Path, parallel: ParallelConfig
         trainer=trainer,
         algorithm=case.made(),
         frozen=specs,
-        critic_dir=directory if case.has_critic else None,
+        critic_dir=directory if case.has_critic and critic_apart is None else None,
     )
     frozen = {spec.role: FrozenRole(policy.load_frozen(spec), policy.device, offload=True) for spec in specs}
-    critic = None
-    if case.has_critic:
+    critic: Critic | None = None
+    link = None if critic_apart == "no link" else critic_apart
+    if critic_apart is not None:
+        critic = PlacedCritic(link, policy.replicas, CRITIC)
+    elif case.has_critic:
         critic = make_critic(policy, directory, optimizer=OPTIMIZER, trainer=trainer, config=CRITIC)
-    models = RankModels(policy, frozen=FrozenModels(**frozen), critic=critic, algorithm=case.made())
+    models = RankModels(
+        policy,
+        frozen=FrozenModels(**frozen),
+        critic=critic,
+        algorithm=case.made(),
+        links={"critic": link} if link is not None else {},
+    )
     if case.config.kl_coef:
         models.keep_reference()
     return models
@@ -90,12 +113,16 @@ def of_records(plan: StepPlan) -> dict[str, float]:
 
 def weights_of(models: RankModels) -> dict[str, torch.Tensor]:
     """The weights of the policy, and of the critic if there is one; called on every rank."""
-    weights, critic = dict(models.policy.export()), models.critic
+    return dict(models.policy.export()) | critic_weights(models.critic)
+
+
+def critic_weights(critic: Critic | None) -> dict[str, torch.Tensor]:
+    """The weights of a critic that is on this rank; called on every rank that has one."""
     if isinstance(critic, MegatronCritic | FsdpCritic):
-        weights |= {f"critic.{name}": tensor for name, tensor in critic.export()}
+        return {f"critic.{name}": tensor for name, tensor in critic.export()}
     if isinstance(critic, ReferenceCritic):
-        weights |= {f"critic.{name}": tensor.detach() for name, tensor in critic.weights.items()}
-    return weights
+        return {f"critic.{name}": tensor.detach() for name, tensor in critic.weights.items()}
+    return {}
 
 
 def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

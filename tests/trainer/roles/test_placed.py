@@ -1,4 +1,4 @@
-"""Tests in which order numbers of a model with ranks of its own reach the policy's replicas."""
+"""Tests in which order numbers go between a model with ranks of its own and the policy's replicas."""
 
 import torch
 from hypothesis import given
@@ -8,7 +8,7 @@ from trainer.roles.placed import StepDivision
 
 
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=8), data=st.data())
-def test_each_replica_of_the_policy_gets_the_numbers_of_its_rows(
+def test_each_replica_gets_the_numbers_of_its_rows_there_and_back(
     lengths: list[int], data: st.DataObject
 ) -> None:
     def divided(replicas: int) -> list[list[int]]:
@@ -23,4 +23,7 @@ def test_each_replica_of_the_policy_gets_the_numbers_of_its_rows(
 
     sent = [of(rows) for rows in division.apart]
     assert [len(values) for values in sent] == [division.entries(replica) for replica in range(3)]
-    assert torch.equal(division.to_policy(sent), torch.cat([of(rows) for rows in division.policy]))
+    whole = division.to_policy(sent)
+    assert torch.equal(whole, torch.cat([of(rows) for rows in division.policy]))
+    back = division.to_apart(whole)
+    assert [values.tolist() for values in back] == [values.tolist() for values in sent]

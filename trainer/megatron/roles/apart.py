@@ -1,4 +1,4 @@
-"""Loads a model beside the policy on ranks of its own, in a layout of its own."""
+"""Loads models beside the policy on ranks of their own, in a layout of their own."""
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
@@ -9,10 +9,15 @@ from trainer.backends.base import FrozenModel, FrozenSpec, Replicas
 from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import initialize
+from trainer.megatron.families.reading import read_critic
 from trainer.megatron.forward import Runner
 from trainer.megatron.memory.budget import TOKENS_ON_CPU
+from trainer.megatron.memory.expected import Workload
+from trainer.megatron.memory.memory_plan import MemoryPlan
 from trainer.megatron.memory.oom_retry import OomRetry
+from trainer.megatron.roles.critic import MegatronCritic
 from trainer.megatron.roles.frozen import FrozenPart
+from trainer.roles.critic import Critic, CriticSpec
 
 TOKENS_ON_GPU = 16384
 """Tokens of a pass on a GPU, at first, where `trainer.micro_batch_tokens` is 0."""
@@ -34,3 +39,25 @@ def load_frozen_apart(
         return passes.alone(runner, batch, lambda: runner.logprobs(batch))
 
     return FrozenPart(spec, position, trainer, evaluate), position.replicas()
+
+
+def load_critic_apart(
+    spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[Critic, Replicas]:
+    """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
+
+    Raises:
+        SettingsError: the model is not supported, or does not fit the layout or its devices.
+    """
+    position = initialize(parallel, trainer)
+    architecture, optimizer = read_critic(spec.directory), spec.config.optimizer(spec.optimizer)
+    work = Workload(architecture=architecture, parallel=parallel, trainer=trainer, optimizer=optimizer)
+    critic = MegatronCritic(
+        parallel,
+        MemoryPlan(work, position).tokens,
+        spec.directory,
+        optimizer=spec.optimizer,
+        trainer=trainer,
+        config=spec.config,
+    )
+    return critic, position.replicas()

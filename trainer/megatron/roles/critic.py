@@ -1,4 +1,4 @@
-"""Trains a critic with megatron-core, on the policy's ranks and in its layout."""
+"""Trains a critic with megatron-core, on the policy's ranks and in its layout, or on ranks of its own."""
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from protocol.weights.lora import NO_ADAPTERS
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
-from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import parallel
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.checkpoint.description import TrainedModel
@@ -69,21 +69,29 @@ class MegatronCritic(Critic):
 
     def __init__(
         self,
-        policy: MegatronBackend,
+        layout: ParallelConfig,
+        tokens: int,
         model_dir: Path,
         *,
         optimizer: OptimizerConfig,
         trainer: TrainerConfig,
         config: CriticConfig,
     ) -> None:
-        """Load the model; arguments as in `make_critic`. A collective.
+        """Load the model. A collective.
+
+        Args:
+            layout: of its ranks.
+            tokens: of a micro-batch, to begin with.
+            model_dir: Hugging Face directory.
+            optimizer: the policy's.
+            trainer: settings of the backend.
+            config: settings of the critic.
 
         Raises:
             SettingsError: the model is not supported, or does not fit the layout.
         """
         self.config, self._trainer = config, trainer
         self._spec = read_critic(model_dir)
-        layout = policy.position.config
         check_ranks(self._spec.experts, layout)
         self._places = Layout.of(layout, self._spec.layers)
         self._position = parallel.initialize(
@@ -91,11 +99,16 @@ class MegatronCritic(Critic):
         )
         self._closed = False
         try:
-            self._build(model_dir, policy.tokens, config.optimizer(optimizer))
+            self._build(model_dir, tokens, config.optimizer(optimizer))
         except BaseException:
             self.close()
             raise
         self._host, self._copies = HostOffload(), HostCopies()
+
+    @classmethod
+    def beside(cls, policy: MegatronBackend, model_dir: Path, **settings: Any) -> "MegatronCritic":
+        """Load the model on the policy's ranks; arguments as in `make_critic`. A collective."""
+        return cls(policy.position.config, policy.tokens, model_dir, **settings)
 
     def values(self, batch: Batch) -> torch.Tensor:
         return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.values(batch))

@@ -1,0 +1,82 @@
+"""Trains cases whose critic has ranks of its own, which follow the policy's.
+
+As a module: BACKEND LAYOUT CRITIC_RANKS CRITIC_TENSOR_RANKS DIRECTORY OUT CASE...
+"""
+
+import faulthandler
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tests.trainer.megatron.launch import DEADLINE_S
+from tests.trainer.megatron.layouts import LAYOUTS
+from tests.trainer.recomputed.backend_run import (
+    critic_weights,
+    make_models,
+    run_case,
+    trainer_of,
+    weights_of,
+)
+from tests.trainer.recomputed.cases import CASES, CRITIC, OPTIMIZER
+from trainer.config import ParallelConfig
+from trainer.execution.critic_follower import CriticFollower
+from trainer.execution.role_follower import RoleSeat
+from trainer.ranks.seats import Seat, seat_of, take_seat
+from trainer.ranks.wire import BetweenModels
+from trainer.registry import make_critic_apart
+from trainer.roles.config import PlacementConfig
+from trainer.roles.critic import CriticSpec
+from trainer.roles.placed import RoleLink
+
+
+def policy_case(
+    kind: str, parallel: ParallelConfig, seat: Seat, wires: Mapping[str, BetweenModels], name: str, *to: Path
+) -> None:
+    """Make the steps of a case on a rank of the policy."""
+    directory, out = to
+    link = RoleLink(wires["critic"]) if wires else None
+    models = make_models(kind, CASES[name], directory, parallel, critic_apart=link or "no link")
+    if link is not None:
+        link.await_ready()
+    reports = run_case(models, CASES[name], directory, seat.rank)
+    weights = {tensor: values.clone() for tensor, values in weights_of(models).items()}
+    models.close()
+    if seat.rank == 0:
+        (out / name / "reports.json").write_text(json.dumps(reports))
+        save_file(weights, out / name / "weights.safetensors")
+
+
+def critic_case(kind: str, parallel: ParallelConfig, seat: Seat, wire: BetweenModels, *to: Path) -> None:
+    """Follow the steps of a case on a rank of the critic."""
+    directory, out = to
+    spec = CriticSpec(directory, directory, CRITIC, OPTIMIZER)
+    critic, replicas = make_critic_apart(spec, parallel=parallel, trainer=trainer_of(kind))
+    CriticFollower(critic, RoleSeat(wire, seat.rank, replicas)).follow()
+    weights = {tensor: values.clone() for tensor, values in critic_weights(critic).items()}
+    if seat.rank == 0:
+        save_file(weights, out / "critic.safetensors")
+
+
+def run(kind: str, layout: str, placement: PlacementConfig, directory: Path, out: Path, *names: str) -> None:
+    torch.set_num_threads(1)
+    parallel, apart = LAYOUTS[layout], placement.ranks
+    seat = seat_of(int(os.environ["RANK"]), parallel.world_size, apart)
+    wires = take_seat(parallel.world_size, apart, on_gpu=False, timeout_s=DEADLINE_S)
+    for name in names:
+        (out / name).mkdir(parents=True, exist_ok=True)
+        if seat.role:
+            critic_case(kind, placement.layout("critic"), seat, wires["critic"], directory, out / name)
+        else:
+            policy_case(kind, parallel, seat, wires, name, directory, out)
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(DEADLINE_S - 20, exit=True)
+    ranks, tensor = map(int, sys.argv[3:5])
+    placed = PlacementConfig(critic=ranks, critic_tensor_parallel_size=tensor)
+    run(sys.argv[1], sys.argv[2], placed, Path(sys.argv[5]), Path(sys.argv[6]), *sys.argv[7:])
