@@ -100,7 +100,7 @@ class OptimizerConfig:
     loss_scale_window: Annotated[int, Interval(ge=1, le=10**9)] = 1000
     """megatron, float16: steps without overflow after which the factor is doubled."""
     cpu_offload: bool = False
-    """megatron: keep masters and moments in host memory, 12 bytes a parameter, and step them there.
+    """megatron, fsdp: keep masters and moments in host memory, 12 bytes a parameter, and step them there.
     Gradients and new parameters are transferred while other parts step. Wants `trainer.threads`."""
 
 
@@ -129,6 +129,9 @@ class TrainerConfig:
     """Samples in one forward pass, at most."""
     compile: bool = False
     """fsdp: compile each layer with torch.compile, attention apart. The first passes take longer."""
+    offload_parameters: bool = False
+    """fsdp: keep the shards of the trained model in host memory, too, with `optimizer.cpu_offload`. A pass
+    copies a layer's to the device, and its gradients back."""
     share_prefixes: Literal["auto", "off"] = "auto"
     """megatron, fsdp: whether tokens that samples of a group begin with alike, such as the prompt or an
     agent's history, are computed once for all of them: auto (where that saves more than it costs) or off.

@@ -149,3 +149,46 @@ def _problems_of_optimizer(
             "it to 0, or train without them",
         ),
     )
+
+
+def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
+    """Check that settings that only some backends have are not set for another one.
+
+    Raises:
+        SettingsError: names the setting and the backends that have it.
+    """
+    requests = {
+        "trainer.recompute_granularity": trainer.recompute_granularity,
+        "trainer.moe_aux_loss_coeff": trainer.moe_aux_loss_coeff,
+        "trainer.moe_z_loss_coeff": trainer.moe_z_loss_coeff,
+        "trainer.moe_router_bias_update_rate": trainer.moe_router_bias_update_rate,
+        "optimizer.cpu_offload": "true" if optimizer.cpu_offload else "",
+        "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
+        "trainer.dtype": trainer.dtype if trainer.dtype == "float16" else "",
+        "trainer.attention_backend": "" if trainer.attention_backend == "auto" else trainer.attention_backend,
+    }
+    fsdp_has = {"optimizer.cpu_offload"}
+    if trainer.recompute_granularity == "full":
+        fsdp_has.add("trainer.recompute_granularity")
+    if trainer.compile and trainer.backend != "fsdp":
+        raise SettingsError(
+            f"setting trainer.compile: it is for trainer.backend 'fsdp', not {trainer.backend!r}"
+        )
+    if trainer.offload_parameters and not (trainer.backend == "fsdp" and optimizer.cpu_offload):
+        raise SettingsError(
+            "setting trainer.offload_parameters: it is for trainer.backend 'fsdp' with "
+            f"optimizer.cpu_offload, and they are {trainer.backend!r} and "
+            f"{str(optimizer.cpu_offload).lower()}; change them, or leave it out"
+        )
+    for setting, value in requests.items():
+        backends = ("megatron", "fsdp") if setting in fsdp_has else ("megatron",)
+        if value and trainer.backend not in backends:
+            raise SettingsError(
+                f"setting {setting}: {value} is for trainer.backend {' or '.join(map(repr, backends))}, and "
+                f"it is {trainer.backend!r}; leave it out, or change the backend"
+            )
+    if trainer.dtype == "float16" and not optimizer.grad_reduce_in_fp32:
+        raise SettingsError(
+            "setting optimizer.grad_reduce_in_fp32: gradients that are added up in float16 overflow; leave "
+            "it on with trainer.dtype 'float16'"
+        )

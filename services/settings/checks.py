@@ -18,7 +18,7 @@ from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import WeightConfig
 from trainer.hosts.place import check_cluster
-from trainer.recipe import check_publishing, check_recipe, check_schedule
+from trainer.recipe import check_backend, check_publishing, check_recipe, check_schedule
 from trainer.registry import BACKENDS
 from trainer.roles.config import FROZEN_ROLES
 from trainer.weights.registry import TRANSPORTS
@@ -119,38 +119,6 @@ def _check_overlong(settings: Settings) -> None:
             f"setting algorithm.overlong_buffer: {algorithm.overlong_buffer} has to be between 1 and "
             f"{limit}, the length from which a sample is punished in full (algorithm.overlong_length, or "
             "sampling.max_tokens), with algorithm.truncated 'shape'"
-        )
-
-
-def _check_memory(settings: Settings) -> None:
-    """Check that settings that only megatron has are not set for another backend."""
-    trainer, optimizer = settings.trainer, settings.optimizer
-    requests = {
-        "trainer.recompute_granularity": trainer.recompute_granularity,
-        "trainer.moe_aux_loss_coeff": trainer.moe_aux_loss_coeff,
-        "trainer.moe_z_loss_coeff": trainer.moe_z_loss_coeff,
-        "trainer.moe_router_bias_update_rate": trainer.moe_router_bias_update_rate,
-        "optimizer.cpu_offload": "true" if optimizer.cpu_offload else "",
-        "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
-        "trainer.dtype": trainer.dtype if trainer.dtype == "float16" else "",
-        "trainer.attention_backend": "" if trainer.attention_backend == "auto" else trainer.attention_backend,
-    }
-    if trainer.backend == "fsdp" and trainer.recompute_granularity == "full":
-        del requests["trainer.recompute_granularity"]
-    if trainer.compile and trainer.backend != "fsdp":
-        raise SettingsError(
-            f"setting trainer.compile: it is for trainer.backend 'fsdp', not {trainer.backend!r}"
-        )
-    for setting, value in requests.items():
-        if value and trainer.backend != "megatron":
-            raise SettingsError(
-                f"setting {setting}: {value} is for trainer.backend 'megatron', and it is "
-                f"{trainer.backend!r}; leave it out, or change the backend"
-            )
-    if trainer.dtype == "float16" and not optimizer.grad_reduce_in_fp32:
-        raise SettingsError(
-            "setting optimizer.grad_reduce_in_fp32: gradients that are added up in float16 overflow; leave "
-            "it on with trainer.dtype 'float16'"
         )
 
 
@@ -386,7 +354,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_recipe,
     _check_filter,
     _check_overlong,
-    _check_memory,
+    lambda settings: check_backend(settings.trainer, settings.optimizer),
     lambda settings: check_schedule(settings.optimizer),
     lambda s: check_publishing(s.trainer, s.run.steps, s.bound.max_staleness),
     _check_critic,

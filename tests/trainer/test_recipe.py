@@ -1,11 +1,13 @@
 """Tests what the settings of a recipe require of each other."""
 
+from dataclasses import replace
+
 import pytest
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from trainer.recipe import check_publishing, check_recipe
+from trainer.recipe import check_backend, check_publishing, check_recipe
 
 REFERENCE = {"backend": "reference"}
 
@@ -86,3 +88,12 @@ def test_bound_that_reaches_the_next_published_version_is_not_refused(
 def test_bound_that_leaves_nothing_to_train_is_refused(every: int, bound: int, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         check_publishing(TrainerConfig(publish_every=every), 10, bound)
+
+
+@pytest.mark.parametrize(("backend", "offload"), [("fsdp", False), ("megatron", True)])
+def test_parameters_in_host_memory_are_stepped_there_and_by_fsdp_alone(backend: str, offload: bool) -> None:
+    trainer = TrainerConfig(backend=backend, offload_parameters=True)
+    said = f"offload_parameters: .* they are '{backend}' and {str(offload).lower()}; change them"
+    with pytest.raises(SettingsError, match=said):
+        check_backend(trainer, OptimizerConfig(cpu_offload=offload))
+    check_backend(replace(trainer, backend="fsdp"), OptimizerConfig(cpu_offload=True))

@@ -23,13 +23,13 @@ from trainer.fsdp.layout import check_layout
 from trainer.fsdp.model import ShardedModel
 from trainer.fsdp.passes import Pass
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
+from trainer.fsdp.stepper import make_stepper
 from trainer.lora import merged, without_adapters
 from trainer.ranks.process_group import join_ranks
 from trainer.ranks.publication import Publication
 from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import FrozenTransformer, load_model
 from trainer.reference.lora import attach
-from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.step.made_passes import MadePasses
@@ -90,7 +90,7 @@ class FsdpBackend(Backend):
             (plain_views(self._trained), self._trained) if adapters.rank else (self._views, self._tensors)
         )
         self._plan = ShardPlan.make(self._published[0], self._published[1], self.mesh.size())
-        self._stepper = MasterStepper(self._trained, self._trained, optimizer, ())
+        self._stepper = make_stepper(self._trained, optimizer, trainer, self.device)
         self._reference: ShardedModel | None = None
         self._host, self._copies = HostOffload(), HostCopies()
 
@@ -186,18 +186,10 @@ class FsdpBackend(Backend):
             yield from self.export()
             return
         for name, piece in self._plan.cut(self._published[1], self._rank):
-            yield name, piece.to(DTYPES[self._trainer.dtype])
+            yield name, piece.to(self.device, DTYPES[self._trainer.dtype])
 
     def copy_state(self) -> HostState:
-        return copy_state(
-            self._copies,
-            self._trained,
-            self._stepper.optimizer,
-            self._stepper.steps,
-            self._identity(),
-            self.device,
-            self._rank,
-        )
+        return copy_state(self._copies, self._stepper, self._identity(), self.device, self._rank)
 
     def save(self, directory: Path) -> None:
         """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
@@ -205,14 +197,12 @@ class FsdpBackend(Backend):
         dist.barrier()
 
     def restore(self, directory: Path) -> None:
-        self._stepper.steps = load_state(
-            directory, self._trained, self._stepper.optimizer, self._identity(), self.device, self._rank
-        )
+        load_state(directory, self._stepper, self._identity(), self.device, self._rank)
 
     def offload(self) -> int:
         if self._host.in_use:
             return self._host.nbytes
-        self._stepper.optimizer.zero_grad()
+        self._stepper.zero_grad()
         models = [model.module for model in (self._model, self._reference) if model is not None]
         held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         return self._host.offload(self.device, map(local_tensor, (*held, *self._stepper.tensors())))
@@ -222,7 +212,7 @@ class FsdpBackend(Backend):
 
     def close(self) -> None:
         self._reference = None
-        self._stepper.optimizer.zero_grad()
+        self._stepper.zero_grad()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -252,7 +242,7 @@ class FsdpBackend(Backend):
         self, views: Sequence[TensorView], parameters: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, group in groupby(views, key=lambda view: view.parameter):
-            whole = gathered(parameters[name])
+            whole = gathered(parameters[name].to(self.device))
             if self._rank == 0:
                 whole = whole.to(DTYPES[self._trainer.dtype])
                 yield from ((view.name, view.within(whole)) for view in group)

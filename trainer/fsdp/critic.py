@@ -14,8 +14,8 @@ from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.fsdp.model import shard
 from trainer.fsdp.passes import Pass, Passes
+from trainer.fsdp.stepper import make_stepper
 from trainer.reference.critic import ValueModel
-from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
@@ -56,7 +56,7 @@ class FsdpCritic(Critic):
         self._passes = Passes(self._model.model, self._mesh, trainer)
         shard(self._model, self._model.model, self._mesh, trainer)
         self._trained = dict(self._model.named_parameters())
-        self._stepper = MasterStepper(self._trained, self._trained, config.optimizer(optimizer), ())
+        self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, self._passes.device)
         self._host, self._copies = HostOffload(), HostCopies()
 
     @classmethod
@@ -67,7 +67,8 @@ class FsdpCritic(Critic):
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole parameters by the names of a checkpoint, on every rank. A collective."""
-        yield from ((name, gathered(parameter.detach())) for name, parameter in self._trained.items())
+        device = self._passes.device
+        yield from ((name, gathered(p.detach().to(device))) for name, p in self._trained.items())
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
@@ -94,19 +95,17 @@ class FsdpCritic(Critic):
         return measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
 
     def copy_state(self) -> HostState:
-        optimizer, steps = self._stepper.optimizer, self._stepper.steps
         place = self._passes.device, self._mesh.get_local_rank()
-        return copy_state(self._copies, self._trained, optimizer, steps, self._identity(), *place)
+        return copy_state(self._copies, self._stepper, self._identity(), *place)
 
     def restore(self, directory: Path) -> None:
         place = self._passes.device, self._mesh.get_local_rank()
-        optimizer = self._stepper.optimizer
-        self._stepper.steps = load_state(directory, self._trained, optimizer, self._identity(), *place)
+        load_state(directory, self._stepper, self._identity(), *place)
 
     def offload(self) -> int:
         if self._host.in_use:
             return self._host.nbytes
-        self._stepper.optimizer.zero_grad()
+        self._stepper.zero_grad()
         held = [*self._model.parameters(), *self._model.buffers(), *self._stepper.tensors()]
         return self._host.offload(self._passes.device, map(local_tensor, held))
 
@@ -115,7 +114,7 @@ class FsdpCritic(Critic):
 
     def close(self) -> None:
         """Release the gradients."""
-        self._stepper.optimizer.zero_grad()
+        self._stepper.zero_grad()
 
     def _identity(self) -> dict[str, str]:
         return {"backend": "fsdp", "role": "critic", "architecture": self._architecture}

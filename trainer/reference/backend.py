@@ -161,14 +161,10 @@ class ReferenceBackend(Backend):
         yield from checkpoint_views(self._model, tensors).items()
 
     def copy_state(self) -> HostState:
-        steps = self._stepper.steps
-        return copy_state(self._copies, self._masters, self._optimizer, steps, self._identity(), self._device)
+        return copy_state(self._copies, self._stepper, self._identity(), self._device)
 
     def restore(self, directory: Path) -> None:
-        self._stepper.steps = load_state(
-            directory, self._masters, self._optimizer, self._identity(), self._device
-        )
-        self._stepper.publish()
+        load_state(directory, self._stepper, self._identity(), self._device)
 
     def offload(self) -> int:
         if self._shared:

@@ -132,20 +132,15 @@ class ReferenceCritic(Critic):
         return measures.stats(measures.join(vectors, self._device), grad_norm=norm, skipped=skipped)
 
     def copy_state(self) -> HostState:
-        optimizer = self._stepper.optimizer
-        steps = self._stepper.steps
-        return copy_state(self._copies, self._masters, optimizer, steps, self._identity(), self._device)
+        return copy_state(self._copies, self._stepper, self._identity(), self._device)
 
     def restore(self, directory: Path) -> None:
-        self._stepper.steps = load_state(
-            directory, self._masters, self._stepper.optimizer, self._identity(), self._device
-        )
-        self._stepper.publish()
+        load_state(directory, self._stepper, self._identity(), self._device)
 
     def offload(self) -> int:
         if self._host.in_use:
             return self._host.nbytes
-        self._stepper.optimizer.zero_grad()
+        self._stepper.zero_grad()
         weights = [*self._model.parameters(), *self._model.buffers()]
         return self._host.offload(self._device, [*weights, *self._stepper.tensors()])
 
@@ -154,7 +149,7 @@ class ReferenceCritic(Critic):
 
     def close(self) -> None:
         """Release the gradients."""
-        self._stepper.optimizer.zero_grad()
+        self._stepper.zero_grad()
 
     def _identity(self) -> dict[str, str]:
         optimizer = {} if self._optimizer.name == "adamw" else {"optimizer": self._optimizer.name}

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from protocol.errors import SettingsError
+from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.shards import local_tensor
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -29,9 +30,7 @@ def rank_file(rank: int) -> str:
 
 def copy_state(
     copies: HostCopies,
-    masters: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    steps: int,
+    stepper: MasterStepper,
     identity: dict[str, str],
     device: torch.device,
     rank: int = 0,
@@ -44,18 +43,21 @@ def copy_state(
     Raises:
         SettingsError: an optimizer keeps something else than tensors and numbers of a parameter.
     """
-    tensors: dict[str, torch.Tensor] = {MASTER + name: p.detach() for name, p in masters.items()}
-    for name, parameter in masters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+    tensors: dict[str, torch.Tensor] = {MASTER + name: p.detach() for name, p in stepper.masters.items()}
+    sharded = {name for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    for name in stepper.masters:
+        for key, value in stepper.optimizer.state.get(stepper.stepped(name), {}).items():
             if value is not None:  # torch's SGD has a momentum of None where it has none
-                tensors[f"{OPTIMIZER}{key}.{name}"] = _as_tensor(value, f"{key!r} of {name}")
-    sharded = sorted(name for name, tensor in tensors.items() if isinstance(tensor, DTensor))
-    tensors[STEPS] = torch.tensor(steps)
+                entry, tensor = f"{OPTIMIZER}{key}.{name}", _as_tensor(value, f"{key!r} of {name}")
+                tensors[entry] = tensor
+                if MASTER + name in sharded and tensor.ndim:
+                    sharded.add(entry)
+    tensors[STEPS] = torch.tensor(stepper.steps)
     tensors[RNG + "cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
     # one key: safetensors writes several in any order
-    facts = json.dumps({IDENTITY: identity, SHARDED: sharded}, sort_keys=True)
+    facts = json.dumps({IDENTITY: identity, SHARDED: sorted(sharded)}, sort_keys=True)
     return HostState(
         {rank_file(rank): copies.copy_all((name, local_tensor(tensor)) for name, tensor in tensors.items())},
         {IDENTITY: facts},
@@ -64,38 +66,36 @@ def copy_state(
 
 def load_state(
     directory: Path,
-    masters: Mapping[str, torch.nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    stepper: MasterStepper,
     identity: dict[str, str],
     device: torch.device,
     rank: int = 0,
-) -> int:
+) -> None:
     """Load what `copy_state` returned on any number of ranks, after the checkpoint was checked as a whole.
 
     Random states come from the rank with the same number; a rank that has none there keeps its own.
-
-    Returns:
-        The steps that were made.
 
     Raises:
         SettingsError: no such file, or one of another model or backend; names both.
     """
     with ExitStack() as stack:
         saved = _Saved(directory, stack, identity)
-        saved.check_shapes(masters)
-        optimizer.state.clear()
+        saved.check_shapes(stepper.masters)
+        stepper.optimizer.state.clear()
         with torch.no_grad():
-            for name, parameter in masters.items():
-                saved.fill(MASTER + name, parameter)
+            for name, master in stepper.masters.items():
+                saved.fill(MASTER + name, local_tensor(master), master)
             for entry in saved.names(OPTIMIZER):
                 key, _, name = entry.removeprefix(OPTIMIZER).partition(".")
-                optimizer.state[masters[name]][key] = saved.state_of(entry, masters[name], device)
+                stepped = stepper.stepped(name)
+                stepper.optimizer.state[stepped][key] = saved.state_of(entry, stepped, stepper.masters[name])
         random = saved.random_states(rank)
         if RNG + "cpu" in random:
             torch.set_rng_state(random[RNG + "cpu"])
         if device.type == "cuda" and RNG + "cuda" in random:
             torch.cuda.set_rng_state(random[RNG + "cuda"], device)
-        return int(saved.whole(STEPS))
+        stepper.steps = int(saved.whole(STEPS))
+    stepper.loaded()
 
 
 class _Saved:
@@ -136,29 +136,28 @@ class _Saved:
                     f"{shapes[1]} here"
                 )
 
-    def fill(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a saved tensor into a tensor of its shape, or into the shard of it that is here."""
-        if not isinstance(tensor, DTensor):
-            tensor.copy_(self.whole(name))
+    def fill(self, name: str, local: torch.Tensor, master: torch.Tensor) -> None:
+        """Copy what this rank has of a saved tensor, which is divided as a master is."""
+        if not isinstance(master, DTensor):
+            local.copy_(self.whole(name))
             return
-        local = tensor.to_local()
-        ranks, rank = tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
-        first = min(rank * -(-tensor.shape[0] // ranks), tensor.shape[0])
+        ranks, rank = master.device_mesh.size(), master.device_mesh.get_local_rank()
+        first = min(rank * -(-master.shape[0] // ranks), master.shape[0])
         local.copy_(self._rows(name, first, first + local.shape[0]))
 
-    def state_of(self, name: str, master: torch.Tensor, device: torch.device) -> torch.Tensor | int | float:
-        """Return an entry of a parameter's state where its optimizer has it.
+    def state_of(self, name: str, stepped: torch.Tensor, master: torch.Tensor) -> torch.Tensor | int | float:
+        """Return an entry of the state of a tensor where its optimizer has it.
 
         int64 and float64 without a dimension were Python's numbers; torch keeps its counts on the CPU.
         """
         if name in self._sharded and isinstance(master, DTensor):
-            state = torch.zeros_like(master)
-            self.fill(name, state)
+            state = torch.zeros_like(stepped)
+            self.fill(name, local_tensor(state), master)
             return state
         value = self.whole(name)
         if value.ndim == 0:
             return value.item() if value.dtype in (torch.int64, torch.float64) else value
-        return value.to(device)
+        return value.to(stepped.device)
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a saved tensor, its shards joined."""

@@ -354,11 +354,11 @@ def test_page_of_commands_names_every_section_and_no_other() -> None:
         (('trainer.recompute_modules=["moe"]',), ("trainer.recompute_modules", "core_attn, layernorm, mlp")),
         (
             ("trainer.backend=reference", "optimizer.cpu_offload=true"),
-            ("optimizer.cpu_offload", "'megatron'"),
+            ("optimizer.cpu_offload", "'megatron' or 'fsdp'"),
         ),
         (
             ("trainer.backend=scripted", "trainer.recompute_granularity=full"),
-            ("trainer.recompute_granularity: full is for trainer.backend 'megatron'",),
+            ("trainer.recompute_granularity: full is for trainer.backend 'megatron' or 'fsdp'",),
         ),
         (
             ("trainer.backend=reference", "trainer.dtype=float16"),

@@ -22,13 +22,13 @@ from tests.trainer.commands import train_command
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from tests.trainer.megatron.models import OPTIMIZER, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
+from trainer.backends import host_transfers
 from trainer.backends.base import Backend
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import ParallelConfig, TrainerConfig, WeightConfig
 from trainer.execution.commands import IdleCommand, RankCommand
 from trainer.execution.executor import Executor
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.memory import host_optimizer
 from trainer.roles.models import RankModels
 from trainer.step.train_command import TrainCommand
 from trainer.weights.base import WeightSender
@@ -48,7 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_optimizer, "CHUNK_ELEMENTS", SMALL)
+    monkeypatch.setattr(host_transfers, "CHUNK_ELEMENTS", SMALL)
 
 
 def _on_disk(config: WeightConfig, _: Backend) -> WeightSender:

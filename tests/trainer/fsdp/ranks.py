@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,7 +28,8 @@ from tests.trainer.megatron.ranks import (
 )
 from tests.trainer.megatron.trees import make_tree
 from tests.trainer.recomputed.ranks import process_group
-from trainer.config import ParallelConfig, TrainerConfig
+from trainer.backends import host_transfers
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.reference.shards import local_tensor
 from trainer.storage.hf_export import write_hf
@@ -42,16 +44,27 @@ SEEDS = (0, 1)
 """Seeds of the random trees."""
 BFLOAT16 = "llama"
 ADAPTED = "qwen3-tied"
+OFFLOADS = {"optimizer": False, "parameters": True}
+"""What is in host memory -> `trainer.offload_parameters`, both with `optimizer.cpu_offload`."""
+OFFLOADED = "qwen3-moe"
+SMALL = 5000
+"""Elements that the optimizer in host memory steps at a time, so that the model takes several."""
 
 
 def make_backend(
-    model_dir: Path, ranks: int = 1, dtype: str = "float32", *, adapters: bool = False, **trainer: object
+    model_dir: Path,
+    ranks: int = 1,
+    dtype: str = "float32",
+    *,
+    adapters: bool = False,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    **trainer: object,
 ) -> FsdpBackend:
     settings = TrainerConfig(micro_batch_tokens=40, micro_batch_size=7, dtype=dtype, device="cpu", **trainer)  # type: ignore[arg-type]
     return FsdpBackend(
         model_dir,
         parallel=ParallelConfig(data_parallel_size=ranks),
-        optimizer=OPTIMIZER,
+        optimizer=optimizer,
         trainer=settings,
         algorithm=ALGORITHM,
         adapters=LORA if adapters else NO_ADAPTERS,
@@ -64,6 +77,8 @@ def run(ranks: int, models: Path, out: Path) -> None:
         for name in MODELS:
             _train(name, ranks, models / name, out / name)
         _recompute(ranks, models / MODELS[0], out / "recompute")
+        for name, parameters in OFFLOADS.items():
+            _offload(ranks, models / OFFLOADED, out / "offload" / name, parameters=parameters)
         _sixteen_bits(ranks, models / BFLOAT16, out / "bfloat16")
         for name in SHARING:
             _share(name, ranks, models / name, out / "shared" / name)
@@ -108,6 +123,27 @@ def _recompute(ranks: int, model_dir: Path, out: Path) -> None:
     for step in range(STEPS):
         backend.train_step(part_of(backend, step_batch(MODELS[0], step)))
     write(out / "after", backend.export())
+
+
+def _offload(ranks: int, model_dir: Path, out: Path, *, parameters: bool) -> None:
+    """Train with the optimizer in host memory, from its own checkpoint and from the one that has it there."""
+    out.mkdir(parents=True, exist_ok=True)
+    optimizer, on_device = replace(OPTIMIZER, cpu_offload=True), out.parent.parent / OFFLOADED / "after-one"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_transfers, "CHUNK_ELEMENTS", SMALL)
+        backend = make_backend(model_dir, ranks, optimizer=optimizer, offload_parameters=parameters)
+    for step in range(STEPS):
+        backend.train_step(part_of(backend, step_batch(OFFLOADED, step)))
+        if step == 0:
+            checkpoint = checkpoint_in(backend, out / "after-one")
+    write(out / "after", backend.export())
+    if ranks > 1:
+        publish_pieces(backend, out)
+    for name, saved in (("restored", checkpoint), ("from-device", on_device)):
+        backend.restore(saved)
+        for step in range(1, STEPS):
+            backend.train_step(part_of(backend, step_batch(OFFLOADED, step)))
+        write(out / name, backend.export())
 
 
 def _share(name: str, ranks: int, model_dir: Path, out: Path) -> None:

@@ -10,7 +10,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from tests.trainer.fsdp.ranks import ADAPTED, BFLOAT16, MODELS, SEEDS, SHARING, make_backend, run
+from tests.trainer.fsdp.ranks import (
+    ADAPTED,
+    BFLOAT16,
+    MODELS,
+    OFFLOADED,
+    OFFLOADS,
+    SEEDS,
+    SHARING,
+    make_backend,
+    run,
+)
 from tests.trainer.lora.oracle import LORA, targets_of, trained_by_hand
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
@@ -169,6 +179,36 @@ def test_layers_computed_again_change_nothing(results: Ranks, ranks: int) -> Non
     again = load_file(results(ranks) / "recompute" / "after.safetensors")
     kept = load_file(results(ranks) / MODELS[0] / "after.safetensors")
     assert max((again[name] - kept[name]).abs().max().item() for name in kept) < 1e-6
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_training_with_a_part_in_host_memory_equals_plain_torch(
+    results: Ranks, ranks: int, offload: str
+) -> None:
+    """Continued from its own checkpoint, or from the one of an optimizer on the device, too."""
+    directory, (_, expected) = results(ranks) / "offload" / offload, results.plain(OFFLOADED)
+    after, restored, other = (
+        load_file(directory / f"{name}.safetensors") for name in ("after", "restored", "from-device")
+    )
+    assert [name for name in after if not torch.equal(after[name], restored[name])] == []
+    for found in (after, other):
+        assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_one_rank_continues_on_its_device_what_several_stepped_on_the_host(
+    results: Ranks, ranks: int, offload: str
+) -> None:
+    directory = results(ranks) / "offload" / offload
+    backend = make_backend(results.models / OFFLOADED)
+    backend.restore(directory / "after-one")
+    for step in range(1, STEPS):
+        backend.train_step(step_batch(OFFLOADED, step))
+    found, expected = dict(backend.export()), load_file(directory / "after.safetensors")
+    backend.close()
+    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
 
 
 @pytest.mark.parametrize("ranks", RANKS)

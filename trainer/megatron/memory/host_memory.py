@@ -21,7 +21,7 @@ from trainer.megatron.memory.expected import (
 STATE_BYTES = 12
 """Master and moments of a parameter, float32."""
 CHUNK_ELEMENTS = 1 << 26
-"""Elements that the optimizer steps together, at least; as in `host_optimizer.py`, which needs torch."""
+"""Elements that the optimizer steps together, at least; as in `host_transfers.py`, which needs torch."""
 ROOMS = 2
 """Chunks that have room in page-locked memory, in either direction."""
 

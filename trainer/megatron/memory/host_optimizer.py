@@ -1,7 +1,5 @@
 """Steps AdamW on masters and moments in host memory, without a copy on the device.
 
-Slices of parameters form chunks. While the host steps one chunk, the gradients of the next come from the
-device and the new parameters of the one before go to it, so only the slowest of the three is waited for.
 Results are the same as of the optimizer on the device; so are the checkpoints, and a run may change from one
 to the other.
 
@@ -12,8 +10,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,25 +21,22 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from protocol.errors import SettingsError
+from trainer.backends.host_transfers import HostSlice, Transfers, step_chunk
 from trainer.config import OptimizerConfig
 from trainer.megatron.optimizer import MasterPart, Optimizer, is_distributed
 from trainer.megatron.parallel import Position
-from trainer.storage.host_state import page_locked
-
-CHUNK_ELEMENTS = 1 << 26
-"""Elements that are transferred and stepped together: 256 MiB of float32. A larger parameter is a chunk."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MasterSlice:
-    """This rank's slice of a parameter: all of it, or its share with the distributed optimizer."""
+class MasterSlice(HostSlice):
+    """This rank's slice of a parameter: all of it, or its share with the distributed optimizer.
 
-    parameter: torch.nn.Parameter
+    Its master is shaped as the parameter if it is all of it, else [stop - start].
+    """
+
     start: int
     stop: int
     """In the flat parameter."""
-    master: torch.Tensor
-    """float32 on the host; shaped as the parameter if it is all of it, else [stop - start]."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -53,10 +47,6 @@ class MasterSlice:
     def gradient(self) -> torch.Tensor:
         """The slice of its gradient, on the device, in the type that gradients are added up in."""
         return self.parameter.main_grad.view(-1)[self.start : self.stop]  # type: ignore[attr-defined]
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
 
     @property
     def is_of_experts(self) -> bool:
@@ -104,7 +94,8 @@ class HostOptimizer(Optimizer):
             eps=config.adam_eps,
             fused=True,
         )
-        self._transfers = Transfers(ordered, position.device, dtype)
+        kind = ordered[0].gradient.dtype if ordered else dtype
+        self._transfers = Transfers(ordered, position.device, arriving=kind, leaving=dtype)
 
     @property
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
@@ -125,11 +116,7 @@ class HostOptimizer(Optimizer):
         factor = min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0 else 1.0
         self.early.begin()
         for chunk, gradients in self._transfers.chunks(factor, self.early.add):
-            for part, gradient in zip(chunk, gradients, strict=True):
-                part.master.grad = gradient.view_as(part.master)
-            self._adam.step()  # of what has a gradient
-            for part in chunk:
-                part.master.grad = None
+            step_chunk(self._adam, chunk, gradients)
         if self._distributed:
             for chunk in self._chunks:
                 chunk.start_param_sync()
@@ -165,105 +152,6 @@ class HostOptimizer(Optimizer):
         return math.sqrt(float(square))
 
 
-class Transfers:
-    """Copies gradients from the device and parameters to it, during the host's work on the chunk between."""
-
-    def __init__(self, slices: list[MasterSlice], device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate, page-locked where the device is a GPU, room for two chunks in either direction."""
-        self.device = device
-        self._cuda = device.type == "cuda"
-        self._chunks = list(_chunks(slices))
-        room = max((sum(part.size for part in chunk) for chunk in self._chunks), default=0)
-        kind = slices[0].gradient.dtype if slices else dtype
-        places = min(2, len(self._chunks))
-
-        def rows(dtype: torch.dtype) -> list[torch.Tensor]:
-            if not self._cuda:
-                return [torch.empty(room, dtype=dtype) for _ in range(places)]
-            return [page_locked(room * dtype.itemsize).view(dtype) for _ in range(places)]
-
-        self._arriving, self._leaving = rows(kind), rows(dtype)
-        self._down, self._up = (torch.cuda.Stream(device) if self._cuda else None for _ in range(2))
-        self._arrived: list[Any] = [None, None]
-        self._left: list[Any] = [None, None]
-
-    def chunks(
-        self, factor: float, sent: Callable[[list[torch.Tensor], Any], None]
-    ) -> Iterator[tuple[list[MasterSlice], list[torch.Tensor]]]:
-        """Yield each chunk with its gradients, float32 on the host; afterwards its masters are sent back.
-
-        Kernels that are launched when the iterator has ended see the new parameters.
-
-        Args:
-            factor: what gradients are multiplied with, at most 1.
-            sent: called with the parameters of each chunk, and the event after which they are on the GPU.
-        """
-        if factor < 1.0 and self._arriving and self._arriving[0].dtype is torch.float32:
-            torch._foreach_mul_([part.gradient for chunk in self._chunks for part in chunk], factor)
-            factor = 1.0
-        if self._cuda:
-            self._down.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
-            self._up.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
-        for number in range(len(self._chunks)):
-            if number == 0:
-                self._fetch(0)
-            if number + 1 < len(self._chunks):
-                self._fetch(number + 1)
-            _wait(self._arrived[number % 2])
-            chunk = self._chunks[number]
-            sizes = [part.size for part in chunk]
-            rows = self._arriving[number % 2][: sum(sizes)].float()
-            yield chunk, list((rows.mul_(factor) if factor < 1.0 else rows).split(sizes))
-            self._send(number)
-            sent([part.parameter for part in chunk], self._left[number % 2])
-        if self._cuda:
-            torch.cuda.current_stream().wait_stream(self._up)  # type: ignore[arg-type]
-
-    def _fetch(self, number: int) -> None:
-        """Copy a chunk's gradients to the host. Their room is free: its chunk before was stepped."""
-        with self._on(self._down):
-            for part, row in self._rows(number, self._arriving):
-                row.copy_(part.gradient, non_blocking=self._cuda)
-        self._arrived[number % 2] = self._event(self._down)
-
-    def _send(self, number: int) -> None:
-        """Copy a chunk's masters to the parameters."""
-        _wait(self._left[number % 2])  # the room is in use until the chunk before has left
-        for part, row in self._rows(number, self._leaving):
-            row.copy_(part.master.view(-1))
-        with self._on(self._up):
-            for part, row in self._rows(number, self._leaving):
-                part.values.copy_(row, non_blocking=self._cuda)
-        self._left[number % 2] = self._event(self._up)
-
-    def _rows(self, number: int, rooms: list[torch.Tensor]) -> Iterator[tuple[MasterSlice, torch.Tensor]]:
-        chunk = self._chunks[number]
-        sizes = [part.size for part in chunk]
-        return zip(chunk, rooms[number % 2][: sum(sizes)].split(sizes), strict=True)
-
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    def _event(self, stream: torch.cuda.Stream | None) -> Any:
-        return None if stream is None else stream.record_event()
-
-
-def _wait(event: Any) -> None:
-    if event is not None:
-        event.synchronize()
-
-
-def _chunks(slices: list[MasterSlice]) -> Iterator[list[MasterSlice]]:
-    chunk: list[MasterSlice] = []
-    for part in slices:
-        if chunk and sum(other.size for other in chunk) + part.size > CHUNK_ELEMENTS:
-            yield chunk
-            chunk = []
-        chunk.append(part)
-    if chunk:
-        yield chunk
-
-
 def _slices(chunks: Sequence[Any], *, distributed: bool) -> Iterator[MasterSlice]:
     """Yield this rank's slices in the order of the model, in which versions are exported, too."""
     for chunk in chunks:
@@ -274,7 +162,7 @@ def _wholes(chunk: Any) -> Iterator[MasterSlice]:
     for parameter in chunk.parameters():
         if parameter.requires_grad:
             master = parameter.detach().cpu().to(torch.float32, copy=True)
-            yield MasterSlice(parameter, 0, parameter.numel(), master)
+            yield MasterSlice(parameter, master, 0, parameter.numel())
 
 
 def _shares(chunk: Any) -> Iterator[MasterSlice]:
@@ -288,4 +176,5 @@ def _shares(chunk: Any) -> Iterator[MasterSlice]:
                 start, stop = max(begin, first) - begin, min(end, first + share) - begin
                 if start < stop:
                     values = parameter.detach().view(-1)[start:stop]
-                    yield MasterSlice(parameter, start, stop, values.cpu().to(torch.float32, copy=True))
+                    master = values.cpu().to(torch.float32, copy=True)
+                    yield MasterSlice(parameter, master, start, stop)

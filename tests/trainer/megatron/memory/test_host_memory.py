@@ -10,12 +10,13 @@ import torch
 from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.memory.test_expected import PARAMETERS_7B, QWEN_7B, workload
 from tests.trainer.megatron.models import save_model
+from trainer.backends import host_transfers
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Layout
-from trainer.megatron.memory import host_memory, host_optimizer
+from trainer.megatron.memory import host_memory
 from trainer.megatron.memory.expected import GIB, FrozenShape, Workload
 from trainer.megatron.memory.host_memory import (
     HostWorkload,
@@ -75,7 +76,7 @@ def test_expected_bytes_are_those_of_the_tensors_that_are_there(
 
 
 def test_constants_are_those_of_what_they_describe() -> None:
-    assert host_memory.CHUNK_ELEMENTS == host_optimizer.CHUNK_ELEMENTS
+    assert host_memory.CHUNK_ELEMENTS == host_transfers.CHUNK_ELEMENTS
 
 
 def test_a_host_holds_twelve_bytes_a_parameter_and_as_much_again_for_a_checkpoint() -> None:

@@ -10,12 +10,12 @@ import torch
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.megatron.models import OPTIMIZER, save_model
+from trainer.backends import host_transfers
 from trainer.config import OptimizerConfig
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Layout
-from trainer.megatron.memory import host_optimizer
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.model import build_model, transformer_config
 from trainer.megatron.optimizer import Optimizer, wrap_model
@@ -34,7 +34,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_optimizer, "CHUNK_ELEMENTS", SMALL)
+    monkeypatch.setattr(host_transfers, "CHUNK_ELEMENTS", SMALL)
 
 
 class Trained:

@@ -1,0 +1,170 @@
+"""Transfers gradients and parameters between a device and the optimizer's masters in host memory.
+
+Slices of parameters form chunks. While the host steps one chunk, the gradients of the next come from the
+device and the new parameters of the one before go to it, so only the slowest of the three is waited for.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.storage.host_state import page_locked
+
+CHUNK_ELEMENTS = 1 << 26
+"""Elements that are transferred and stepped together: 256 MiB of float32. A larger parameter is a chunk."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSlice:
+    """Elements of a parameter that this rank steps: all of it, or a share."""
+
+    parameter: torch.Tensor
+    master: torch.Tensor
+    """float32 on the host."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The elements on the device, flat."""
+        raise NotImplementedError
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """Their gradient on the device, flat, in the type that gradients are added up in."""
+        raise NotImplementedError
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the passes made a gradient of the parameter; without one it is not stepped."""
+        return True
+
+    @property
+    def size(self) -> int:
+        return self.master.numel()
+
+
+def step_chunk(
+    optimizer: torch.optim.Optimizer, chunk: Sequence[HostSlice], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Step the masters of a chunk, which is all that has gradients then."""
+    for part, gradient in zip(chunk, gradients, strict=True):
+        if part.has_gradient:
+            part.master.grad = gradient.view_as(part.master)
+    optimizer.step()
+    for part in chunk:
+        part.master.grad = None
+
+
+class Transfers:
+    """Copies gradients from the device and parameters to it, during the host's work on the chunk between."""
+
+    def __init__(
+        self,
+        slices: Sequence[HostSlice],
+        device: torch.device,
+        *,
+        arriving: torch.dtype,
+        leaving: torch.dtype,
+    ) -> None:
+        """Allocate, page-locked where the device is a GPU, room for two chunks in either direction.
+
+        Args:
+            slices: in the order in which they are stepped.
+            device: of the parameters.
+            arriving: the gradients' type.
+            leaving: the parameters' type.
+        """
+        self.device = device
+        self._cuda = device.type == "cuda"
+        self._chunks = list(_chunks(slices))
+        room = max((sum(part.size for part in chunk) for chunk in self._chunks), default=0)
+        places = min(2, len(self._chunks))
+
+        def rows(dtype: torch.dtype) -> list[torch.Tensor]:
+            if not self._cuda:
+                return [torch.empty(room, dtype=dtype) for _ in range(places)]
+            return [page_locked(room * dtype.itemsize).view(dtype) for _ in range(places)]
+
+        self._arriving, self._leaving = rows(arriving), rows(leaving)
+        self._down, self._up = (torch.cuda.Stream(device) if self._cuda else None for _ in range(2))
+        self._arrived: list[Any] = [None, None]
+        self._left: list[Any] = [None, None]
+
+    def chunks(
+        self, factor: float, sent: Callable[[list[torch.Tensor], Any], None]
+    ) -> Iterator[tuple[Sequence[HostSlice], list[torch.Tensor]]]:
+        """Yield each chunk with its gradients, float32 on the host; afterwards its masters are sent back.
+
+        Kernels that are launched when the iterator has ended see the new parameters.
+
+        Args:
+            factor: what gradients are multiplied with, at most 1.
+            sent: called with the parameters of each chunk, and the event after which they are on the GPU.
+        """
+        if factor < 1.0 and self._arriving and self._arriving[0].dtype is torch.float32:
+            torch._foreach_mul_([part.gradient for chunk in self._chunks for part in chunk], factor)
+            factor = 1.0
+        if self._cuda:
+            self._down.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
+            self._up.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
+        for number in range(len(self._chunks)):
+            if number == 0:
+                self._fetch(0)
+            if number + 1 < len(self._chunks):
+                self._fetch(number + 1)
+            _wait(self._arrived[number % 2])
+            chunk = self._chunks[number]
+            sizes = [part.size for part in chunk]
+            rows = self._arriving[number % 2][: sum(sizes)].float()
+            yield chunk, list((rows.mul_(factor) if factor < 1.0 else rows).split(sizes))
+            self._send(number)
+            sent([part.parameter for part in chunk], self._left[number % 2])
+        if self._cuda:
+            torch.cuda.current_stream().wait_stream(self._up)  # type: ignore[arg-type]
+
+    def _fetch(self, number: int) -> None:
+        """Copy a chunk's gradients to the host. Their room is free: its chunk before was stepped."""
+        with self._on(self._down):
+            for part, row in self._rows(number, self._arriving):
+                if part.has_gradient:
+                    row.copy_(part.gradient, non_blocking=self._cuda)
+        self._arrived[number % 2] = self._event(self._down)
+
+    def _send(self, number: int) -> None:
+        """Copy a chunk's masters to the parameters."""
+        _wait(self._left[number % 2])  # the room is in use until the chunk before has left
+        for part, row in self._rows(number, self._leaving):
+            row.copy_(part.master.view(-1))
+        with self._on(self._up):
+            for part, row in self._rows(number, self._leaving):
+                part.values.copy_(row, non_blocking=self._cuda)
+        self._left[number % 2] = self._event(self._up)
+
+    def _rows(self, number: int, rooms: list[torch.Tensor]) -> Iterator[tuple[HostSlice, torch.Tensor]]:
+        chunk = self._chunks[number]
+        sizes = [part.size for part in chunk]
+        return zip(chunk, rooms[number % 2][: sum(sizes)].split(sizes), strict=True)
+
+    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def _event(self, stream: torch.cuda.Stream | None) -> Any:
+        return None if stream is None else stream.record_event()
+
+
+def _wait(event: Any) -> None:
+    if event is not None:
+        event.synchronize()
+
+
+def _chunks(slices: Sequence[HostSlice]) -> Iterator[list[HostSlice]]:
+    chunk: list[HostSlice] = []
+    for part in slices:
+        if chunk and sum(other.size for other in chunk) + part.size > CHUNK_ELEMENTS:
+            yield chunk
+            chunk = []
+        chunk.append(part)
+    if chunk:
+        yield chunk

@@ -1,0 +1,124 @@
+"""Steps sharded parameters: on their device, or by masters and moments in host memory.
+
+The parameters on the device are float32 in both cases, so those in host memory are equal copies.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.backends.host_transfers import HostSlice, Transfers, step_chunk
+from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.reference.optimizer_step import MasterStepper
+from trainer.reference.shards import local_tensor
+
+CLIP_EPS = 1e-6
+"""Added to the norm in the factor that clips, as torch does."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardSlice(HostSlice):
+    """This rank's shard of a parameter."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        return local_tensor(self.parameter.detach()).view(-1)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        found: Any = self.parameter.grad
+        return local_tensor(found).view(-1)
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.parameter.grad is not None
+
+
+class HostStepper(MasterStepper):
+    """Optimizer in host memory of parameters on a device; the interface is `MasterStepper`'s.
+
+    The gradient's norm is computed on the device; a chunk of gradients at a time is stepped on the host.
+    """
+
+    def __init__(
+        self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, device: torch.device
+    ) -> None:
+        """Copy this rank's shards to the host.
+
+        Args:
+            trained: float32, sharded or whole.
+            config: settings of the optimizer.
+            device: of the parameters.
+        """
+        self._held = {
+            name: torch.nn.Parameter(local_tensor(parameter.detach()).cpu().clone())
+            for name, parameter in trained.items()
+        }
+        super().__init__(trained, trained, config, ())
+        _fuse(self.optimizer)
+        slices = [ShardSlice(parameter, self._held[name]) for name, parameter in trained.items()]
+        self._transfers = Transfers(slices, device, arriving=torch.float32, leaving=torch.float32)
+
+    def stepped(self, name: str) -> torch.nn.Parameter:
+        return self._held[name]
+
+    def loaded(self) -> None:
+        for name, parameter in self.masters.items():
+            self._held[name].detach().copy_(local_tensor(parameter.detach()))
+
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self.masters.values())
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        for chunk, gradients in self._transfers.chunks(1.0, lambda parameters, event: None):
+            step_chunk(self.optimizer, chunk, gradients)
+
+
+class HeldStepper(MasterStepper):
+    """Optimizer of shards that are in host memory; ranks tell each other norms by their devices."""
+
+    def __init__(
+        self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, device: torch.device
+    ) -> None:
+        """Step parameters where they are; `device` is the one of the passes."""
+        super().__init__(trained, trained, config, ())
+        _fuse(self.optimizer)
+        self._device = device
+
+    def tensors(self) -> list[torch.Tensor]:
+        return []
+
+    @torch.no_grad()
+    def _clip(self, limit: float) -> float:
+        gradients = [local_tensor(p.grad) for p in self.masters.values() if p.grad is not None]
+        square = torch.nn.utils.get_total_norm(gradients).square().to(self._device)
+        dist.all_reduce(square)
+        norm = math.sqrt(float(square))
+        if (factor := limit / (norm + CLIP_EPS)) < 1.0:
+            torch._foreach_mul_(gradients, factor)
+        return norm
+
+
+def make_stepper(
+    trained: Mapping[str, torch.nn.Parameter],
+    config: OptimizerConfig,
+    trainer: TrainerConfig,
+    device: torch.device,
+) -> MasterStepper:
+    """Return the optimizer of parameters, float32, sharded or whole, that passes need on a device."""
+    if config.cpu_offload and not trainer.offload_parameters:
+        return HostStepper(trained, config, device)
+    if config.cpu_offload:
+        return HeldStepper(trained, config, device)
+    return MasterStepper(trained, trained, config, ())
+
+
+def _fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Have torch's AdamW read masters and moments on the host once a step."""
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW) else ():
+        group["fused"] = True
