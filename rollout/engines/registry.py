@@ -33,6 +33,8 @@ class EngineEntry(Entry):
     """Whether it records the experts that a model chose, for `trainer.routing_replay`; vLLM only on a GPU."""
     drafts: bool = False
     """Whether it verifies drafts, for `engine.drafts`."""
+    places: bool = False
+    """Whether it stages where `engine.staging` says; others stage on the device."""
     arguments: str = ""
     """Module with the table of arguments that are refused in `[engine.arguments]`; empty: it takes none."""
     shares_with: str = ""
@@ -46,12 +48,14 @@ ENGINES = Registry(
             serves_adapters=True,
             can_sleep=True,
             records_experts=True,
+            places=True,
             shares_with="reference",
         ),
         "megatron": EngineEntry(
             "rollout.engines.megatron.engine:MegatronEngine",
             can_sleep=True,
             records_experts=True,
+            places=True,
             shares_with="megatron",
         ),
         "scripted": EngineEntry("rollout.engines.scripted:ScriptedEngine"),
@@ -61,6 +65,7 @@ ENGINES = Registry(
             can_sleep=True,
             started_to_sleep=True,
             records_experts=True,
+            places=True,
             arguments="rollout.engines.sglang.arguments",
         ),
         "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine"),
@@ -71,6 +76,7 @@ ENGINES = Registry(
             started_to_sleep=True,
             records_experts=True,
             drafts=True,
+            places=True,
             arguments="rollout.engines.vllm.arguments",
             shares_with="reference",
         ),
