@@ -71,8 +71,13 @@ class EngineConfig:
     batch_invariant: bool = False
     """hf, vllm: compute each request in passes of its own, so that its bits do not depend on what runs beside
     it; several times slower. Set by `run.deterministic`."""
+    staging: Literal["device", "host", "layers", "auto"] = "device"
+    """Where a version is staged: device (a copy beside the parameters), host (a copy in host memory, pinned
+    where there is CUDA), layers (verified in its files, and copied out of them tensor by tensor by the
+    commit; transports shm and disk), or auto, the first of these that fits. docs/weights.md has the price of
+    each. sglang_jax has device alone."""
     staging_mb: Annotated[int, Interval(ge=0, le=10**9)] = 0
-    """Memory for the staging copy of the weights on each rank, MiB. 0: as much as the parameters take."""
+    """Most memory for the staging copy of the weights on each rank, MiB. 0: as much as they take."""
     threads: Annotated[int, Interval(ge=1, le=4096)] = 1
     """CPU threads of the engine. auto: its share of the cores; 1 for an engine on a GPU."""
     kv: KvPolicy = KvPolicy.RECOMPUTE

@@ -39,6 +39,8 @@ class EngineEntry(Entry):
     """Whether it verifies drafts, for `engine.drafts`."""
     batch_invariant: bool = False
     """Whether it has `engine.batch_invariant`, and seeds of single requests."""
+    places: bool = False
+    """Whether it stages where `engine.staging` says; others stage on the device."""
     arguments: str = ""
     """Module with the table of arguments that are refused in `[engine.arguments]`; empty: it takes none."""
     shares_with: str = ""
@@ -55,6 +57,7 @@ ENGINES = Registry(
             records_experts=True,
             batch_invariant=True,
             profiles=True,
+            places=True,
             shares_with="reference",
         ),
         "megatron": EngineEntry(
@@ -63,6 +66,7 @@ ENGINES = Registry(
             can_sleep=True,
             records_experts=True,
             profiles=True,
+            places=True,
             shares_with="megatron",
         ),
         "scripted": EngineEntry("rollout.engines.scripted:ScriptedEngine"),
@@ -73,6 +77,7 @@ ENGINES = Registry(
             started_to_sleep=True,
             records_experts=True,
             profiles=True,
+            places=True,
             arguments="rollout.engines.sglang.arguments",
         ),
         "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine"),
@@ -85,6 +90,7 @@ ENGINES = Registry(
             profiles=True,
             drafts=True,
             batch_invariant=True,
+            places=True,
             arguments="rollout.engines.vllm.arguments",
             shares_with="reference",
         ),

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protocol.device.digests import bits_of
 from protocol.errors import EngineSettingsError
 from rollout.staging.placement import ExpectedTensor, Slice
-from rollout.staging.releasable_memory import ReleasableMemory, check_room
-from rollout.staging.staging import Staging, dtype_name, stored_once
+from rollout.staging.staging import dtype_name, stored_once
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 """A model's loader: takes (checkpoint name, tensor) pairs."""
@@ -111,11 +110,39 @@ class LoaderTrace:
         Yields: (name, tensor, whether this rank holds all of it); what it does not hold is zero.
         """
         for name, copies in self._copies.items():
-            base = self.live[copies[0].parameter]
-            tensor = torch.zeros(self._shapes[name], dtype=base.dtype, device=base.device)
-            for copy in copies:
-                copy.source.on(tensor).copy_(copy.target.on(self.live[copy.parameter]))
+            tensor = self._gathered(name)
             yield name, tensor, sum(math.prod(copy.source.size) for copy in copies) == tensor.numel()
+
+    def calibrate(self) -> None:
+        """Send the live weights through the trace, over inverted bits, a parameter at a time, and compare.
+
+        Raises:
+            EngineSettingsError: naming the first parameter that comes out different: the loader wrote one
+                place twice, or left one out.
+        """
+        filling: dict[str, list[Copy]] = {name: [] for name in self.live}
+        for copy in self.copies():
+            filling[copy.parameter].append(copy)
+        with torch.no_grad():
+            for name, live in self.live.items():
+                inverted = bits_of(live).clone().bitwise_not_()
+                for window in self._fills.get(name, ()):
+                    window.on(inverted).copy_(window.on(bits_of(live)))
+                for copy in filling[name]:
+                    copy.target.on(inverted).copy_(copy.source.on(bits_of(self._gathered(copy.name))))
+                if not torch.equal(inverted, bits_of(live)):
+                    raise EngineSettingsError(
+                        f"parameter {name}: staging the live weights does not reproduce them"
+                    )
+
+    def _gathered(self, name: str) -> torch.Tensor:
+        """Return one checkpoint tensor of the live weights; parts of other ranks are zero."""
+        copies = self._copies[name]
+        base = self.live[copies[0].parameter]
+        tensor = torch.zeros(self._shapes[name], dtype=base.dtype, device=base.device)
+        for copy in copies:
+            copy.source.on(tensor).copy_(copy.target.on(self.live[copy.parameter]))
+        return tensor
 
     def _check_counts(self) -> None:
         counts = dict.fromkeys(self.live, 0)
@@ -130,96 +157,6 @@ class LoaderTrace:
                     f"parameter {name} has {tensor.numel()} elements, the loader wrote {counts[name]}: "
                     "it cannot be staged"
                 )
-
-
-class StagingPlan(LoaderTrace):
-    """Loader trace with a staging buffer that has the layout of the parameters."""
-
-    def __init__(
-        self,
-        live: Mapping[str, torch.Tensor],
-        shapes: Mapping[str, tuple[int, ...]],
-        recorder: "Recorder",
-        staging_mb: int = 0,
-    ) -> None:
-        """Allocate the buffer.
-
-        Args:
-            live: see `LoaderTrace`.
-            shapes: see `LoaderTrace`.
-            recorder: see `LoaderTrace`.
-            staging_mb: see `check_room`.
-
-        Raises:
-            EngineSettingsError: naming a parameter that the loader does not fill exactly, or that is
-                not dense.
-            EngineError: there is no room for the buffer.
-        """
-        super().__init__(live, shapes, recorder)
-        check_room(self.live.values(), staging_mb)
-        self.buffer = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
-        for name, tensor in self.buffer.items():
-            if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
-                raise EngineSettingsError(f"parameter {name} is not dense: it cannot be staged")
-        self._memory = ReleasableMemory(self.buffer.values())
-        self._padding: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(part of the buffer, its values) of the padding, which no version brings; while released."""
-
-    def staging(self, *, architecture: str, tied: bool) -> Staging:
-        """Return a staging that fills the buffer."""
-        return Staging(self.sources(), architecture=architecture, tied=tied)
-
-    def sources(self) -> dict[str, ExpectedTensor]:
-        """Return the checkpoint tensors that the loader used, and the parts of the buffer that they fill."""
-        return self.sources_in(self.buffer)
-
-    def calibrate(self) -> None:
-        """Send the live weights through the plan, over a buffer of inverted bits, and compare.
-
-        Raises:
-            EngineSettingsError: naming the first parameter that comes out different: the loader wrote one
-                place twice, or left one out.
-        """
-        with torch.no_grad():
-            for name, tensor in self.buffer.items():
-                bits_of(tensor).copy_(bits_of(self.live[name])).bitwise_not_()
-            for name, fills in self._fills.items():
-                for window in fills:
-                    window.on(self.buffer[name]).copy_(window.on(self.live[name]))
-            sources = self.sources()
-            for name, tensor, _ in self.gathered():
-                for part in sources[name].slices:
-                    part.fill(tensor)
-            for name, tensor in self.buffer.items():
-                if not torch.equal(bits_of(tensor), bits_of(self.live[name])):
-                    raise EngineSettingsError(
-                        f"parameter {name}: staging the live weights does not reproduce them"
-                    )
-
-    def release(self) -> None:
-        """Release the buffer's memory. What was staged is lost; `sources` stay valid. Idempotent."""
-        if not self._padding:
-            padding = [
-                window.on(self.buffer[name]) for name, fills in self._fills.items() for window in fills
-            ]
-            self._padding = [(tensor, tensor.cpu().clone()) for tensor in padding]
-        self._memory.release()
-
-    def restore(self) -> None:
-        """Take the buffer's memory again. Idempotent.
-
-        Raises:
-            EngineError: there is no room.
-        """
-        self._memory.restore()
-        for tensor, values in self._padding:
-            tensor.copy_(values)
-        self._padding.clear()
-
-    def apply(self) -> None:
-        """Copy the buffer over the live parameters: no allocation, no I/O, no communication."""
-        with torch.no_grad():
-            torch._foreach_copy_(list(self.live.values()), list(self.buffer.values()))
 
 
 class Recorder(TorchDispatchMode):
@@ -290,25 +227,3 @@ def record(
     with torch.no_grad(), recorder:
         load(iter(sources.items()))
     return live, shapes, recorder
-
-
-def trace(
-    load: Load,
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    staging_mb: int = 0,
-) -> StagingPlan:
-    """Plan the staging of a model with a buffer next to the live parameters.
-
-    Args:
-        load: see `record`.
-        parameters: see `record`.
-        shapes: see `record`.
-        dtype: see `record`.
-        staging_mb: most memory that the buffer may take, MiB; 0: as much as the parameters.
-
-    Raises:
-        EngineError: as `record`; or there is no room for the buffer.
-    """
-    return StagingPlan(*record(load, parameters, shapes, dtype), staging_mb)

@@ -1,16 +1,12 @@
-"""Releases an engine's memory while it sleeps, and checks that the staging copy fits."""
+"""Releases an engine's memory while it sleeps."""
 
 from collections.abc import Iterable
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
-from protocol.errors import EngineError, EngineSettingsError
+from protocol.errors import EngineError
 
 MIB = 1 << 20
-RECEIVING_BYTES = 512 * MIB
-"""GPU memory that receiving a version takes in addition to the staging copy: buckets in flight or not yet
-hashed."""
 
 
 class ReleasableMemory:
@@ -60,47 +56,10 @@ class ReleasableMemory:
             self._kept[key].copy_(self._saved.pop(key))
 
 
-def check_room(tensors: Iterable[torch.Tensor], staging_mb: int) -> None:
-    """Check that a copy of `tensors` fits on their device, before it is allocated.
-
-    Args:
-        tensors: the live parameters, all on one device.
-        staging_mb: most memory that the copy may take, MiB; 0: as much as is free.
-
-    Raises:
-        EngineError: with the numbers and the settings that decide them.
-    """
-    tensors = list(tensors)
-    needed = sum(tensor.nbytes for tensor in tensors)
-    if 0 < staging_mb * MIB < needed:
-        raise EngineSettingsError(
-            f"engine.staging_mb is {staging_mb}, a copy of the parameters takes {_mib(needed)} MiB: "
-            "set it to that, or to 0"
-        )
-    device = tensors[0].device if tensors else torch.device("cpu")
-    free = _free_bytes(device)
-    on_gpu = device.type == "cuda"
-    needed += RECEIVING_BYTES if on_gpu else 0
-    if needed > free:
-        smaller = "engine.memory_fraction" if on_gpu else "engine.kv_cache_mb"
-        raise EngineError(
-            f"staging takes {_mib(needed)} MiB beside the live parameters, {free // MIB} MiB are free "
-            f"on {device}: lower {smaller}, "
-            "or spread the engine over more devices (engine.tensor_parallel_size)"
-        )
-
-
 def empty_cache() -> None:
     """Release the CUDA allocator's unused cache, for other processes on the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def _mib(nbytes: int) -> int:

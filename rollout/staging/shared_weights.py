@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from protocol.device.digests import bits_of, digests_of
+from protocol.device.digests import digests_of
 from protocol.device.shared_layout import BUFFERS, PARAMETERS, TRANSPORT
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, WeightError
@@ -167,24 +167,6 @@ class SharedPlan(LoaderTrace):
         """Create the staging that `apply` commits from."""
         self._staging = SharedStaging(self.sources_in(self.live), architecture=architecture, tied=tied)
         return self._staging
-
-    def calibrate(self) -> None:
-        """Send the live weights through the plan, over inverted bits, a parameter at a time, and compare.
-
-        Raises:
-            EngineError: naming the first parameter that comes out different: the loader wrote one place
-                twice, or left one out.
-        """
-        views = self.views()
-        with torch.no_grad():
-            for name, live in self.live.items():
-                inverted = bits_of(live).clone().bitwise_not_()
-                for window in self._fills.get(name, ()):
-                    window.on(inverted).copy_(window.on(bits_of(live)))
-                for copy in (copies[0] for copies in self._copies.values() if copies[0].parameter == name):
-                    copy.target.on(inverted).copy_(bits_of(views[copy.name]).clone())
-                if not torch.equal(inverted, bits_of(live)):
-                    raise EngineError(f"parameter {name}: staging the live weights does not reproduce them")
 
     def release(self) -> None:
         """Raise EngineError: the trainer computes with this memory."""

@@ -29,15 +29,14 @@ class Committable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LiveAndStaged:
-    """Live parameters and their staging copy, by the same names."""
+    """Live parameters and their staging copy, by the same names; on one device, or the copy on the host."""
 
     live: dict[str, torch.Tensor]
     copy: dict[str, torch.Tensor]
 
     def apply(self) -> None:
         """See `Committable`."""
-        with torch.no_grad():
-            torch._foreach_copy_(list(self.live.values()), [self.copy[name] for name in self.live])
+        copy_over(self.live, self.copy)
 
 
 class Staging:
@@ -209,6 +208,15 @@ class Staging:
         """Discard the staged version, and forget a `cancel` that came too late for its fetch."""
         self._staged = None
         self._cancelled.clear()
+
+
+def copy_over(live: Mapping[str, torch.Tensor], copy: Mapping[str, torch.Tensor]) -> None:
+    """Copy staged parameters over the live ones, by the same names."""
+    targets, sources = list(live.values()), [copy[name] for name in live]
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    if any(target.is_cuda and not source.is_cuda for target, source in zip(targets, sources, strict=True)):
+        torch.cuda.current_stream().synchronize()  # the next version is written to the host's copy
 
 
 def stored_once(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

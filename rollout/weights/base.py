@@ -32,6 +32,10 @@ class WeightReceiver(Protocol):
     """Fetches slices of a version. Lives in the process that holds the engine's parameters."""
 
     @property
+    def lasting(self) -> bool:
+        """Whether slices are whole tensors in host memory that stay valid while they are referenced."""
+
+    @property
     def digest(self) -> int:
         """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
 

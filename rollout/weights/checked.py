@@ -54,5 +54,9 @@ class CheckedReceiver:
     def digest(self) -> int:
         return self._receiver.digest
 
+    @property
+    def lasting(self) -> bool:
+        return self._receiver.lasting
+
     def close(self) -> None:
         self._receiver.close()

@@ -22,6 +22,7 @@ class FileReceiver:
     """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped."""
 
     digest = 0
+    lasting = True
 
     def slices(
         self,

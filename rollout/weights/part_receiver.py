@@ -46,6 +46,8 @@ class Plans:
 class PartReceiver:
     """Keeps a connection to each trainer rank for the next version."""
 
+    lasting = False
+
     def __init__(self, make_channel: Callable[[], ReceiverChannel]) -> None:
         """Receive by channels that `make_channel` returns, one for each trainer rank."""
         self._make_channel = make_channel

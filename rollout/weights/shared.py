@@ -22,6 +22,8 @@ from rollout.weights.verification import Deadline, version_digest, wait_for_queu
 class SharedReceiver:
     """Yields the masters converted to the manifest's dtypes, one after the other; keeps only the mapping."""
 
+    lasting = False
+
     def __init__(self) -> None:
         self.digest = 0
         self._masters: dict[str, torch.Tensor] = {}

@@ -72,6 +72,8 @@ def check_budget(
     weights_gb = parameters * ITEM_BYTES[engine.dtype] / GIB
     version_gb = 0.0 if adapters else weights_gb
     staging_gb = engine.staging_mb / 1024 or version_gb / engine.tensor_parallel_size
+    if engine.staging in ("host", "layers"):
+        staging_gb = 0.0
     if engine.name in SIZED_BY_FRACTION:
         engine_gb = engine.memory_fraction * total_gb
     else:

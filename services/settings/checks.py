@@ -10,7 +10,7 @@ from protocol.host.hub import is_hub_name
 from protocol.network.addresses import is_loopback
 from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
-from services.settings.engine_pool import check_pool, engine_names
+from services.settings.engine_pool import check_pool, check_staging, engine_names
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, check_roles_apart, gpu_list, reward_ranks
 from services.settings.sections import Settings
@@ -346,6 +346,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
         colocated=settings.colocated.enabled,
     ),
     check_shared,
+    lambda s: check_staging(s.services.pool, s.engine, s.weights.transport, s.lora),
     _check_hosts,
     _check_weights_host,
     check_evaluation,

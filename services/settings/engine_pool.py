@@ -11,12 +11,17 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
+from protocol.choices import is_own
 from protocol.errors import SettingsError
 from protocol.validation import validated
+from protocol.weights.lora import LoraConfig
 from rollout.engines.arguments import check_arguments
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
 from services.settings.sources import to_toml
+
+READ_TWICE = ("disk", "shm")
+"""Transports whose versions can be read twice, when they are staged and when they are committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +44,41 @@ def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
     _check_profile(base, pool)
     if not pool:
         _check_drafts(base, "engine")
+        _check_staging(base, "engine")
     for number, entry in enumerate(pool):
         engine_with(base, entry.engine, f"services.pool.{number}.engine")
+
+
+def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str, lora: LoraConfig) -> None:
+    """Check that each engine's place for versions can be used with these.
+
+    Args:
+        pool: the engines of the run.
+        base: section `[engine]`.
+        transport: `weights.transport`.
+        lora: section `[lora]`.
+
+    Raises:
+        SettingsError: names the setting, and why not.
+    """
+    engines = {f"services.pool.{n}.engine": entry.engine for n, entry in enumerate(pool)} or {"engine": {}}
+    for prefix, changes in engines.items():
+        place = engine_with(base, changes, prefix).staging
+        if place == "layers" and transport not in READ_TWICE:
+            raise SettingsError(
+                f"setting {prefix}.staging: 'layers' reads a version twice, and weights.transport "
+                f"{transport!r} sends it once; use 'host', or weights.transport {' or '.join(READ_TWICE)}"
+            )
+        if place == "host" and transport == "shared":
+            raise SettingsError(
+                f"setting {prefix}.staging: with weights.transport 'shared' there is no copy to place; "
+                "leave it out"
+            )
+        if place in ("host", "layers") and lora.rank:
+            raise SettingsError(
+                f"setting {prefix}.staging: with lora.rank {lora.rank} only the adapter is staged, "
+                "which is small; leave it out"
+            )
 
 
 def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> EngineConfig:
@@ -53,11 +91,21 @@ def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> 
     if changes.keys() & {"name", "arguments"}:  # else they are `[engine]`'s, which are checked there
         check_arguments(engine, f"{prefix}.arguments")
     _check_drafts(engine, prefix)
+    _check_staging(engine, prefix)
     if engine.dtype != base.dtype:
         raise SettingsError(
             f"setting {prefix}.dtype: {engine.dtype}, but weights are published in engine.dtype, {base.dtype}"
         )
     return engine
+
+
+def _check_staging(engine: EngineConfig, prefix: str) -> None:
+    able = ENGINES.having("places")
+    if engine.staging in ("host", "layers") and engine.name not in able and not is_own(engine.name):
+        raise SettingsError(
+            f"setting {prefix}.staging: engine {engine.name!r} stages on the device alone; "
+            f"use {', '.join(able[:-1])} or {able[-1]}, or set it to 'device'"
+        )
 
 
 def _check_drafts(engine: EngineConfig, prefix: str) -> None:

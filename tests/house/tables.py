@@ -105,6 +105,7 @@ SCENARIOS = {
     "tests/rollout/environments/test_recorded_episodes.py": "episodes of text and their tools, over kills",
     "tests/rollout/sessions/test_large_requests.py": "requests that are read beside the event loop",
     "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
+    "tests/services/settings/test_engine_staging.py": "places of versions, with engines and transports",
     "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",
     "tests/services/bus/test_closing.py": "what a closed bus leaves behind",
     "tests/services/bus/test_delivery.py": "a message reaches one receiver",
@@ -167,7 +168,7 @@ CONSTANTS = (
     Constant(
         "docs/weights.md",
         r"(\d+) MiB of transfer buffers",
-        "rollout.staging.releasable_memory.RECEIVING_BYTES",
+        "rollout.staging.places.RECEIVING_BYTES",
         _mib,
     ),
     Constant(

@@ -50,6 +50,8 @@ class Bench:
     """False: the engine has no model, so its tokens have no meaning."""
     shares: bool = False
     """True: versions come by the transport `shared`."""
+    layers: bool = False
+    """True: versions are staged where their files have them, and come by no other transport."""
     caches: bool = False
     """True: the engine has a prefix cache."""
     drafts: bool = False

@@ -20,9 +20,11 @@ from rollout.engines.hf.row_adapters import RowAdapters
 from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
 from rollout.engines.named_adapters import read_named
 from rollout.engines.requests import check_adapters
-from rollout.staging.releasable_memory import ReleasableMemory, check_room
+from rollout.staging.layers import LayeredStaging
+from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
+from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
-from rollout.staging.staging import LiveAndStaged, Staging, digest_of, stored_once, whole_source
+from rollout.staging.staging import Committable, LiveAndStaged, Staging, digest_of, stored_once, whole_source
 
 
 class HFEngine(InProcessEngine):
@@ -58,12 +60,18 @@ class HFEngine(InProcessEngine):
         if self._shared is not None:
             return self._share(model, self._shared)
         live = model_tensors(model)
-        weights, staging, memory = _staging(model, live, self._lora, self._config.staging_mb)
+        weights, staging, memory = _staging(
+            model, live, self._lora, StagingRoom(self._config.staging, self._config.staging_mb)
+        )
 
         def digest() -> int:
             # copies: a digest is computed through numpy, and a storage that numpy has seen can never be
             # released again
-            found = weights.live if self._lora.rank else checkpoint_views(model, weights.live)
+            found = (
+                {name: live[name] for name in staging.copy}
+                if isinstance(staging, MergedStaging)
+                else checkpoint_views(model, live)
+            )
             return digest_of(
                 {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
             )
@@ -91,12 +99,12 @@ class HFEngine(InProcessEngine):
 
 
 def _staging(
-    model: Any, live: dict[str, torch.Tensor], lora: LoraConfig, staging_mb: int
-) -> tuple[LiveAndStaged, Staging, ReleasableMemory]:
-    """Return the parameters that updates change with a copy, what fills the copy, and what sleep releases."""
+    model: Any, live: dict[str, torch.Tensor], lora: LoraConfig, room: StagingRoom
+) -> tuple[Committable, Staging, ReleasableMemory]:
+    """Return what commits a version, what stages it, and what sleep releases."""
     architecture = type(model).__name__
     if lora.rank:
-        merging = MergedStaging(live, lora, architecture=architecture, staging_mb=staging_mb)
+        merging = MergedStaging(live, lora, architecture=architecture, staging_mb=room.mb)
         updated = {name: live[name] for name in merging.copy}
         lost = [*updated.values(), *merging.copy.values(), *merging.adapter.values()]
         return (
@@ -104,11 +112,16 @@ def _staging(
             merging,
             ReleasableMemory(lost, kept=[*live.values(), *merging.base.values()]),
         )
-    check_room(live.values(), staging_mb)
-    copy = {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    place = choose(room, live.values(), max(tensor.nbytes for tensor in live.values()))
+    if place == StagingPlace.LAYERS:
+        sources = {name: whole_source(view) for name, view in checkpoint_views(model, live).items()}
+        layers = LayeredStaging(sources, architecture=architecture, tied=_is_tied(model))
+        return layers, layers, ReleasableMemory(live.values())
+    copy = {name: empty_in(place, tensor) for name, tensor in live.items()}
     sources = {name: whole_source(view) for name, view in checkpoint_views(model, copy).items()}
     staging = Staging(sources, architecture=architecture, tied=_is_tied(model))
-    return LiveAndStaged(live, copy), staging, ReleasableMemory([*live.values(), *copy.values()])
+    released = [*live.values(), *(copy.values() if place == StagingPlace.DEVICE else ())]
+    return LiveAndStaged(live, copy), staging, ReleasableMemory(released)
 
 
 def _is_tied(model: Any) -> bool:

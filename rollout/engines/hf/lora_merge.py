@@ -9,7 +9,7 @@ import torch
 
 from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-from rollout.staging.releasable_memory import check_room
+from rollout.staging.places import StagingRoom, choose
 from rollout.staging.staging import Staging, whole_source
 
 
@@ -37,7 +37,7 @@ class MergedStaging(Staging):
                 than `staging_mb`.
         """
         self._targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
-        check_room([live[target.weight] for target in self._targets], staging_mb)
+        choose(StagingRoom(mb=staging_mb), [live[target.weight] for target in self._targets], 0)
         self.base = {target.weight: live[target.weight].clone() for target in self._targets}
         self.copy = {name: torch.empty_like(tensor) for name, tensor in self.base.items()}
         like = next(iter(self.base.values()))

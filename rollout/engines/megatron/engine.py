@@ -17,10 +17,11 @@ from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.megatron.decoder import PagedDecoder
 from rollout.engines.requests import check_adapters, check_fits, read_config
-from rollout.staging.loader_trace import trace
+from rollout.staging.places import StagingRoom
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
+from rollout.staging.staging_plan import trace
 from trainer.megatron.inference.model import CachedModel
 
 DEFAULT_BATCH_TOKENS = 8192
@@ -86,11 +87,11 @@ class MegatronEngine(InProcessEngine):
             model.parameters.items(),
             model.shapes,
             getattr(torch, config.dtype),
-            config.staging_mb,
+            StagingRoom(config.staging, config.staging_mb),
         )
         plan.calibrate()
         staging = plan.staging(architecture=model.architecture.name, tied=model.architecture.tied)
-        lost = [*plan.live.values(), *plan.buffer.values(), *model.cache.tensors]
+        lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
         memory = ReleasableMemory(lost, kept=model.base.values())
         return LoadedModel(
             decoder,

@@ -167,6 +167,7 @@ class SglangEngine(MultiProcessEngine):
             adapter=bool(self._lora.rank),
             recompute=self._config.kv is KvPolicy.RECOMPUTE,
             sleeps=self._config.enable_sleep_mode,
+            staging=self._config.staging,
             staging_mb=self._config.staging_mb,
         )
         try:

@@ -18,7 +18,9 @@ import torch
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-from rollout.staging.loader_trace import Copy, Recorder, StagingPlan, Window
+from rollout.staging.loader_trace import Copy, Recorder, Window
+from rollout.staging.places import StagingRoom
+from rollout.staging.staging_plan import AnyPlan, make_plan
 
 NAME = "policy"
 SLOT = 0
@@ -59,7 +61,7 @@ def first_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
-def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> StagingPlan:
+def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> AnyPlan:
     """Plan the staging of the tensors of the adapter's slot.
 
     Loads the first adapter, and forbids SGLang to load or drop one again.
@@ -90,7 +92,7 @@ def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_m
             f"SGLang has no place for {missing[0]}: leave its layer out of lora.target_modules"
         )
     pool.load_lora_weight_to_buffer = pool.remove_lora = _refuse
-    return StagingPlan(live, shapes, recorder, staging_mb)
+    return make_plan(live, shapes, recorder, StagingRoom(mb=staging_mb))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,10 @@ from rollout.engines.sglang.memory import RankMemory, empty_cache, pin_nothing_w
 from rollout.engines.sglang.sampling import CARRIER, record_version, sample_with_dropped_tokens_masked
 from rollout.engines.weight_state import WeightState
 from rollout.staging.loaded_weights import check_loaded
-from rollout.staging.loader_trace import StagingPlan, trace
+from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankCommit
+from rollout.staging.staging_plan import AnyPlan, trace
 
 DIRECTORY = "TETHER_ENGINE_DIR"
 """Environment variable: directory of the ranks' sockets, which belongs to this engine alone."""
@@ -74,6 +75,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a commit drops the KV cache."""
     sleeps: bool
     """Whether the engine can sleep."""
+    staging: str
+    """See `EngineConfig`."""
     staging_mb: int
     """See `EngineConfig`."""
 
@@ -206,7 +209,7 @@ class SchedulerRank:
         assert self._staging is not None, "install comes first"
         return self._staging
 
-    def _trace(self, shapes: dict[str, tuple[int, ...]], settings: RankSettings) -> StagingPlan:
+    def _trace(self, shapes: dict[str, tuple[int, ...]], settings: RankSettings) -> AnyPlan:
         runner = self.scheduler.tp_worker.model_runner
         if settings.adapter:
             return trace_adapter(runner.lora_manager, shapes, settings.staging_mb)
@@ -215,7 +218,7 @@ class SchedulerRank:
             runner.model.named_parameters(remove_duplicate=False),
             shapes,
             runner.dtype,
-            settings.staging_mb,
+            StagingRoom(settings.staging, settings.staging_mb),
         )
         check_loaded(plan, Path(self.scheduler.server_args.model_path))
         return plan

@@ -18,7 +18,7 @@ from rollout.engines.sglang_jax.child import ModelProcess
 from rollout.engines.sglang_jax.interpreter import check_interpreter
 from rollout.engines.sglang_jax.model_check import check_model, config_overrides, slots_of
 from rollout.engines.sglang_jax.slot_decoder import SlotDecoder
-from rollout.staging.releasable_memory import check_room
+from rollout.staging.places import StagingRoom, choose
 from rollout.staging.staging import Staging, whole_source
 
 BATCH_TOKENS = 2048
@@ -58,9 +58,10 @@ class SglangJaxEngine(InProcessEngine):
             self._config.max_model_len,
         )
         dtype = getattr(torch, self._config.dtype)
-        check_room(
+        choose(
+            StagingRoom(mb=self._config.staging_mb),
             (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes.values()),
-            self._config.staging_mb,
+            0,
         )
         staged = child.share(shapes, dtype, slots, self._vocab)
         staging = Staging(

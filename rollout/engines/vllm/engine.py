@@ -241,6 +241,7 @@ class VllmEngine(MultiProcessEngine):
                 shapes,
                 next(iter(model.get("architectures") or ()), ""),
                 bool(self._lora.rank),
+                self._config.staging,
                 self._config.staging_mb,
                 directory,
                 str(self._shared) if self._shared else "",

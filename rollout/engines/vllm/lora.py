@@ -16,7 +16,8 @@ from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.vllm.arguments import argument_names
-from rollout.staging.loader_trace import StagingPlan, trace
+from rollout.staging.places import StagingRoom
+from rollout.staging.staging_plan import AnyPlan, trace
 
 NAME = "policy"
 NUMBER = 1
@@ -84,7 +85,7 @@ def first_adapter(
 
 def trace_adapter(
     runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, staging_mb: int = 0
-) -> StagingPlan:
+) -> AnyPlan:
     """Plan the staging of the tensors of the adapter's slot, by tracing how vLLM fills it.
 
     Forbids vLLM to fill it again.
@@ -126,7 +127,7 @@ def trace_adapter(
                     layer.lora_a_stacked[part][:, :, len(tensor) :].zero_()
                     layer.lora_b_stacked[part][..., len(tensor) :].zero_()
 
-    plan = trace(load, parameters.items(), shapes, dtype, staging_mb)
+    plan = trace(load, parameters.items(), shapes, dtype, StagingRoom(mb=staging_mb))
     for layer in manager.modules.values():
         layer.set_lora = layer.reset_lora = _refuse
     return plan

@@ -31,9 +31,11 @@ from rollout.engines.vllm.plain_layers import keep_weights_plain
 from rollout.engines.vllm.rank_answers import Answer
 from rollout.engines.vllm.step_records import SampledTokens, ScheduledRequests
 from rollout.staging.loaded_weights import check_loaded
-from rollout.staging.loader_trace import record, trace
+from rollout.staging.loader_trace import record
+from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankStaging
 from rollout.staging.shared_weights import SharedPlan, describe, share_parameters
+from rollout.staging.staging_plan import trace
 
 log = logging.getLogger("tether.rollout")
 
@@ -51,6 +53,7 @@ class WorkerExtension:
         shapes: dict[str, list[int]],
         architecture: str,
         adapter: bool,
+        staging: str,
         staging_mb: int,
         directory: str,
         shared: str,
@@ -61,6 +64,7 @@ class WorkerExtension:
             shapes: shapes of the published tensors: the model's, or its `adapter`'s.
             architecture: class of the model in transformers, as in its config.json.
             adapter: whether versions bring an adapter instead of the model's weights.
+            staging: see `EngineConfig`.
             staging_mb: see `EngineConfig`.
             directory: where this rank creates the socket over which it is asked to stage.
             shared: file that describes the live weights to a trainer that computes with them; empty:
@@ -73,7 +77,7 @@ class WorkerExtension:
             if shared:
                 self._tether = _shared_staging(self, sizes, architecture, Path(shared))
             else:
-                self._tether = _staging(self, sizes, architecture, adapter, staging_mb)
+                self._tether = _staging(self, sizes, architecture, adapter, StagingRoom(staging, staging_mb))
             self._tether_sampled, self._tether_scheduled = SampledTokens(-1), ScheduledRequests()
             self._tether_profile = StepProfile()
             _record_steps(self.model_runner, self._tether_scheduled, self._tether_profile)  # type: ignore[attr-defined]
@@ -165,7 +169,7 @@ class WorkerExtension:
 
 
 def _staging(
-    worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, adapter: bool, staging_mb: int
+    worker: Any, shapes: dict[str, tuple[int, ...]], architecture: str, adapter: bool, room: StagingRoom
 ) -> RankStaging:
     from vllm.config import set_current_vllm_config
 
@@ -173,7 +177,7 @@ def _staging(
     config = worker.vllm_config.model_config
     if adapter:
         return RankStaging(
-            trace_adapter(worker.model_runner, shapes, config.dtype, staging_mb),
+            trace_adapter(worker.model_runner, shapes, config.dtype, room.mb),
             architecture=architecture,
             tied=False,
         )
@@ -183,7 +187,7 @@ def _staging(
             model.named_parameters(remove_duplicate=False),
             shapes,
             config.dtype,
-            staging_mb,
+            room,
         )
     check_loaded(plan, Path(config.model))
     return RankStaging(

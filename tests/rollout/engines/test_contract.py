@@ -56,6 +56,8 @@ class Setup:
     shares: bool = False
     """Its live weights can be mapped, and versions come out of masters."""
     drafts: Literal["off", "history", "history_always"] = "off"
+    staging: Literal["device", "host", "layers"] = "device"
+    """Where versions are staged."""
     overlaps: bool = False
     """vLLM on a CPU: its scheduler is a step ahead, as it always is on a GPU."""
 
@@ -80,11 +82,16 @@ SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
     engine_under_test("hf-recompute", Setup("hf", KvPolicy.RECOMPUTE)),
     engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP), OTHER_SETUP),
+    engine_under_test("hf-host", Setup("hf", KvPolicy.KEEP, staging="host")),
+    engine_under_test("hf-layers", Setup("hf", KvPolicy.RECOMPUTE, staging="layers")),
     engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
     engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, experts=True), OTHER_SETUP),
     engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
     engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
     engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP), OTHER_SETUP),
+    engine_under_test(
+        "megatron-layers", Setup("megatron", KvPolicy.RECOMPUTE, staging="layers"), OTHER_SETUP
+    ),
     engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
     engine_under_test("megatron-lora", Setup("megatron", KvPolicy.RECOMPUTE, lora=PARTIAL), OTHER_SETUP),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
@@ -93,6 +100,24 @@ SETUPS = [
         Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True),
         ENGINE,
         slow_unless_changed(*VLLM),
+    ),
+    engine_under_test(
+        "vllm-layers",
+        Setup("vllm", KvPolicy.KEEP, staging="layers", overlaps=True),
+        ENGINE,
+        slow_unless_changed(*VLLM),
+    ),
+    engine_under_test(
+        "vllm-host-tp2",
+        Setup("vllm", KvPolicy.RECOMPUTE, ranks=2, staging="host", overlaps=True),
+        ENGINE,
+        slow_unless_changed(*VLLM),
+    ),
+    engine_under_test(
+        "vllm-layers-tp2",
+        Setup("vllm", KvPolicy.RECOMPUTE, ranks=2, staging="layers", overlaps=True),
+        ENGINE,
+        SLOW,
     ),
     engine_under_test("vllm-keep", Setup("vllm", KvPolicy.KEEP, overlaps=True), ENGINE, SLOW),
     engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, overlaps=True), ENGINE, SLOW),
@@ -148,6 +173,20 @@ SETUPS = [
     engine_under_test(
         "sglang-lora-tp2",
         Setup("sglang", KvPolicy.KEEP, ranks=2, lora=PARTIAL, sleeps=True),
+        ENGINE,
+        LONG_START,
+        SLOW,
+    ),
+    engine_under_test(
+        "sglang-layers",
+        Setup("sglang", KvPolicy.KEEP, ranks=2, sleeps=True, staging="layers"),
+        ENGINE,
+        LONG_START,
+        SLOW,
+    ),
+    engine_under_test(
+        "sglang-host",
+        Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True, staging="host"),
         ENGINE,
         LONG_START,
         SLOW,
@@ -232,6 +271,7 @@ async def bench(
         enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
         drafts=setup.drafts,
+        staging=setup.staging,
         seconds_per_token=0.001,
         arguments=dict(setup.arguments),
         **own,
@@ -252,6 +292,7 @@ async def bench(
         computes=setup.name != "scripted",
         pilots=pilots,
         shares=setup.shares,
+        layers=setup.staging == "layers",
         caches=setup.name in ("vllm", "sglang"),
         drafts=setup.drafts != "off",
     )

@@ -1,11 +1,13 @@
 """Builds small models with their loaders, and staging copies, for tests of staging."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from rollout.staging.loader_trace import StagingPlan, trace
+from rollout.staging.places import StagingPlace, StagingRoom
 from rollout.staging.staging import Staging, whole_source
+from rollout.staging.staging_plan import trace
 
 
 class Fused(torch.nn.Module):
@@ -29,8 +31,17 @@ class Fused(torch.nn.Module):
 SHAPES = {"q": (4, 4), "k": (2, 4), "embed": (5, 4)}
 
 
-def traced(model: Fused, shapes: dict[str, tuple[int, ...]] = SHAPES) -> StagingPlan:
-    return trace(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, torch.float32)
+def traced(
+    model: Fused, shapes: dict[str, tuple[int, ...]] = SHAPES, place: StagingPlace = StagingPlace.DEVICE
+) -> Any:
+    """Return a plan, of the class that the place has."""
+    return trace(
+        model.load_weights,
+        model.named_parameters(remove_duplicate=False),
+        shapes,
+        torch.float32,
+        StagingRoom(place),
+    )
 
 
 OLD, NEW = {"a": torch.ones(4)}, {"a": torch.full((4,), 2.0)}

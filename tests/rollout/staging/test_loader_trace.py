@@ -7,8 +7,9 @@ import torch
 
 from protocol.errors import EngineSettingsError
 from rollout.engines.contract.models import write_shm
-from rollout.staging.loader_trace import trace
+from rollout.staging.places import StagingRoom
 from rollout.staging.staging import Staging, digest_of
+from rollout.staging.staging_plan import trace
 from tests.rollout.staging.models import SHAPES, Fused, traced
 
 
@@ -38,7 +39,13 @@ def test_buffer_over_staging_mb_is_not_allocated() -> None:
     with pytest.raises(
         EngineSettingsError, match=r"engine\.staging_mb is 1, a copy of the parameters takes 2 MiB"
     ):
-        trace(model.load_weights, model.named_parameters(), {"wide": (1 << 19,)}, torch.float32, staging_mb=1)
+        trace(
+            model.load_weights,
+            model.named_parameters(),
+            {"wide": (1 << 19,)},
+            torch.float32,
+            StagingRoom(mb=1),
+        )
 
 
 class Wide(torch.nn.Module):

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from rollout.engines.contract.models import write_shm
-from rollout.staging.loader_trace import trace
+from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankCommit, RankState
 from rollout.staging.releasable_memory import ReleasableMemory
+from rollout.staging.staging_plan import trace
 from tests.rollout.staging.models import SHAPES, Fused, traced
 
 
@@ -43,7 +44,8 @@ def test_weights_can_be_released_after_their_digest_was_computed() -> None:
         for _, tensor in named:
             live.copy_(tensor[2:])
 
-    share = RankStaging(trace(load, [("w", live)], {"w": (4, 3)}, torch.float32), architecture="", tied=False)
+    plan = trace(load, [("w", live)], {"w": (4, 3)}, torch.float32, StagingRoom())
+    share = RankStaging(plan, architecture="", tied=False)
     whole, before = share.live_digest()
     live.fill_(1)
     assert not whole

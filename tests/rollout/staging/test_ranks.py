@@ -16,10 +16,11 @@ from protocol.errors import PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.engines.contract.models import write_shm
-from rollout.staging.loader_trace import trace
+from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankState, RankStatus
 from rollout.staging.ranks import AllRanksStaging
+from rollout.staging.staging_plan import trace
 from tests.protocol.device.stuck import Library, stuck
 from tests.rollout.staging.models import NEW, OLD, OneTensor, staging
 from tests.trainer.weights.senders import part_sender
@@ -101,7 +102,7 @@ async def test_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(
     monkeypatch.setattr("protocol.device.bounded_init.GRACE_S", 0.0)
     model = OneTensor()
     share = RankStaging(
-        trace(model.load_weights, model.named_parameters(), {"a": (4,)}, torch.float32),
+        trace(model.load_weights, model.named_parameters(), {"a": (4,)}, torch.float32, StagingRoom()),
         architecture="",
         tied=False,
     )
@@ -141,7 +142,7 @@ async def test_tensors_of_other_ranks_are_accepted_and_those_of_no_rank_refused(
     shapes = {name: (4,) for name in ("a", "b", "c")}
     ranks = [
         RankStaging(
-            trace(model.load_weights, model.named_parameters(), shapes, torch.float32),
+            trace(model.load_weights, model.named_parameters(), shapes, torch.float32, StagingRoom()),
             architecture="",
             tied=False,
         )

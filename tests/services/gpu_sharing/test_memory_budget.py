@@ -43,6 +43,8 @@ def test_the_turns_are_added_up_from_the_settings() -> None:
         shares(140, engine={"memory_fraction": 0.5, "staging_mb": 2048}, trainer={"memory_gb": 40}).staging
         == 2
     )
+    for place in ("host", "layers"):
+        assert shares(140, engine={"memory_fraction": 0.5, "staging": place}).staging == 0
     assert shares(140, engine={"memory_fraction": 0.5}, adapters=True).trainer == 14
     assert shares(140, engine={"name": "sglang", "memory_fraction": 0.5}) == found
     assert shares(140, engine={"name": "megatron", "buffer_size_gb": 3}).engines == 14 + 3

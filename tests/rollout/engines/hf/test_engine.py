@@ -1,6 +1,8 @@
 """Tests that versions of a mixture of experts come as its checkpoint has them; bounded attention scores."""
 
+import gc
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.errors import WeightError
 from rollout.engines.base import EngineConfig, Request, Sampling
-from rollout.engines.contract.models import follows, write_shm
+from rollout.engines.contract.models import follows, tiny_model, weights, write_shm
 from rollout.engines.hf.engine import HFEngine
 from tests.trainer.megatron.models import make_model
 
@@ -38,6 +40,36 @@ async def test_a_version_has_the_tensors_of_the_checkpoint(tmp_path: Path, name:
     finally:
         await engine.close()
     assert follows([(12, model)], PROMPT, found.tokens, recompute=True)
+
+
+@pytest.mark.parametrize(("staging", "copies"), [("device", 2), ("host", 2), ("layers", 1)])
+async def test_engine_that_stages_in_layers_has_one_set_of_parameters(
+    tmp_path: Path, staging: Literal["device", "host", "layers"], copies: int
+) -> None:
+    model, new = tiny_model(1), weights(tiny_model(2))
+    shape = tuple(new["lm_head.weight"].shape)
+    alike = sum(tuple(tensor.shape) == shape for tensor in new.values())
+    model.save_pretrained(tmp_path / "model")
+    manifest = write_shm(tmp_path / "v0", new, 0)
+    before = storages(shape)
+    engine = HFEngine(
+        EngineConfig(name="hf", max_model_len=64, staging=staging), tmp_path / "model", "engine.0"
+    )
+    try:
+        await engine.start()
+        await engine.stage(manifest)
+        await engine.commit(manifest)
+        assert await engine.live_digest() == manifest.digest
+        assert len(storages(shape) - before) == copies * alike
+    finally:
+        await engine.close()
+
+
+def storages(shape: tuple[int, ...]) -> set[int]:
+    """Return the addresses of the memory of all tensors of a shape in this process."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.shape == shape]
+    return {one.untyped_storage().data_ptr() for one in found}
 
 
 async def test_attention_scores_are_bounded_where_the_model_bounds_them(tmp_path: Path) -> None:

@@ -1,0 +1,172 @@
+"""Stages a version where its files have it, and applies it tensor by tensor through a bounded buffer.
+
+Beside the live parameters there is memory for the largest tensor alone. Every digest is checked when the
+version is staged, before a live byte changes. In the commit each tensor is copied into the buffer, digested
+there once more, and copied to its places. A failure in the middle of a commit poisons the engine, as any
+other; until the first tensor was copied nothing has changed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from protocol.device.digests import Digests
+from protocol.errors import EngineError, WeightError
+from protocol.messages import WeightManifest
+from rollout.staging.loader_trace import LoaderTrace, Recorder
+from rollout.staging.placement import ExpectedTensor, SlicePlacement
+from rollout.staging.places import BUFFERS
+from rollout.staging.staging import Staging
+from rollout.weights.base import ReceivedSlice, WeightReceiver
+
+
+class PieceBuffer:
+    """Memory through which one tensor after the other goes from the host to the parameters' device."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """Allocate it.
+
+        Args:
+            nbytes: of the largest tensor.
+            device: of the live parameters.
+        """
+        on_gpu = device.type == "cuda"
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._pinned = [
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS if on_gpu else 0)
+        ]
+        self._read = [torch.cuda.Event() for _ in self._pinned]
+        """For each of them, when the device has read it."""
+        self._next = 0
+
+    def through(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a dense tensor of the host on the device, valid until the next call."""
+        raw = tensor.reshape(-1).view(torch.uint8)
+        copy = self._memory[: raw.numel()]
+        if self._pinned:
+            turn, self._next = self._next, (self._next + 1) % len(self._pinned)
+            self._read[turn].synchronize()
+            pinned = self._pinned[turn][: raw.numel()]
+            pinned.copy_(raw)
+            copy.copy_(pinned, non_blocking=True)
+            self._read[turn].record()
+        else:
+            copy.copy_(raw)
+        return copy.view(tensor.dtype).view(tensor.shape)
+
+
+class LayeredStaging(Staging):
+    """Staging without a copy: a version is staged once its files are mapped and verified.
+
+    `apply` is the commit's copy.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
+    ) -> None:
+        """Allocate the buffer.
+
+        Args:
+            sources: checkpoint name -> the tensor that the engine expects, and the parts of the live
+                parameters that it fills.
+            architecture: class of the model in transformers; empty: any.
+            tied: input and output embeddings are one tensor in this engine.
+        """
+        super().__init__(sources, architecture=architecture, tied=tied)
+        device = next((part.target.device for one in sources.values() for part in one.slices), None)
+        largest = max((_nbytes(one) for one in sources.values()), default=0)
+        self._buffer = PieceBuffer(largest, device or torch.device("cpu"))
+        self._pieces: list[ReceivedSlice] = []
+        """Whole tensors of the staged version, where its files have them."""
+        self._into = SlicePlacement({})
+        """Their places in the live parameters."""
+        self._manifest: WeightManifest | None = None
+
+    def discard(self) -> None:
+        super().discard()
+        self._pieces, self._manifest = [], None
+
+    def apply(self) -> None:
+        """Copy the version that was taken over the live parameters.
+
+        Raises:
+            WeightError: the bytes differ from those that were verified; live weights may be mixed.
+        """
+        manifest, digests = self._manifest, Digests()
+        assert manifest is not None
+        with torch.no_grad():
+            for piece in self._pieces:
+                tensor = self._buffer.through(piece.tensor)
+                digests.add(tensor)
+                digests.launch()  # before the next tensor overwrites this one
+                if not tensor.is_cuda:
+                    _compare(manifest, [piece], digests.numbers()[-1:])
+                self._into.place([(piece.entry.name, piece.box, tensor)])
+            self._into.finish()
+        _compare(manifest, self._pieces, digests.numbers())
+        self.discard()
+
+    def _place(
+        self,
+        receiver: WeightReceiver,
+        manifest: WeightManifest,
+        deadline_s: float,
+        copies: Mapping[str, str],
+    ) -> None:
+        """Verify a version where it is, and remember where that is."""
+        if not receiver.lasting:
+            raise WeightError(
+                f"version {manifest.version}: engine.staging is 'layers', which reads a version twice, and "
+                f"weights.transport {manifest.transport!r} sends it once"
+            )
+        self._pieces, self._manifest = [], None
+        into = SlicePlacement(self._destinations(copies))
+        pieces: list[ReceivedSlice] = []
+        for found in receiver.slices(manifest, into.wanted, deadline_s):
+            self._refuse_cancelled(manifest)
+            pieces += [piece for piece in found if piece.entry.name in into.wanted]
+        self._pieces, self._into, self._manifest = pieces, into, manifest
+
+
+class LayeredPlan(LoaderTrace):
+    """Loader trace without a staging buffer: a commit copies from the version's files."""
+
+    def __init__(
+        self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder
+    ) -> None:
+        """Take the result of `record`; the arguments and errors are those of `LoaderTrace`."""
+        super().__init__(live, shapes, recorder)
+        self.releasable: list[torch.Tensor] = []
+        """See `StagingPlan`: there is no copy."""
+        self._staging: LayeredStaging | None = None
+
+    def staging(self, *, architecture: str, tied: bool) -> LayeredStaging:
+        """Create the staging that `apply` commits from."""
+        self._staging = LayeredStaging(self.sources_in(self.live), architecture=architecture, tied=tied)
+        return self._staging
+
+    def release(self) -> None:
+        """Return at once: there is no copy to release."""
+
+    def restore(self) -> None:
+        """Return at once: no memory was released."""
+
+    def apply(self) -> None:
+        """Commit the version that was taken from the staging. Raises WeightError, see `LayeredStaging`."""
+        if self._staging is None:
+            raise EngineError("a plan without staging has no version")
+        self._staging.apply()
+
+
+def _nbytes(source: ExpectedTensor) -> int:
+    itemsize: int = getattr(torch, source.dtype).itemsize
+    return math.prod(source.shape) * itemsize
+
+
+def _compare(manifest: WeightManifest, pieces: Sequence[ReceivedSlice], digests: Sequence[int]) -> None:
+    for piece, found in zip(pieces, digests, strict=True):
+        if found != piece.entry.digest:
+            raise WeightError(
+                f"version {manifest.version}: tensor {piece.entry.name} was changed after it was verified"
+            )

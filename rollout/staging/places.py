@@ -1,0 +1,166 @@
+"""Chooses where an engine stages versions: on its device, in host memory, or nowhere but in their files.
+
+| place    | memory beside the live parameters                      | pause of a commit                     |
+|----------|--------------------------------------------------------|---------------------------------------|
+| `device` | a copy on the device                                   | a copy in the device's memory         |
+| `host`   | a copy in host memory, pinned where there is CUDA      | a copy from there to the device       |
+| `layers` | the largest tensor: once on the device, twice on a host| reading and digesting the whole version|
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from protocol.errors import EngineError, EngineSettingsError
+
+log = logging.getLogger("tether.rollout")
+
+MIB = 1 << 20
+RECEIVING_BYTES = 512 * MIB
+"""GPU memory that receiving a version takes in addition to the staging copy: buckets in flight or not yet
+hashed."""
+BUFFERS = 2
+"""Pieces in host memory while a version is applied in pieces: one is read while the other is copied."""
+
+
+class StagingPlace(StrEnum):
+    """Memory in which versions are staged; `AUTO` is the first of the others that fits."""
+
+    DEVICE = "device"
+    HOST = "host"
+    LAYERS = "layers"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class StagingRoom:
+    """Settings of an engine about its staging copy."""
+
+    place: str = StagingPlace.DEVICE
+    """`engine.staging`."""
+    mb: int = 0
+    """`engine.staging_mb`: most memory that the copy may take, MiB; 0: as much as is free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Memory that staging takes, bytes."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Free memory, bytes."""
+
+    device: int
+    host: int
+    on_gpu: bool
+    """False: the device is the host, and both numbers are of one memory."""
+
+    def has(self, needs: Needs) -> bool:
+        """Return whether there is room."""
+        if self.on_gpu:
+            return needs.device <= self.device and needs.host <= self.host
+        return needs.device + needs.host <= self.host
+
+
+def needs_of(place: str, parameters: int, largest: int, *, on_gpu: bool) -> Needs:
+    """Return the memory that a place takes.
+
+    Args:
+        place: not `AUTO`.
+        parameters: bytes of the live parameters.
+        largest: bytes of the largest tensor of a version.
+        on_gpu: whether the parameters are on a GPU.
+    """
+    receiving = RECEIVING_BYTES if on_gpu else 0
+    return {
+        StagingPlace.DEVICE: Needs(parameters + receiving, 0),
+        StagingPlace.HOST: Needs(receiving, parameters),
+        StagingPlace.LAYERS: Needs(largest, BUFFERS * largest) if on_gpu else Needs(0, largest),
+    }[StagingPlace(place)]
+
+
+def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int) -> StagingPlace:
+    """Return the place for a version of these parameters, before anything is allocated.
+
+    Args:
+        room: the settings.
+        live: the live parameters, all on one device.
+        largest: bytes of the largest tensor of a version.
+
+    Raises:
+        EngineError: it does not fit; with the numbers and the settings that decide them.
+    """
+    tensors = list(live)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return chosen(room, sum(tensor.nbytes for tensor in tensors), largest, _free(device), str(device))
+
+
+def chosen(room: StagingRoom, parameters: int, largest: int, free: Free, device: str) -> StagingPlace:
+    """Return the place, by arithmetic of memory; see `choose`.
+
+    Raises:
+        EngineError: as `choose`.
+    """
+    places = (
+        [StagingPlace(room.place)]
+        if room.place != StagingPlace.AUTO
+        else [StagingPlace.DEVICE, StagingPlace.HOST, StagingPlace.LAYERS]
+    )
+    for place in places:
+        needs = needs_of(place, parameters, largest, on_gpu=free.on_gpu)
+        limited = place != StagingPlace.LAYERS and 0 < room.mb * MIB < parameters
+        if not limited and free.has(needs):
+            if room.place == StagingPlace.AUTO:
+                log.info(
+                    "engine.staging place=%s parameters_mib=%d free_device_mib=%d free_host_mib=%d",
+                    place,
+                    _mib(parameters),
+                    free.device // MIB,
+                    free.host // MIB,
+                )
+            return place
+    if limited:
+        raise EngineSettingsError(
+            f"engine.staging_mb is {room.mb}, a copy of the parameters takes {_mib(parameters)} MiB: "
+            "set it to that, or to 0"
+        )
+    smaller = "engine.memory_fraction" if free.on_gpu else "engine.kv_cache_mb"
+    beside = f"{_mib(needs.device + needs.host)} MiB"
+    if free.on_gpu and needs.host:
+        beside = f"{_mib(needs.device)} MiB on the device and {_mib(needs.host)} MiB in host memory"
+    raise EngineError(
+        f"staging takes {beside} beside the live parameters, {free.device // MIB} MiB are free "
+        f"on {device}{f' and {free.host // MIB} MiB on the host' if free.on_gpu else ''}: lower {smaller}, "
+        "spread the engine over more devices (engine.tensor_parallel_size), or stage in less memory "
+        "(engine.staging)"
+    )
+
+
+def empty_in(place: StagingPlace, like: torch.Tensor) -> torch.Tensor:
+    """Return memory with the layout of a live parameter, for its staged copy."""
+    if place == StagingPlace.HOST:
+        return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+    return torch.empty_like(like)
+
+
+def _free(device: torch.device) -> Free:
+    host = int(psutil.virtual_memory().available)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        host //= torch.distributed.get_world_size()  # ranks of one host share it
+    if device.type != "cuda":
+        return Free(host, host, on_gpu=False)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return Free(int(torch.cuda.mem_get_info(device)[0]) + cached, host, on_gpu=True)
+
+
+def _mib(nbytes: int) -> int:
+    """Return MiB, rounded up."""
+    return -(-nbytes // MIB)

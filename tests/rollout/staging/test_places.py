@@ -1,0 +1,67 @@
+"""Tests where versions are staged: by arithmetic of memory, and refused with the numbers."""
+
+import pytest
+import torch
+
+from protocol.errors import EngineError, EngineSettingsError
+from rollout.staging.places import MIB, RECEIVING_BYTES, Free, StagingPlace, StagingRoom, choose, chosen
+
+GIB = 1 << 30
+AUTO = StagingRoom(StagingPlace.AUTO)
+
+
+@pytest.mark.parametrize(
+    ("free", "place"),
+    [
+        (Free(16 * GIB, 0, on_gpu=True), StagingPlace.DEVICE),
+        (Free(15 * GIB, 15 * GIB, on_gpu=True), StagingPlace.HOST),  # receiving takes more than the copy
+        (Free(8 * GIB, 14 * GIB, on_gpu=True), StagingPlace.LAYERS),
+        (Free(1 * GIB, 2 * GIB, on_gpu=True), StagingPlace.LAYERS),
+        (Free(15 * GIB, 15 * GIB, on_gpu=False), StagingPlace.DEVICE),
+        (Free(14 * GIB, 14 * GIB, on_gpu=False), StagingPlace.LAYERS),
+        (Free(1 * GIB, 1 * GIB, on_gpu=False), StagingPlace.LAYERS),
+    ],
+)
+def test_auto_is_the_first_place_that_fits(free: Free, place: StagingPlace) -> None:
+    assert chosen(AUTO, 15 * GIB, GIB, free, "it") == place
+
+
+def test_auto_leaves_the_device_that_staging_mb_forbids() -> None:
+    room = StagingRoom(StagingPlace.AUTO, 1024)
+    assert chosen(room, 15 * GIB, GIB, Free(80 * GIB, 80 * GIB, on_gpu=True), "it") == StagingPlace.LAYERS
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (
+            StagingPlace.DEVICE,
+            f"staging takes {15 * 1024 + RECEIVING_BYTES // MIB} MiB beside the live parameters",
+        ),
+        (StagingPlace.HOST, "512 MiB on the device and 15360 MiB in host memory"),
+        (StagingPlace.LAYERS, "1024 MiB on the device and 2048 MiB in host memory"),
+        (StagingPlace.AUTO, "1024 MiB on the device and 2048 MiB in host memory"),
+    ],
+)
+def test_place_without_room_is_refused_with_the_numbers(place: StagingPlace, words: str) -> None:
+    with pytest.raises(EngineError, match=words) as error:
+        chosen(StagingRoom(place), 15 * GIB, GIB, Free(GIB, GIB, on_gpu=True), "cuda:0")
+    assert "1024 MiB are free on cuda:0 and 1024 MiB on the host" in str(error.value)
+    assert "(engine.staging)" in str(error.value)
+    assert not isinstance(error.value, EngineSettingsError)  # a later start may find the memory
+
+
+def test_copy_over_staging_mb_is_refused_with_both_numbers() -> None:
+    parameters = [torch.empty(3 << 20, dtype=torch.uint8)]
+    choose(StagingRoom(), parameters, 0)
+    choose(StagingRoom(mb=3), parameters, 0)
+    with pytest.raises(EngineError, match=r"engine.staging_mb is 2, a copy of the parameters takes 3 MiB"):
+        choose(StagingRoom(mb=2), parameters, 0)
+
+
+def test_copy_without_room_is_refused_before_it_is_allocated() -> None:
+    huge = torch.empty(1, dtype=torch.uint8).expand(1 << 50)
+    with pytest.raises(
+        EngineError, match=r"staging takes 1073741824 MiB .* MiB are free on cpu: lower engine.kv_cache_mb"
+    ):
+        choose(StagingRoom(), [huge], 0)
