@@ -28,7 +28,7 @@ export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-trainer bench-generation bench-gpu chaos soak test-compose clean
+.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-check bench-trainer bench-generation bench-gpu chaos soak test-compose clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -119,6 +119,10 @@ soak: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json
+
+# what a CPU can of bench and bench-trainer, its ratios against the recorded ones
+bench-check: $(VENV)/.ready
+	$(BIN)/python -m tests.benchmarks.check
 
 bench-trainer: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.trainer.run --out runs/bench-trainer.json $(FLAGS)

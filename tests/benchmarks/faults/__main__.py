@@ -1,6 +1,6 @@
 """Measures how much of the time a run trains while its processes are killed.
 
-    python -m tests.benchmarks.faults --out runs/faults.json [--rounds 3] [--window 120] [--every 60,20,10]
+    python -m tests.benchmarks.faults --out runs/faults.json [--rounds 6] [--window 60] [--every 60,20,10]
         [--seed 0] [--config deploy/configs/demo.toml] [--set A.B=C ...] [--keep DIR]
 
 One run of the load, from a settled start. Windows alternate (tests/benchmarks/faults/windows.py): without
@@ -32,7 +32,7 @@ from tests.integration.command import audit, tether_up, until
 WARM_COMMITS = 3
 SETTLE_S = 45.0
 """Seconds after these commits before the first window: spares are started meanwhile."""
-PAUSE_S = 15.0
+PAUSE_S = 8.0
 """Seconds between two windows, so that a kill late in one costs the next one nothing."""
 START_S = 300.0
 STOP_S = 180.0
@@ -80,8 +80,8 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a run under kills.")
     parser.add_argument("--out", type=Path, default=ROOT / "runs/faults.json")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--window", type=float, default=120.0, help="seconds of each window")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--window", type=float, default=60.0, help="seconds of each window")
     parser.add_argument("--every", type=_periods, default=[60.0, 20.0, 10.0], help="seconds between kills")
     parser.add_argument("--settle", type=float, default=SETTLE_S, help="seconds before the first window")
     parser.add_argument("--seed", type=int, default=0)

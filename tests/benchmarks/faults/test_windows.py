@@ -26,6 +26,11 @@ def test_window_counts_its_own_steps_and_the_gap_after_each_kill() -> None:
     assert gaps_by_service([measured])["trainer"] == {"kills": 1, "median_s": 5.0, "longest_s": 5.0}
 
 
+def test_window_without_kills_counts_all_the_same() -> None:
+    measured = measure(Window(0, 0.0, 100.0, 110.0), [{"time": 105, "trained_tokens": 30}])
+    assert (measured["tokens_per_s"], measured["kills"]) == (3.0, [])
+
+
 def test_ratio_compares_windows_of_the_same_round() -> None:
     rows = [(0, 0.0, 100.0), (0, 20.0, 90.0), (1, 20.0, 50.0), (1, 0.0, 50.0)]
     windows = [{"round": r, "period_s": p, "tokens_per_s": rate, "kills": []} for r, p, rate in rows]

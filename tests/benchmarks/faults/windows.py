@@ -69,7 +69,7 @@ def measure(window: Window, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any
                 "at": round(kill.at - window.began, 1),
                 "gap_s": round(max((b - a for a, b in gaps if b > kill.at and a < end), default=0.0), 2),
             }
-            for kill, end in zip(window.kills, ends, strict=True)
+            for kill, end in zip(window.kills, ends, strict=False)
         ],
     }
 
