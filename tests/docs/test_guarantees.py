@@ -1,4 +1,4 @@
-"""Tests that docs/guarantees.md names tests that exist, and that its last column is what their records say."""
+"""Tests that docs/guarantees.md names tests that exist, and says how they did when they last ran."""
 
 from pathlib import Path
 
