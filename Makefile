@@ -23,12 +23,14 @@ SEED ?= 1
 MINUTES ?= 2
 # the others import what the GPU environment does not have
 GPU_TESTS = $(shell grep -rlE 'mark\.gpu|TWO_GPUS' tests --include='test_*.py')
+# a report of each suite, under the name of the commit, for `make guarantees`
+REPORT = -o junit_suite_name=$(shell git describe --always --dirty 2>/dev/null || echo unknown) --junitxml=runs/junit
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-trainer bench-generation bench-gpu chaos soak test-compose clean
+.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-check bench-trainer bench-generation bench-gpu chaos soak test-compose guarantees clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -85,19 +87,19 @@ test: $(VENV)/.ready
 	$(MAKE) --jobs 2 check pytest
 
 pytest: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 $(REPORT)/pytest.xml -m "not slow and not gpu"
 
 test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready $(JAX)/.ready
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest $(REPORT)/slow.xml -m slow
 
 # a process for each GPU, then what needs two; with -k (--keep-going) also if the first fails
 test-gpu: test-one-gpu test-two-gpus
 
 test-one-gpu: $(GPU_READY) $(SGLANG_READY)
-	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -n auto --dist loadgroup --durations 20 -m "gpu and not two_gpus" $(GPU_TESTS)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -n auto --dist loadgroup --durations 20 $(REPORT)/one-gpu.xml -m "gpu and not two_gpus" $(GPU_TESTS)
 
 test-two-gpus: $(GPU_READY) $(SGLANG_READY)
-	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest --durations 20 -m two_gpus $(GPU_TESTS)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest --durations 20 $(REPORT)/two-gpus.xml -m two_gpus $(GPU_TESTS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -120,6 +122,10 @@ soak: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.run --out runs/bench.json
 
+# what a CPU can of bench and bench-trainer, its ratios against the recorded ones
+bench-check: $(VENV)/.ready
+	$(BIN)/python -m tests.benchmarks.check
+
 bench-trainer: $(VENV)/.ready
 	$(BIN)/python -m tests.benchmarks.trainer.run --out runs/bench-trainer.json $(FLAGS)
 
@@ -133,6 +139,10 @@ bench-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m tests.benchmarks.gpu_trainer.run --out runs/bench-trainer-gpu.json
 	$(GPU_PYTHON) -m tests.benchmarks.gpu_trainer.prefixes --out runs/bench-prefixes-gpu.json
 	$(GPU_PYTHON) -m tests.benchmarks.gpu_loop.run --out runs/bench-loop-gpu.json
+
+# the column "last run" of docs/guarantees.md, from the reports that the suites left here
+guarantees: $(VENV)/.ready
+	$(BIN)/python docs/guarantees.py $(wildcard runs/junit/*.xml)
 
 test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh

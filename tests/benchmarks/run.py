@@ -24,6 +24,7 @@ import zmq
 from protocol.host.processors import processor_name
 from services.ledger.embedded_server import find_server
 from tests.benchmarks import bus, ledger, loop, weights
+from tests.benchmarks.record import record_now
 from tests.benchmarks.table import Figure, render
 from tests.benchmarks.versions import ROOT, output_of, versions_of
 
@@ -97,6 +98,7 @@ def main() -> None:
         else []
     )
     facts: dict[str, Any] = {
+        "record": record_now(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "quick": arguments.quick,
         "cpu": {

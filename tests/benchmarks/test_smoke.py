@@ -18,7 +18,7 @@ def test_quick_ledger_benchmark_writes_figures_and_machine(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
-    assert {"date", "cpu", "versions", "load_average", "notes", "failed", "figures"} <= set(facts)
+    assert {"record", "date", "cpu", "versions", "load_average", "notes", "failed", "figures"} <= set(facts)
     assert facts["failed"] == {}
     for name in ("ledger.calls_per_group", "ledger.lifecycles_per_s"):
         assert set(facts["figures"][name]) == {"value", "reference", "ratio", "unit", "aim", "runs"}

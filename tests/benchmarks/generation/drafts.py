@@ -27,6 +27,7 @@ from tests.benchmarks.generation.load import rate_of, requests_of
 from tests.benchmarks.generation.session import numbers
 from tests.benchmarks.gpu.limits import machine
 from tests.benchmarks.gpu.shapes import SIZES, write_model
+from tests.benchmarks.record import record_now
 from tests.benchmarks.versions import ROOT, versions_of
 
 SAMPLES = 8
@@ -121,6 +122,7 @@ def main() -> None:
         options.model, options.running, options.share = "tiny", [2, 4], 0.2
     options.out.parent.mkdir(parents=True, exist_ok=True)
     facts: dict[str, Any] = {
+        "record": record_now(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv[1:],
         "model": options.model,

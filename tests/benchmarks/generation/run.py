@@ -25,6 +25,7 @@ from tests.benchmarks.generation.session import WAYS, add_options
 from tests.benchmarks.generation.table import ratios_of, render
 from tests.benchmarks.gpu.limits import machine
 from tests.benchmarks.gpu.run import Lines
+from tests.benchmarks.record import record_now
 from tests.benchmarks.versions import ROOT, output_of, versions_of
 from tests.contracts.sglang_environment import sglang_python
 
@@ -42,6 +43,7 @@ def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was run, where and with what."""
     sglang = {"sglang": output_of(sglang_python(), "-c", SGLANG_VERSION)}
     return {
+        "record": record_now(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "model": arguments.model,

@@ -29,6 +29,7 @@ import torch
 from tests.benchmarks.gpu.partner import ROOT, SAME
 from tests.benchmarks.gpu.shapes import SIZES
 from tests.benchmarks.gpu.table import phases, render
+from tests.benchmarks.record import record_now
 from tests.benchmarks.versions import versions_of
 
 WAYS = ("nccl", "ipc", "per-tensor", "ipc@same", "vllm-ipc@same", "vllm-nccl", "flip", "shm")
@@ -216,6 +217,7 @@ def run_session(
 def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was run, where and with what."""
     return {
+        "record": record_now(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "model": arguments.model,

@@ -26,6 +26,7 @@ from services.run_record.steps import read_steps
 from tests.benchmarks.gpu_loop.job import CONFIG, TINY, JobFiles, make_files
 from tests.benchmarks.gpu_loop.results import LAST, means_of, printed_steps, ratios_of, speed, steps_of
 from tests.benchmarks.gpu_loop.trl_loop import STEP
+from tests.benchmarks.record import record_now
 from tests.benchmarks.versions import ROOT, output_of, versions_of
 
 DEFAULTS = {
@@ -59,6 +60,7 @@ def main() -> int:
     out: Path = options.out.absolute()
     files = make_files(options.files, "tiny" if options.tiny else options.size)
     facts: dict[str, Any] = {
+        "record": record_now(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "gpu": output_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
         "versions": versions_of(PACKAGES),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from tests.benchmarks.gpu_trainer.shapes import VOCABULARY, model_directory
+from tests.benchmarks.record import record_now
 from tests.benchmarks.trainer.samples import Branches, Groups
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.registry import make_algorithm
@@ -52,13 +53,14 @@ def main(words: list[str] | None = None) -> int:
     options = parse(words)
     algorithm = make_algorithm(AlgorithmConfig())
     backend = make_backend(options, algorithm)
+    record = record_now()
     results = []
     for work, aim in works(options.divide):
         found = measure(backend, work.batch(algorithm, vocabulary=VOCABULARY), options.repeat)
         results.append({"work": str(work), "aim": aim, "size": options.size, **found})
         print(line(results[-1]), flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        options.out.write_text(json.dumps({"record": record, "rows": results}, indent=1) + "\n")
     backend.close()
     return int(not all(found["same"] for found in results))
 

@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.record import record_now
+
 ORDER = ("ours", "hf-compiled", "hf-packed", "hf-padded", "ours", "hf-compiled")
 LIMIT_S = 240.0
 """For one way at one size."""
@@ -28,6 +30,7 @@ def main() -> int:
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "bench-models")
     parser.add_argument("--rest", default="", help="further arguments of every measurement")
     options = parser.parse_args()
+    record = record_now()
     results: list[dict[str, Any]] = []
     failed = False
     for size in options.sizes.split(","):
@@ -38,7 +41,7 @@ def main() -> int:
                 results.append(found)
                 print(_line(found), flush=True)
                 options.out.parent.mkdir(parents=True, exist_ok=True)
-                options.out.write_text(json.dumps(results, indent=1))
+                options.out.write_text(json.dumps({"record": record, "rows": results}, indent=1))
     _print_ratios(results)
     return int(failed)
 

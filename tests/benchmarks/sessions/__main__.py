@@ -21,6 +21,7 @@ import uvloop
 
 from protocol.host.processors import processor_name
 from services.runtime.main import raise_fd_limit
+from tests.benchmarks.record import record_now
 from tests.benchmarks.sessions.worker import MAX_TOKENS, Round, Worker, memory, running_worker
 from tests.benchmarks.versions import versions_of
 
@@ -144,6 +145,7 @@ def main(words: Sequence[str] | None = None) -> None:
         figures = uvloop.run(measure(Path(directory), arguments))
         profile.disable()
     facts = {
+        "record": record_now(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": {"model": processor_name(), "usable": len(os.sched_getaffinity(0))},
         "load_average": [round(number, 2) for number in load],

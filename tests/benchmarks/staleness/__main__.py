@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from protocol.host.processors import processor_name
+from tests.benchmarks.record import record_now
 from tests.benchmarks.staleness.curve import Curve, load_curve
 from tests.benchmarks.staleness.execute import CURVE, Made, make_runs
 from tests.benchmarks.staleness.figure import draw_curves, draw_summary
@@ -92,6 +93,7 @@ def _write(curves: dict[Cell, Curve], absent: list[str], out: Path, words: list[
     summaries = summarise(curves)
     tasks = list(dict.fromkeys(cell.task for cell in curves))
     facts = {
+        "record": record_now(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": f"python -m tests.benchmarks.staleness {' '.join(words)}".strip(),
         "cpu": {

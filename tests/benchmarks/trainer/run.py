@@ -25,6 +25,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol.host.processors import has_bfloat16, processor_name, usable_cores
+from tests.benchmarks.record import record_now
 from tests.benchmarks.trainer.hugging_face import HuggingFaceStep
 from tests.benchmarks.trainer.samples import (
     Groups,
@@ -246,6 +247,7 @@ def facts_of(job: Job, batch: Batch, *, dtype: str, threads: int) -> dict[str, A
     """Return what was measured, where and with what."""
     lengths = batch.lengths.tolist()
     return {
+        "record": record_now(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "processor": processor_name() or platform.machine(),
         "cores": usable_cores(),
