@@ -18,7 +18,7 @@ log = logging.getLogger("tether.profiles")
 
 @contextmanager
 def profiled(file: str, rank: int) -> Iterator[None]:
-    """Profile a block, and write this rank's trace; does nothing without a file.
+    """Profile a block, and write this rank's trace; without a file there is no profile.
 
     Args:
         file: path without the ending, which names rank and format.
@@ -39,7 +39,7 @@ class StepProfile:
     """Profile of the next steps of a loop; all methods are called by the thread that makes the steps."""
 
     def __init__(self) -> None:
-        """Watch nothing."""
+        """Make no profile."""
         self._profile: profile | None = None
         self._file, self._rank, self._left = "", 0, 0
 

@@ -69,10 +69,10 @@ class EngineConfig:
     num_speculative_tokens: Annotated[int, Interval(ge=1, le=32)] = 8
     """vllm: most tokens of a draft."""
     batch_invariant: bool = False
-    """hf, vllm: compute each request in passes of its own, so that its bits do not depend on what runs beside
-    it; several times slower. Set by `run.deterministic`."""
+    """hf, vllm: compute each request in passes of its own, so that its bits do not depend on other
+    requests; several times slower. Set by `run.deterministic`."""
     staging: Literal["device", "host", "layers", "auto"] = "device"
-    """Where a version is staged: device (a copy beside the parameters), host (a copy in host memory, pinned
+    """Where a version is staged: device (a copy next to the parameters), host (a copy in host memory, pinned
     where there is CUDA), layers (verified in its files, and copied out of them tensor by tensor by the
     commit; transports shm and disk), or auto, the first of these that fits. docs/weights.md has the price of
     each. sglang_jax has device alone."""
@@ -149,7 +149,7 @@ class Request:
     """[P] token ids; not empty."""
     sampling: Sampling
     adapter: str = ""
-    """Name of the adapter beside the model, of those that the engine was made with; empty: none."""
+    """Name of one of the adapters that the engine was made with; empty: the model alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,14 +82,14 @@ def kernel_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str]) 
     """
     for engine in engines_of(settings):
         if engine.name == "vllm":
-            yield from _rank_problems(settings)
+            yield from _adapter_rank_problems(settings)
             if not gpus:
                 yield from _head_problems(model)
         if gpus:
             yield from _float32_problems(engine, settings.lora.rank)
 
 
-def _rank_problems(settings: Settings) -> Iterator[Problem]:
+def _adapter_rank_problems(settings: Settings) -> Iterator[Problem]:
     rank, ranks = settings.lora.rank, numbers_in_vllm(*RANKS)
     if ranks and rank > max(ranks):
         yield Problem(

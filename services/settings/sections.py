@@ -52,7 +52,7 @@ class RunConfig:
     steps: Annotated[int, Interval(ge=1, le=10**9)] = set_first(100)
     """Optimizer steps after which the run is done."""
     deterministic: bool = False
-    """Make a run that can be repeated bit for bit, whatever workers there are and whichever die: the groups
+    """Make a run that can be repeated bit for bit, with any number of workers, and if some die: the groups
     of a step are generated with the version E steps before it, and samples draw their random numbers by
     `trainer.seed`, group and place (docs/reproducible.md)."""
     remote: str = ""
