@@ -10,6 +10,7 @@ import pytest
 
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Lease, Peer
+from tests.changes import slow_unless_changed
 from tests.contracts.ledger_rig import Driver, RedisRig
 from tests.services.ledger.conftest import missing, redis_binary, valkey_binary
 from tests.trials.chaos.place import Place, make_place
@@ -77,7 +78,13 @@ class World:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("binary", [valkey_binary, redis_binary])
+@pytest.mark.parametrize(
+    "binary",
+    [
+        pytest.param(valkey_binary, marks=slow_unless_changed("services/ledger/", "services/ingest/")),
+        redis_binary,
+    ],
+)
 async def test_jumps_end_what_is_dead_in_its_time_and_nothing_else(
     binary: Callable[[], str], tmp_path: Path
 ) -> None:

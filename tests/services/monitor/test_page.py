@@ -10,6 +10,7 @@ import pytest
 from protocol.messages import StepReport
 from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.services.monitor.chromium import chromium
 from tests.services.monitor.drawn import (
     LEGEND,
@@ -38,7 +39,10 @@ WINDOWS = pytest.mark.parametrize(
     ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 )
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    slow_unless_changed("services/monitor/", "services/run_record/", "tests/services/monitor/"),
+]
 
 
 @WINDOWS

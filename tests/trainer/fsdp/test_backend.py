@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
+from tests.changes import slow_unless_changed
 from tests.trainer.fsdp.ranks import (
     ADAPTED,
     BFLOAT16,
@@ -37,7 +38,10 @@ from trainer.lora import merged
 
 RANKS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
 
-pytestmark = pytest.mark.xdist_group("fsdp")  # what `Ranks` sets up once, not one for each process
+pytestmark = [
+    pytest.mark.xdist_group("layouts"),  # one process forks the ranks of all
+    slow_unless_changed("trainer/fsdp/", "trainer/layers/", "trainer/optimizers/", "trainer/weights/"),
+]
 
 
 class Ranks:

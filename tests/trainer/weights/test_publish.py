@@ -14,7 +14,7 @@ from trainer.roles.models import RankModels
 from trainer.weights.files import disk_sender
 from trainer.weights.publish import publish
 
-NUMBER = 16
+NUMBER = 4
 SHAPE = (3, 617)
 """Shape of each tensor, and of no other in the process."""
 

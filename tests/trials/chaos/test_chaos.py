@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.integration.command import environment
 from tests.integration.loop import ROOT
 from tests.trials.chaos.schedule import KINDS, schedule
@@ -35,6 +36,7 @@ def chaos(seed: int, minutes: float, *words: str) -> None:
 
 
 @pytest.mark.timeout(1800)
+@slow_unless_changed("services/", "protocol/", "tests/trials/chaos/")
 def test_a_run_keeps_its_promises_under_half_a_minute_of_faults() -> None:
     chaos(1, 0.5, "--scripted", "--forked")
 

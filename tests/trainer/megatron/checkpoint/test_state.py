@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.weights.lora import NO_ADAPTERS
+from tests.changes import slow_unless_changed
 from tests.trainer.megatron.layout_runs import Runs, marks_of
 from tests.trainer.megatron.layouts import BACK, FROM, restored_in
 from tests.trainer.megatron.models import step_batch
@@ -19,6 +20,7 @@ from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Grid, Layout, Place
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process
+MOVED = slow_unless_changed("trainer/megatron/", "trainer/optimizers/", "trainer/storage/", "trainer/ranks/")
 
 EACH_MOVE = pytest.mark.parametrize(
     ("source", "layout", "saved", "model"),
@@ -31,6 +33,7 @@ EACH_MOVE = pytest.mark.parametrize(
 )
 
 
+@MOVED
 @EACH_MOVE
 def test_masters_and_moments_are_the_same_bits_in_another_layout(
     moves: Runs, source: str, layout: str, saved: str, model: str
@@ -43,6 +46,7 @@ def test_masters_and_moments_are_the_same_bits_in_another_layout(
     assert before["steps"] == 1
 
 
+@MOVED
 @EACH_MOVE
 def test_a_run_goes_on_in_another_layout_as_if_it_had_stayed(
     moves: Runs, source: str, layout: str, saved: str, model: str
