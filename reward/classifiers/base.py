@@ -1,7 +1,7 @@
 """Defines what computes the logit of texts for the verifier `reward_model`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,10 @@ class ClassifierConfig:
     """KV cache of an engine on a CPU, MiB."""
     tensor_parallel_size: int = 1
     """Devices from `device` on that share every layer, in an engine."""
+    python: str = ""
+    """Interpreter of an engine that has one of its own; empty: this one."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of that engine's processes."""
 
 
 class Classifier(Protocol):

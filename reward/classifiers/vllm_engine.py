@@ -14,8 +14,7 @@ import torch
 
 from protocol.errors import SettingsError
 from reward.classifiers.base import ClassifierConfig
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from reward.classifiers.visible_gpus import VISIBLE, visible_gpu
 
 
 class VllmClassifier:
@@ -91,10 +90,7 @@ def _set_environment(config: ClassifierConfig) -> None:
                 f"option device: {config.device!r}: another verifier of the worker uses a GPU already; use "
                 "cuda"
             )
-        given = [item for item in os.environ.get(VISIBLE, "").split(",") if item]
-        if given and int(number) >= len(given):
-            raise SettingsError(f"option device: {config.device!r}, but {VISIBLE} names {len(given)} GPUs")
-        os.environ[VISIBLE] = given[int(number)] if given else number
+        os.environ[VISIBLE] = visible_gpu(config.device, number)
     os.environ |= {
         "OMP_NUM_THREADS": str(config.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -5,8 +5,9 @@ torch, transformers and vLLM are imported when the model is loaded, not when the
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -47,15 +48,18 @@ class Options:
     """Score the sigmoid of the logit, between 0 and 1, instead of the logit."""
     threads: Annotated[int, Interval(ge=1)] = 1
     """Threads of a worker on the CPU."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """Library that computes, in the worker process. SGLang is none: it needs a Python of its own, which
-    reward workers do not have."""
+    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """Library that computes: in the worker process or, sglang, in its children."""
     memory_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.3
-    """vllm on a GPU: share of its memory for weights and KV cache."""
+    """An engine on a GPU: share of its memory for weights and KV cache."""
     kv_cache_mb: Annotated[int, Interval(ge=1, le=10**9)] = 1024
-    """vllm on a CPU: KV cache, MiB."""
+    """An engine on a CPU: KV cache, MiB."""
     tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
-    """vllm: devices that share the model, from `device` on, a process on each."""
+    """Devices that share the model in an engine, from `device` on, a process on each."""
+    python: str = ""
+    """sglang: interpreter that has SGLang. Empty: the reward worker's."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """sglang: variables of its processes."""
 
 
 class RewardModel:
@@ -71,21 +75,8 @@ class RewardModel:
         Raises:
             SettingsError: an option is wrong, or the directory holds no classifier of one label.
         """
-        if options.device.partition(":")[0] not in ("cpu", "cuda"):
-            raise SettingsError(
-                f"verifier reward_model: option device: {options.device!r}; use cpu, cuda or cuda:N"
-            )
-        tensor = options.tensor_parallel_size
-        if tensor > 1 and options.engine != "vllm":
-            raise SettingsError(
-                f"verifier reward_model: option tensor_parallel_size: {tensor}: transformers computes on one "
-                "device; leave it out, or use engine = 'vllm'"
-            )
-        if tensor > 1 and ":" in options.device:
-            raise SettingsError(
-                f"verifier reward_model: option device: {options.device!r}: a model on {tensor} GPUs has the "
-                "first ones that the worker sees; use cuda, and name them in services.reward_gpus"
-            )
+        _check_devices(options)
+        _check_python(options)
         self._options = options
         if not is_hub_name(options.path):
             _check_config(Path(options.path))
@@ -161,7 +152,12 @@ def _make_classifier(options: Options, directory: Path, limit: int) -> Classifie
     config = ClassifierConfig(
         directory, options.device, options.dtype, limit, options.batch_size, options.threads,
         options.memory_fraction, options.kv_cache_mb, options.tensor_parallel_size,
+        options.python, options.environment,
     )  # fmt: skip
+    if options.engine == "sglang":
+        from reward.classifiers.sglang_engine import SglangClassifier
+
+        return SglangClassifier(config)
     if options.engine == "vllm":
         from reward.classifiers.vllm_engine import VllmClassifier
 
@@ -169,6 +165,40 @@ def _make_classifier(options: Options, directory: Path, limit: int) -> Classifie
     from reward.classifiers.hf import HfClassifier
 
     return HfClassifier(config)
+
+
+def _check_devices(options: Options) -> None:
+    """Check the options that say where it computes. Raises SettingsError."""
+    if options.device.partition(":")[0] not in ("cpu", "cuda"):
+        raise SettingsError(
+            f"verifier reward_model: option device: {options.device!r}; use cpu, cuda or cuda:N"
+        )
+    tensor = options.tensor_parallel_size
+    if tensor > 1 and options.engine == "transformers":
+        raise SettingsError(
+            f"verifier reward_model: option tensor_parallel_size: {tensor}: transformers computes on one "
+            "device; leave it out, or use engine = 'vllm' or 'sglang'"
+        )
+    if tensor > 1 and ":" in options.device:
+        raise SettingsError(
+            f"verifier reward_model: option device: {options.device!r}: a model on {tensor} GPUs has the "
+            "first ones that the worker sees; use cuda, and name them in services.reward_gpus"
+        )
+
+
+def _check_python(options: Options) -> None:
+    """Check the options of an engine with a Python of its own. Raises SettingsError."""
+    for name in ("python", "environment"):
+        if getattr(options, name) and options.engine != "sglang":
+            raise SettingsError(
+                f"verifier reward_model: option {name}: {options.engine} computes in the worker's process; "
+                "leave it out, or use engine = 'sglang'"
+            )
+    if options.python and shutil.which(options.python) is None:
+        raise SettingsError(
+            f"verifier reward_model: option python: {options.python!r} is not a program; name the Python "
+            "that has SGLang"
+        )
 
 
 def _sigmoid(logit: float) -> float:

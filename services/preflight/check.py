@@ -28,7 +28,7 @@ from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
 from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem, refusals
-from services.preflight.rewards import trial_problems, verifier_problems
+from services.preflight.rewards import reward_gpu_problems, trial_problems, verifier_problems
 from services.preflight.roles import algorithm_problems, role_problems
 from services.preflight.sampling import (
     determinism_problems,
@@ -109,6 +109,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += refusals(RemoteDirectory, settings.run.remote) if settings.run.remote else ()
     if local:
         problems += local_problems(settings)
+        problems += reward_gpu_problems(settings)
         problems += [] if problems else trial_problems(settings, prompts, modules)
         if model:
             problems += host_memory_problems(settings, model)

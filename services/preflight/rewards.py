@@ -9,10 +9,12 @@ from protocol.errors import RewardError, SettingsError
 from protocol.validation import validated
 from reward.config import RewardConfig
 from reward.verifiers.registry import VERIFIERS, make_verifier
+from reward.verifiers.reward_model import Options
 from reward.workers.group_scoring import check_fallbacks
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.preflight.problem import Problem
+from services.settings.placement import gpu_list
 from services.settings.sections import Settings
 from trainer.algorithms.registry import check_turn_scores
 
@@ -20,6 +22,8 @@ ENTRY_FIELDS = {"reasoning_gym": ("family", "entry")}
 """Verifier -> fields of the metadata that it needs, where no option names them."""
 RESPONSE = "an answer"
 """Response that verifiers of the user are tried on."""
+REWARD_MODEL = Options("")
+"""The verifier `reward_model` with every option that has a default."""
 
 
 def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Problem]:
@@ -85,3 +89,49 @@ def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
         return ()
     key = getattr(bound, "key", None)
     return ENTRY_FIELDS.get(name, ()) if key is None else (str(key),)
+
+
+def reward_gpu_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield the first GPU on which the shares of memory of all processes add up to more than one."""
+    services = settings.services
+    for gpu, share in _reward_shares(settings.reward, gpu_list(services.reward_gpus)).items():
+        others = {
+            name: fraction
+            for name, gpus, fraction in (
+                ("trainer.memory_fraction", services.trainer_gpus, settings.trainer.memory_fraction),
+                ("engine.memory_fraction", services.rollout_gpus, settings.engine.memory_fraction),
+            )
+            if gpu in gpu_list(gpus)
+        }
+        shares = others.values()
+        taken = max(shares, default=0.0) if settings.colocated.enabled else sum(shares)
+        if others and round(taken + share, 4) > 1:
+            named = " and ".join(f"{name} {fraction:g}" for name, fraction in others.items())
+            yield Problem(
+                f"GPU {gpu} has {named} beside {share:g} for reward models, which is more than the GPU",
+                "set lower shares, their option memory_fraction among them, or give them another GPU",
+                "services.reward_gpus",
+                services.reward_gpus,
+            )
+            return
+
+
+def _reward_shares(config: RewardConfig, gpus: list[str]) -> dict[str, float]:
+    """Return the share of memory that the engines of one reward service take of each GPU."""
+    found: dict[str, float] = {}
+    for entry in config.verifiers:
+        options = entry.options
+        kind, _, number = str(options.get("device", "cpu")).partition(":")
+        if entry.name != "reward_model" or options.get("engine") not in ("vllm", "sglang") or kind != "cuda":
+            continue
+        first = int(number) if number.isdecimal() else 0
+        share, tensor = (
+            options.get(name, getattr(REWARD_MODEL, name))
+            for name in ("memory_fraction", "tensor_parallel_size")
+        )
+        if not isinstance(share, int | float) or not isinstance(tensor, int):
+            continue  # refused elsewhere
+        share *= config.workers
+        for gpu in gpus[first : first + tensor]:
+            found[gpu] = round(found.get(gpu, 0.0) + share, 4)
+    return found

@@ -1,0 +1,195 @@
+"""Computes the logits of a sequence classifier by SGLang, in a child process with SGLang's Python.
+
+The engine packs texts of different lengths into one pass, and divides the model between devices. Its logits
+equal `hf.py`'s up to the rounding of its data type.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from protocol.errors import SettingsError
+from reward.classifiers import sglang_child
+from reward.classifiers.base import ClassifierConfig
+from reward.classifiers.visible_gpus import VISIBLE, visible_gpu
+
+BIAS = "score.bias"
+"""Bias of the head, which some of SGLang's classifiers have: without one in the checkpoint it would stay as
+torch drew it."""
+BIAS_FILE = "tether_head_bias.safetensors"
+INDEX = "model.safetensors.index.json"
+RESERVED = 8
+"""Positions of a context that SGLang keeps free."""
+ENDED = 70
+"""Exit code of a worker process whose SGLang has ended."""
+
+
+class SglangClassifier:
+    """A classifier in an engine of SGLang, which ends with this process."""
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        """Start the engine.
+
+        Raises:
+            SettingsError: it does not start; names the option if one is the cause.
+        """
+        on_gpu = config.device != "cpu"
+        if on_gpu and config.dtype == "float32":
+            raise SettingsError(
+                "option dtype: float32: SGLang's kernels on a GPU compute in bfloat16 or float16; use one"
+            )
+        facts = json.loads((config.directory / "config.json").read_text())
+        self._pad = facts.get("pad_token_id")
+        with tempfile.TemporaryDirectory(prefix="tether-reward-") as directory:
+            write_model(config.directory, Path(directory))
+            self._child = _start_child(config, on_gpu=on_gpu)
+            try:
+                self._ask({**_arguments(config, facts, on_gpu=on_gpu), "model_path": directory})
+            except (EOFError, BrokenPipeError):
+                raise SettingsError(
+                    f"option engine: sglang: SGLang ended with code {self._end()} at its start; the log of "
+                    "the reward worker says why"
+                ) from None
+            except RuntimeError as error:
+                self._end()
+                raise SettingsError(f"option engine: sglang: {error}") from None
+
+    def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the logit of each text. If SGLang has ended, this process ends, and is replaced."""
+        try:
+            answer = self._ask([self._without_padding(tokens) for tokens in texts])
+        except (EOFError, BrokenPipeError):
+            print(f"reward.sglang_ended code={self._child.wait()}", file=sys.stderr, flush=True)
+            os._exit(ENDED)
+        return [float(logit) for logit in answer["logits"]]
+
+    def _ask(self, question: Any) -> dict[str, Any]:
+        """Send the child a line, and return its answer.
+
+        Raises:
+            EOFError: it has ended.
+            RuntimeError: it says why it has none.
+        """
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(json.dumps(question) + "\n")
+        self._child.stdin.flush()
+        line = self._child.stdout.readline()
+        if not line:
+            raise EOFError
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(" ".join(str(answer["error"]).split())[:300])
+        return answer
+
+    def _end(self) -> int:
+        """Close the child's pipes, at which it ends; return its exit code."""
+        with suppress(BrokenPipeError), self._child:
+            pass
+        return self._child.wait()
+
+    def _without_padding(self, tokens: Sequence[int]) -> list[int]:
+        """Return a text up to its last token that is not padding: the engine reads it at its end."""
+        end = len(tokens)
+        while end > 1 and tokens[end - 1] == self._pad:
+            end -= 1
+        return list(tokens[:end])
+
+
+def _start_child(config: ClassifierConfig, *, on_gpu: bool) -> "subprocess.Popen[str]":
+    """Start SGLang's Python on `sglang_child.py`, in a process group of its own.
+
+    Raises:
+        SettingsError: there is no such Python.
+    """
+    python = config.python or sys.executable
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **os.environ,
+        "OMP_NUM_THREADS": str(config.threads),
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    }
+    if not on_gpu:
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    elif number := config.device.partition(":")[2]:
+        environment[VISIBLE] = visible_gpu(config.device, number)
+    try:
+        return subprocess.Popen(
+            [python, str(sglang_child.__file__)],
+            env={**environment, **config.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise SettingsError(f"option python: {python}: {error.strerror}") from None
+
+
+def _arguments(config: ClassifierConfig, facts: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """Return arguments of SGLang's engine, without the model's place.
+
+    Args:
+        config: how it is loaded.
+        facts: the model's config.json.
+        on_gpu: whether it computes on GPUs.
+    """
+    given: dict[str, Any] = {
+        "is_embedding": True,
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "tp_size": config.tensor_parallel_size,
+        "max_running_requests": config.batch_size,
+        "disable_cuda_graph": True,
+        "log_level": "warning",
+    }
+    if config.max_length:
+        given["context_length"] = config.max_length + RESERVED
+    if on_gpu:
+        return given | {"mem_fraction_static": config.memory_fraction}
+    tokens = (config.kv_cache_mb << 20) // token_bytes(facts, config.dtype)
+    return given | {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": tokens}
+
+
+def token_bytes(facts: dict[str, Any], dtype: str) -> int:
+    """Return the bytes of a token's keys and values, at least 1, given a model's config.json."""
+    heads = int(facts.get("num_attention_heads") or 1)
+    kv_heads = int(facts.get("num_key_value_heads") or heads)
+    head_dim = int(facts.get("head_dim") or int(facts.get("hidden_size") or 0) // heads)
+    layers = int(facts.get("num_hidden_layers") or 1)
+    return max(1, 2 * layers * kv_heads * head_dim * getattr(torch, dtype).itemsize)
+
+
+def write_model(directory: Path, into: Path) -> None:
+    """Write links to a model's files, and a bias of zero for a head that has none.
+
+    Raises:
+        SettingsError: the weights are not safetensors.
+    """
+    weights = sorted(directory.glob("*.safetensors"))
+    if not weights:
+        raise SettingsError(f"option engine: sglang: {directory} holds no *.safetensors")
+    for path in directory.iterdir():
+        (into / path.name).symlink_to(path.resolve())
+    for path in weights:
+        with safe_open(str(path), framework="pt") as file:
+            if BIAS in file.keys():  # noqa: SIM118 (not a mapping)
+                return
+    save_file({BIAS: torch.zeros(1)}, into / BIAS_FILE, metadata={"format": "pt"})
+    if (directory / INDEX).is_file():
+        index = json.loads((directory / INDEX).read_text())
+        index["weight_map"][BIAS] = BIAS_FILE
+        (into / INDEX).unlink()
+        (into / INDEX).write_text(json.dumps(index))

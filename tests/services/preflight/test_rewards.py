@@ -1,0 +1,62 @@
+"""Tests which shares of a GPU's memory are refused where reward models are on it, too."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from reward.config import RewardConfig, VerifierConfig
+from services.preflight.rewards import reward_gpu_problems
+from services.settings.placement import ServicesConfig
+from services.settings.sections import Settings
+
+
+def problems(
+    *, trainer: float = 1.0, workers: int = 1, gpus: str = "0", colocated: bool = False, **options: Any
+) -> list[str]:
+    given = {"path": "there", "engine": "vllm", "device": "cuda", **options}
+    base = Settings()
+    settings = replace(
+        base,
+        services=ServicesConfig(trainer_gpus="0,1", rollout_gpus="1,2", reward_gpus=gpus),
+        trainer=replace(base.trainer, memory_fraction=trainer),
+        engine=replace(base.engine, memory_fraction=0.4),
+        colocated=replace(base.colocated, enabled=colocated),
+        reward=RewardConfig(verifiers=(VerifierConfig("reward_model", options=given),), workers=workers),
+    )
+    return [str(problem) for problem in reward_gpu_problems(settings)]
+
+
+@pytest.mark.parametrize(
+    "fits",
+    [
+        {"trainer": 0.7},
+        {"gpus": "3"},
+        {"device": "cpu"},
+        {"engine": "transformers"},
+        {"trainer": 0.3, "gpus": "1"},
+        {"trainer": 0.7, "gpus": "1", "colocated": True},
+        {"trainer": 0.7, "device": "cuda:1", "gpus": "1,0"},
+    ],
+)
+def test_shares_that_fit_are_accepted(fits: dict[str, Any]) -> None:
+    assert problems(**fits) == []
+
+
+@pytest.mark.parametrize(
+    ("too_much", "text"),
+    [
+        ({"trainer": 0.8}, "GPU 0 has trainer.memory_fraction 0.8 beside 0.3 for reward models"),
+        ({"trainer": 0.7, "workers": 2}, "beside 0.6 for reward models"),
+        (
+            {"gpus": "1,0", "trainer": 0.4, "tensor_parallel_size": 2},
+            "GPU 1 has trainer.memory_fraction 0.4 and ",
+        ),
+        ({"gpus": "3,0", "engine": "sglang", "tensor_parallel_size": 2}, "GPU 0 has "),
+        ({"gpus": "2", "memory_fraction": 0.7}, "GPU 2 has engine.memory_fraction 0.4 beside 0.7"),
+    ],
+)
+def test_shares_of_more_than_a_gpu_are_refused(too_much: dict[str, Any], text: str) -> None:
+    (problem,) = problems(**too_much)
+    assert text in problem
+    assert problem.startswith("setting services.reward_gpus")
