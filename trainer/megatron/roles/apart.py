@@ -10,9 +10,9 @@ from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import initialize
 from trainer.megatron.forward import Runner
-from trainer.megatron.memory.budget import TOKENS_ON_CPU
-from trainer.megatron.memory.oom_retry import OomRetry
+from trainer.megatron.memory.retry import retry_of
 from trainer.megatron.roles.frozen import FrozenPart
+from trainer.memory.budget import TOKENS_ON_CPU
 
 TOKENS_ON_GPU = 16384
 """Tokens of a pass on a GPU, at first, where `trainer.micro_batch_tokens` is 0."""
@@ -28,7 +28,7 @@ def load_frozen_apart(
     """
     position = initialize(parallel, trainer)
     least = TOKENS_ON_GPU if position.device.type == "cuda" else TOKENS_ON_CPU
-    passes = OomRetry(position, trainer.micro_batch_tokens or least, lambda: None)
+    passes = retry_of(position, trainer.micro_batch_tokens or least, lambda: None)
 
     def evaluate(runner: Runner, batch: Batch) -> torch.Tensor:
         return passes.alone(runner, batch, lambda: runner.logprobs(batch))
