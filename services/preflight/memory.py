@@ -14,16 +14,15 @@ from services.settings.automatic import visible_gpus
 from services.settings.hub import fetch_frozen, fetch_role
 from services.settings.sections import Settings
 from trainer.megatron.families.reading import architecture_of, read_architecture
-from trainer.megatron.memory.budget import TOKENS_MOST, TOKENS_STEP
 from trainer.megatron.memory.expected import (
-    GIB,
-    ITEM_BYTES,
     FrozenShape,
     Workload,
     expected_memory,
     parameters_of_stage,
 )
 from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
+from trainer.memory.budget import TOKENS_MOST, TOKENS_STEP
+from trainer.memory.expected import GIB, ITEM_BYTES
 from trainer.roles.config import FROZEN_ROLES
 
 

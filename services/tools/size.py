@@ -15,9 +15,10 @@ from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.memory.budget import TOKENS_STEP, USED_SHARE, refusal
-from trainer.megatron.memory.expected import GIB, ITEM_BYTES, expected_memory, parameters_of_stage
+from trainer.megatron.memory.expected import expected_memory, parameters_of_stage
 from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting_layouts
+from trainer.memory.budget import TOKENS_STEP, USED_SHARE, refusal
+from trainer.memory.expected import GIB, ITEM_BYTES
 
 ENGINE_OVERHEAD = 2 * GIB
 """Memory that an engine takes besides weights and cache: CUDA graphs, activations of a prompt."""

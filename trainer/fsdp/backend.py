@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.layout import check_layout
 from trainer.fsdp.model import ShardedModel
-from trainer.fsdp.passes import Pass
+from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.fsdp.stepper import make_stepper
 from trainer.lora import merged, without_adapters
@@ -92,6 +93,8 @@ class FsdpBackend(Backend):
         self._plan = ShardPlan.make(self._published[0], self._published[1], self.mesh.size())
         self._stepper = make_stepper(self._trained, optimizer, trainer, self.device)
         self._reference: ShardedModel | None = None
+        self._models = [self._model]
+        self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
         self._host, self._copies = HostOffload(), HostCopies()
 
     @property
@@ -112,10 +115,14 @@ class FsdpBackend(Backend):
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self._algorithm.config)
-        passes = self._model.passes.divide(batch)
-        vectors = [
-            self._accumulate(one, batch.select(one.samples).to(self.device), measures) for one in passes
-        ]
+
+        def run() -> tuple[list[Pass], list[torch.Tensor]]:
+            passes = self._model.passes.divide(batch)
+            return passes, [
+                self._accumulate(one, batch.select(one.samples).to(self.device), measures) for one in passes
+            ]
+
+        (passes, vectors), warnings = self._retry.step(self._model.passes, batch, run)
         counts = [[one.tokens, one.padding, one.row_tokens] for one in passes]
         sums, maxima = measures.split(measures.join(vectors, self.device))
         sums = torch.cat([sums, sums.new_tensor(counts).sum(0)])
@@ -127,16 +134,17 @@ class FsdpBackend(Backend):
         )
         tokens, padding, row_tokens = (int(count) for count in sums[-3:])
         made = MadePasses(vector, len(passes), tokens, padding, row_tokens)
-        return made.counted_in(measures.stats(vector, grad_norm=norm, skipped=skipped))
+        stats = made.counted_in(measures.stats(vector, grad_norm=norm, skipped=skipped))
+        return replace(stats, warnings=warnings)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._model.evaluate(batch)
+        return self._evaluate(self._model, batch)
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         if self._reference is None:
             raise RuntimeError("reference_logprobs before keep_reference: there is no reference model")
         with without_adapters(self._reference.module):
-            return self._reference.evaluate(batch)
+            return self._evaluate(self._reference, batch)
 
     def keep_reference(self) -> None:
         """Load the initial weights as the reference model, or use the base of the adapters.
@@ -149,7 +157,7 @@ class FsdpBackend(Backend):
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         model = self._frozen(load_model(spec.directory, f"{spec.role}.path"))
-        return FrozenTransformer(model.module, lambda _, batch: model.evaluate(batch))
+        return FrozenTransformer(model.module, lambda _, batch: self._evaluate(model, batch))
 
     @property
     def device(self) -> torch.device:
@@ -221,7 +229,17 @@ class FsdpBackend(Backend):
         return self.mesh.get_local_rank()
 
     def _frozen(self, model: torch.nn.Module) -> ShardedModel:
-        return ShardedModel(model, self.mesh, self._trainer, trained=False)
+        self._models.append(ShardedModel(model, self.mesh, self._trainer, trained=False))
+        return self._models[-1]
+
+    def _evaluate(self, model: ShardedModel, batch: Batch) -> torch.Tensor:
+        return self._retry.alone(model.passes, batch, lambda: model.evaluate(batch))
+
+    def _forget_passes(self) -> None:
+        """Drop what passes left that did not end."""
+        for model in self._models:
+            forget_pass(model.module)
+        self._stepper.zero_grad()
 
     def _identity(self) -> dict[str, str]:
         lora = f"rank {self.lora.rank} scaling {self.lora.scaling:g}" if self.lora.rank else "none"

@@ -1,6 +1,7 @@
 """Trains a critic that is sharded over the data-parallel ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.fsdp.model import shard
-from trainer.fsdp.passes import Pass, Passes
+from trainer.fsdp.passes import Pass, Passes, forget_pass, make_retry
 from trainer.fsdp.stepper import make_stepper
 from trainer.reference.critic import ValueModel
 from trainer.reference.shards import gathered, local_tensor
@@ -57,6 +58,7 @@ class FsdpCritic(Critic):
         shard(self._model, self._model.model, self._mesh, trainer)
         self._trained = dict(self._model.named_parameters())
         self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, self._passes.device)
+        self._retry = make_retry(self._passes, self._mesh, self._forget_passes)
         self._host, self._copies = HostOffload(), HostCopies()
 
     @classmethod
@@ -72,6 +74,9 @@ class FsdpCritic(Critic):
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
+        return self._retry.alone(self._passes, batch, lambda: self._values(batch))
+
+    def _values(self, batch: Batch) -> torch.Tensor:
         out = torch.zeros(len(batch.tokens))
         for one in self._passes.divide(batch):
             part = batch.select(one.samples).to(self._passes.device)
@@ -84,15 +89,20 @@ class FsdpCritic(Critic):
     def train_step(self, batch: Batch) -> CriticStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         device = self._passes.device
-        vectors = [
-            self._accumulate(one, batch.select(one.samples).to(device), measures)
-            for one in self._passes.divide(batch)
-        ]
+
+        def run() -> list[torch.Tensor]:
+            return [
+                self._accumulate(one, batch.select(one.samples).to(device), measures)
+                for one in self._passes.divide(batch)
+            ]
+
+        vectors, warnings = self._retry.step(self._passes, batch, run)
         sums, maxima = measures.split(measures.join(vectors, device))
         dist.all_reduce(sums)
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
-        return measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
+        stats = measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
+        return replace(stats, warnings=stats.warnings + warnings)
 
     def copy_state(self) -> HostState:
         place = self._passes.device, self._mesh.get_local_rank()
@@ -114,6 +124,11 @@ class FsdpCritic(Critic):
 
     def close(self) -> None:
         """Release the gradients."""
+        self._stepper.zero_grad()
+
+    def _forget_passes(self) -> None:
+        """Drop what passes left that did not end."""
+        forget_pass(self._model)
         self._stepper.zero_grad()
 
     def _identity(self) -> dict[str, str]:

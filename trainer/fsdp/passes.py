@@ -7,7 +7,7 @@ ranks make equally many. Shapes: t tokens of a micro-batch.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from trainer.layers.attention.visible import (
     pieces_with_padding,
     visible_keys,
 )
+from trainer.memory.oom_retry import OomRetry
 from trainer.reference.padding import padded
 
 log = logging.getLogger("tether.trainer")
@@ -89,6 +90,16 @@ NO_ROWS, NO_STRETCHES = Pass.padded([], NO_SAMPLES), Pass.packed([], NO_SAMPLES)
 
 
 @dataclass(frozen=True, slots=True)
+class OwnPasses:
+    """A rank's division of its samples."""
+
+    samples: list[list[int]]
+    """The samples of each pass."""
+    sizes: list[int]
+    """Tokens of each pass."""
+
+
+@dataclass(frozen=True, slots=True)
 class Inputs:
     """Inputs of a transformers model for one pass."""
 
@@ -103,6 +114,8 @@ class Passes:
     def __init__(self, model: Any, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
         """Choose packing for a model on the CPU, in float32, if its outputs are the same then."""
         self.device, self._mesh, self._trainer = torch.device(mesh.device_type), mesh, trainer
+        self.micro_batch_tokens = trainer.micro_batch_tokens or AUTO_TOKENS[mesh.device_type]
+        """The budget of a pass; one that ran out of memory makes it smaller."""
         self._most = 1 if _rope_types(model) & set(BY_LENGTH) else trainer.micro_batch_size
         self.why_rows = _packing_refusal(model)
         """Why samples are rows of their own, padded on the right; empty where they are packed."""
@@ -116,19 +129,24 @@ class Passes:
 
     def divide(self, batch: Batch) -> list[Pass]:
         """Return the passes over a batch, which is on the host; the last ones may be empty. A collective."""
-        budget = self._trainer.micro_batch_tokens or AUTO_TOKENS[self.device.type]
-        if self.why_rows:
-            rows = pack_padded(batch.lengths.tolist(), budget, self._most)
-            own, empty = [Pass.padded(samples, batch.lengths) for samples in rows], NO_ROWS
-        else:
-            families = alone((batch.lengths - 1).tolist())
-            if self.shares_prefixes:
-                families = batch_families(batch)
-            packed = pack_families(families, budget, most=self._most)
-            own, empty = [Pass.packed(one, batch.lengths) for one in packed], NO_STRETCHES
+        own, empty = self._own(batch), NO_ROWS if self.why_rows else NO_STRETCHES
         most = torch.tensor([len(own)], device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
         return own + [empty] * (int(most) - len(own))
+
+    def packing(self, batch: Batch) -> "OwnPasses":
+        """Return how this rank divides a batch."""
+        passes = self._own(batch)
+        return OwnPasses([one.samples.tolist() for one in passes], [one.tokens for one in passes])
+
+    def _own(self, batch: Batch) -> list[Pass]:
+        budget = self.micro_batch_tokens
+        if self.why_rows:
+            rows = pack_padded(batch.lengths.tolist(), budget, self._most)
+            return [Pass.padded(samples, batch.lengths) for samples in rows]
+        families = batch_families(batch) if self.shares_prefixes else alone((batch.lengths - 1).tolist())
+        packed = pack_families(families, budget, most=self._most)
+        return [Pass.packed(one, batch.lengths) for one in packed]
 
     @contextmanager
     def inputs(self, one: Pass, part: Batch) -> Iterator[Inputs]:
@@ -161,6 +179,22 @@ class Passes:
         rows = to_device(computed.predictors(len(part.tokens)), self.device)
         with attention.packed(lengths, self.device, keys):
             yield Inputs({"input_ids": ids, "position_ids": positions[None]}, rows)
+
+
+def make_retry(passes: Passes, mesh: DeviceMesh, reset: Callable[[], None]) -> OomRetry:
+    """Return the budget of passes and how it shrinks; `reset` as in `OomRetry`.
+
+    Ranks gather parameters from each other in every pass, so only one that is alone can leave it.
+    """
+    ranks = mesh.size()
+    return OomRetry(passes.device, passes.micro_batch_tokens, reset, replicas=ranks, is_whole=ranks == 1)
+
+
+def forget_pass(root: torch.nn.Module) -> None:
+    """Drop the remains of a pass that did not end; gathered parameters have gradients of their own then."""
+    for parameter in root.parameters():
+        parameter.grad = None
+    root.reset_iter_state()  # type: ignore[operator]
 
 
 def _sequences(tree: PrefixTree, division: Division) -> tuple[list[int], VisibleKeys | None]:

@@ -39,7 +39,6 @@ from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.memory.activations import key_copies
 from trainer.megatron.memory.expected import Workload
-from trainer.megatron.memory.memory_plan import MemoryPlan
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import (
     DTYPES,
@@ -52,6 +51,7 @@ from trainer.megatron.optimizer import is_distributed, wrap_model
 from trainer.megatron.optimizer_step import ModelStepper
 from trainer.megatron.roles.frozen import FrozenPart, shapes_of
 from trainer.megatron.sharing import buffers_of, parts_of
+from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication
 from trainer.step.measures import StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
@@ -342,7 +342,7 @@ class MegatronBackend(Backend):
             shared=shared,
             critic=read_critic(critic_dir) if critic_dir else None,
         )
-        return MemoryPlan(work, self._position)
+        return MemoryPlan(work, self._position.device)
 
     def _wrap(self, chunks: list[PackedModel], config: OptimizerConfig, *, shared: bool) -> None:
         """Make what steps the model: gradients, passes and optimizer."""

@@ -13,8 +13,8 @@ from trainer.config import OptimizerConfig
 from trainer.megatron.forward import Runner
 from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.memory.host_optimizer import HostOptimizer
-from trainer.megatron.memory.oom_retry import OomRetry
 from trainer.megatron.memory.recompute import forget_passes
+from trainer.megatron.memory.retry import retry_of
 from trainer.megatron.optimizer import Optimizer
 from trainer.step.made_passes import MadePasses
 
@@ -66,8 +66,8 @@ class ModelStepper:
             for chunk in runner.chunks:
                 forget_passes(chunk.module)
 
-        self.passes = OomRetry(position, tokens, reset)
-        self.passes.agree_before(config)
+        self.passes = retry_of(position, tokens, reset)
+        config.finalize_model_grads_func = self.passes.agreeing_before(config.finalize_model_grads_func)
 
     def step(
         self,

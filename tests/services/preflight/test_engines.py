@@ -41,7 +41,9 @@ def test_routing_replay_needs_experts(tmp_path: Path) -> None:
 
 def test_every_engine_of_a_pool_has_to_serve_adapters(tmp_path: Path) -> None:
     pool = "services.pool=[{count=1}, {count=1, engine={name='sglang_jax'}}]"
-    with pytest.raises(SettingsError, match=r"setting lora\.rank: engine 'sglang_jax' does not serve adapters"):
+    with pytest.raises(
+        SettingsError, match=r"setting lora\.rank: engine 'sglang_jax' does not serve adapters"
+    ):
         demo(tmp_path / "run", pool, "lora.rank=8")
 
 

@@ -21,8 +21,9 @@ from services.preflight.memory import (
 from services.preflight.model import ModelFacts
 from services.settings.load import load_settings
 from services.settings.sections import Settings
-from trainer.megatron.memory.expected import GIB, expected_memory
+from trainer.megatron.memory.expected import expected_memory
 from trainer.megatron.memory.host_memory import expected_host_memory
+from trainer.memory.expected import GIB
 
 QWEN: dict[str, Any] = {
     "model_type": "qwen2",

@@ -12,7 +12,7 @@ from protocol.errors import SettingsError
 from services.cli import app
 from services.tools.size import render_sizes, size_run
 from tests.integration.loop import ROOT
-from trainer.megatron.memory.expected import GIB
+from trainer.memory.expected import GIB
 
 CONFIG = str(ROOT / "deploy/examples/gsm8k/eight_gpus.toml")
 DEMO = str(ROOT / "deploy/configs/demo.toml")

@@ -60,7 +60,8 @@ def make_backend(
     optimizer: OptimizerConfig = OPTIMIZER,
     **trainer: object,
 ) -> FsdpBackend:
-    settings = TrainerConfig(micro_batch_tokens=40, micro_batch_size=7, dtype=dtype, device="cpu", **trainer)  # type: ignore[arg-type]
+    sizes = {"micro_batch_tokens": 40, "micro_batch_size": 7, **trainer}
+    settings = TrainerConfig(dtype=dtype, device="cpu", **sizes)  # type: ignore[arg-type]
     return FsdpBackend(
         model_dir,
         parallel=ParallelConfig(data_parallel_size=ranks),

@@ -5,7 +5,7 @@ Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -17,11 +17,10 @@ from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.activations import ACTIVATIONS, EXPERT_ACTIVATIONS, Activation, mlp_projections
+from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 
-GIB = 1 << 30
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-LIBRARIES = 64 << 20
-"""Workspaces that cuBLAS takes from torch's allocator."""
+RECOMPUTES: tuple[RecomputeGranularity, ...] = ("", "selective", "full")
+"""What can be recomputed, the cheapest first."""
 SCORE_COPIES = 3
 """Tensors of the size of the bounded scores that exist at a time: scores, their gradient, an intermediate."""
 
@@ -75,6 +74,20 @@ class Workload:
     def item(self) -> int:
         return ITEM_BYTES[self.trainer.dtype]
 
+    def expected(self, tokens: int) -> ExpectedMemory:
+        """Return the memory of a step with micro-batches of so many tokens."""
+        return expected_memory(self, tokens)
+
+    def alternatives(self) -> Iterator[tuple[str, "Workload"]]:
+        """Yield settings that take less memory and the workload with them, the cheapest first."""
+        offloads = (False, True) if not (self.optimizer.cpu_offload or self.shared) else (None,)
+        first = RECOMPUTES.index(self.trainer.recompute_granularity)
+        for offload in offloads:
+            for recompute in RECOMPUTES[first:]:
+                changed = self.changed(recompute=recompute, cpu_offload=offload)
+                if changed != self:
+                    yield _named(self, changed), changed
+
     def changed(
         self, *, recompute: RecomputeGranularity | None = None, cpu_offload: bool | None = None
     ) -> "Workload":
@@ -87,37 +100,13 @@ class Workload:
         return dataclasses.replace(self, trainer=trainer, optimizer=optimizer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedMemory:
-    """Bytes on the device of one rank, by what they are for."""
-
-    parameters: int
-    """Bytes of all models' parameters, trained or not."""
-    gradients: int
-    optimizer: int
-    """Masters and moments."""
-    activations: int
-    """What forward passes keep."""
-    head: int
-    """Logits and their gradient."""
-    workspace: int
-    """Bytes that the backward pass of a layer takes for a moment."""
-    update: int
-    """Bytes that the optimizer takes for a moment, after the passes."""
-    visiting: int = 0
-    """Parameters of the largest model that is on the device only before the passes."""
-
-    @property
-    def peak(self) -> int:
-        """The largest sum at one moment of a step."""
-        passes = self.activations + max(self.head, self.workspace)
-        most = max(passes, self.update, self.visiting)
-        return self.parameters + self.gradients + self.optimizer + LIBRARIES + most
-
-    def __str__(self) -> str:
-        kinds = ("parameters", "gradients", "optimizer", "activations", "head", "workspace")
-        parts = ", ".join(f"{kind} {getattr(self, kind) / GIB:.2f}" for kind in kinds)
-        return f"{self.peak / GIB:.1f} GiB ({parts})"
+def _named(work: Workload, changed: Workload) -> str:
+    names = []
+    if changed.trainer != work.trainer:
+        names.append(f'trainer.recompute_granularity = "{changed.trainer.recompute_granularity}"')
+    if changed.optimizer != work.optimizer:
+        names.append("optimizer.cpu_offload = true")
+    return " and ".join(names)
 
 
 def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:

@@ -9,7 +9,6 @@ from math import prod
 from trainer.config import ParallelConfig
 from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.memory.expected import (
-    GIB,
     Workload,
     expected_memory,
     frozen_bytes,
@@ -17,6 +16,7 @@ from trainer.megatron.memory.expected import (
     parameters_of_stage,
     stepped_of_stage,
 )
+from trainer.memory.expected import GIB
 
 STATE_BYTES = 12
 """Master and moments of a parameter, float32."""

@@ -9,8 +9,9 @@ from trainer.config import ParallelConfig
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
-from trainer.megatron.memory.budget import USED_SHARE, largest_budget
-from trainer.megatron.memory.expected import ExpectedMemory, Workload, expected_memory
+from trainer.megatron.memory.expected import Workload
+from trainer.memory.budget import USED_SHARE, largest_budget
+from trainer.memory.expected import ExpectedMemory
 
 TENSOR_RANKS = (1, 2, 4, 8)
 """Tensor ranks exchange activations in every layer, so they are on one host."""
@@ -46,7 +47,7 @@ def fitting_layouts(work: Workload, gpus: int, gpu_bytes: int, sample_tokens: in
         changed = dataclasses.replace(work, parallel=parallel)
         tokens = largest_budget(changed, gpu_bytes * USED_SHARE)
         if tokens * parallel.context_parallel_size >= sample_tokens:
-            fitting.append(FittingLayout(parallel, tokens, expected_memory(changed, tokens)))
+            fitting.append(FittingLayout(parallel, tokens, changed.expected(tokens)))
     return sorted(
         fitting, key=lambda layout: (layout.model_ranks, layout.parallel.pipeline_model_parallel_size)
     )

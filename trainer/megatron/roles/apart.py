@@ -11,12 +11,12 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import initialize
 from trainer.megatron.families.reading import read_critic
 from trainer.megatron.forward import Runner
-from trainer.megatron.memory.budget import TOKENS_ON_CPU
 from trainer.megatron.memory.expected import Workload
-from trainer.megatron.memory.memory_plan import MemoryPlan
-from trainer.megatron.memory.oom_retry import OomRetry
+from trainer.megatron.memory.retry import retry_of
 from trainer.megatron.roles.critic import MegatronCritic
 from trainer.megatron.roles.frozen import FrozenPart
+from trainer.memory.budget import TOKENS_ON_CPU
+from trainer.memory.plan import MemoryPlan
 from trainer.roles.critic import Critic, CriticSpec
 
 TOKENS_ON_GPU = 16384
@@ -33,7 +33,7 @@ def load_frozen_apart(
     """
     position = initialize(parallel, trainer)
     least = TOKENS_ON_GPU if position.device.type == "cuda" else TOKENS_ON_CPU
-    passes = OomRetry(position, trainer.micro_batch_tokens or least, lambda: None)
+    passes = retry_of(position, trainer.micro_batch_tokens or least, lambda: None)
 
     def evaluate(runner: Runner, batch: Batch) -> torch.Tensor:
         return passes.alone(runner, batch, lambda: runner.logprobs(batch))
@@ -54,7 +54,7 @@ def load_critic_apart(
     work = Workload(architecture=architecture, parallel=parallel, trainer=trainer, optimizer=optimizer)
     critic = MegatronCritic(
         parallel,
-        MemoryPlan(work, position).tokens,
+        MemoryPlan(work, position.device).tokens,
         spec.directory,
         optimizer=spec.optimizer,
         trainer=trainer,

@@ -30,12 +30,12 @@ from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.memory.activations import key_copies
-from trainer.megatron.memory.memory_plan import peak_gb
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.micro_batches import MicroBatch
 from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
 from trainer.megatron.optimizer import is_distributed, wrap_model
 from trainer.megatron.optimizer_step import ModelStepper
+from trainer.memory.plan import peak_gb
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticStats
 from trainer.roles.value_measures import ValueMeasures

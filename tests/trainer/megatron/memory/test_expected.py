@@ -18,7 +18,6 @@ from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.rope import Rope
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import (
-    GIB,
     FrozenShape,
     Workload,
     bytes_of_layer,
@@ -30,6 +29,7 @@ from trainer.megatron.memory.expected import (
 )
 from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.parallel import Position
+from trainer.memory.expected import GIB
 
 QWEN_7B = Architecture(
     model_type="qwen2",

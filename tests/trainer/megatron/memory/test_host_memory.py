@@ -17,7 +17,7 @@ from trainer.megatron.checkpoint.state import copy_part
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory import host_memory
-from trainer.megatron.memory.expected import GIB, FrozenShape, Workload
+from trainer.megatron.memory.expected import FrozenShape, Workload
 from trainer.megatron.memory.host_memory import (
     HostWorkload,
     expected_host_memory,
@@ -28,6 +28,7 @@ from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.optimizer import wrap_model
 from trainer.megatron.parallel import Position
+from trainer.memory.expected import GIB
 from trainer.storage.host_state import HostCopies
 
 OFFLOADED = OptimizerConfig(cpu_offload=True)

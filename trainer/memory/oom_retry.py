@@ -2,31 +2,27 @@
 
 Gradients are zero at the beginning of each attempt, so the result equals a step that began with the smaller
 budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others, which have
-made their passes and drop them. With tensor, pipeline or context parallelism, or experts on several ranks,
-they wait for each other within a pass, so no rank can leave it, and with `overlap_grad_reduce` gradients are
-added up within it: there the process ends with an error, and torchrun ends the others.
+made their passes and drop them. Where ranks wait for each other within a pass, no rank can leave it: there
+the process ends with an error, and torchrun ends the others.
 """
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from trainer.batch import Batch
-from trainer.megatron.forward import Runner
-from trainer.megatron.micro_batches import Packing
-from trainer.megatron.parallel import Position
 
 log = logging.getLogger("tether.trainer")
 T = TypeVar("T")
 REMEDY = (
-    'set trainer.recompute_granularity to "selective" or "full", turn optimizer.cpu_offload on, generate '
-    "shorter samples, or spread the trainer over more GPUs ([parallel])"
+    'set trainer.recompute_granularity to "full" (megatron: or "selective"), turn optimizer.cpu_offload on, '
+    "generate shorter samples, or spread the trainer over more GPUs ([parallel])"
 )
 
 
@@ -47,43 +43,67 @@ class _DroppedPasses(Exception):
         self.outcome = outcome
 
 
+class DividedBatch(Protocol):
+    """A division of samples into micro-batches."""
+
+    @property
+    def samples(self) -> Sequence[Sequence[int]]:
+        """The samples of each micro-batch."""
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Tokens of each micro-batch."""
+
+
+class Budgeted(Protocol):
+    """Passes of a model, with a budget."""
+
+    micro_batch_tokens: int
+
+    def packing(self, batch: Batch) -> DividedBatch:
+        """Return how this rank divides its samples under the budget; no collective."""
+
+
 class OomRetry:
     """The budget of tokens that is in force, and how it shrinks."""
 
-    def __init__(self, position: Position, tokens: int, reset: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        tokens: int,
+        reset: Callable[[], None],
+        *,
+        replicas: int,
+        is_whole: bool,
+    ) -> None:
         """Begin with a budget.
 
         Args:
-            position: this rank's place in the layout.
+            device: of this rank.
             tokens: of a micro-batch.
             reset: zeroes the gradients and drops what passes left behind.
+            replicas: ranks that add up their gradients.
+            is_whole: whether this rank can leave its passes without another one waiting for it.
         """
-        parallel = position.config
         self.tokens = tokens
-        self._device = position.device
-        self._reset = reset
-        self._replicas = parallel.data_parallel_size
-        experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
-        within = len(position.replicas()[0]) == 1 and experts == 1
-        self._is_whole = within and not (self._replicas > 1 and parallel.overlap_grad_reduce)
-        """Whether this rank can leave its passes without another one waiting for it."""
+        self._device, self._reset = device, reset
+        self._replicas, self._is_whole = replicas, is_whole
         self._warnings: list[str] = []
         """Sentences about passes since the last step."""
         self._agrees = False
         """Whether the ranks have yet to agree in this attempt."""
 
-    def agree_before(self, config: Any) -> None:
-        """Have ranks agree, in every step, before the function of megatron's `config` adds up gradients."""
-        add_up = config.finalize_model_grads_func
+    def agreeing_before(self, add_up: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that adds up gradients of replicas, before which they agree in every step."""
 
         def agree_and_add_up(*args: Any, **options: Any) -> None:
             if self._agrees and (outcome := self._agreed(Outcome.DONE, self.tokens)) is not Outcome.DONE:
                 raise _DroppedPasses(outcome)
             add_up(*args, **options)
 
-        config.finalize_model_grads_func = agree_and_add_up
+        return agree_and_add_up
 
-    def step(self, runner: Runner, batch: Batch, passes: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
+    def step(self, runner: Budgeted, batch: Batch, passes: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
         """Make the passes of a step, which end by adding up gradients over the replicas.
 
         Args:
@@ -102,11 +122,11 @@ class OomRetry:
         warnings, self._warnings = self._warnings, []
         return result, tuple(warnings)
 
-    def alone(self, runner: Runner, batch: Batch, passes: Callable[[], T]) -> T:
+    def alone(self, runner: Budgeted, batch: Batch, passes: Callable[[], T]) -> T:
         """Make passes without gradients, in which replicas do not wait for each other; else as `step`."""
         return self._repeat(runner, batch, passes, together=False)
 
-    def _repeat(self, runner: Runner, batch: Batch, passes: Callable[[], T], *, together: bool) -> T:
+    def _repeat(self, runner: Budgeted, batch: Batch, passes: Callable[[], T], *, together: bool) -> T:
         first, cause = self.tokens, ""
         while True:
             self._agrees = together and self._is_whole
@@ -140,7 +160,7 @@ class OomRetry:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _shrunk(self, cause: str, packing: Packing, together: bool) -> Outcome:
+    def _shrunk(self, cause: str, packing: DividedBatch, together: bool) -> Outcome:
         """Halve the budget on the rank that was short."""
         if not self._is_whole or (together and not self._agrees):
             raise SettingsError(

@@ -5,15 +5,16 @@ import pytest
 from protocol.errors import SettingsError
 from tests.trainer.megatron.memory.test_expected import QWEN_7B, workload
 from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.megatron.memory.budget import (
+from trainer.megatron.memory.expected import Workload, expected_memory
+from trainer.memory.budget import (
     TOKENS_MOST,
     TOKENS_STEP,
     alternatives,
     choose_tokens,
     largest_budget,
 )
-from trainer.megatron.memory.expected import GIB, Workload, expected_memory
-from trainer.megatron.memory.memory_plan import planned_tokens
+from trainer.memory.expected import GIB
+from trainer.memory.plan import planned_tokens
 
 HOST = workload(optimizer=OptimizerConfig(cpu_offload=True))
 

@@ -7,15 +7,14 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
-from trainer.megatron.memory.budget import (
+from trainer.memory.budget import (
     TOKENS_ON_CPU,
     TOKENS_STEP,
     USED_SHARE,
     choose_tokens,
     refusal,
 )
-from trainer.megatron.memory.expected import GIB, Workload, expected_memory
-from trainer.megatron.parallel import Position
+from trainer.memory.expected import GIB, Planned
 
 log = logging.getLogger("tether.trainer")
 
@@ -23,20 +22,20 @@ log = logging.getLogger("tether.trainer")
 class MemoryPlan:
     """Planned and measured memory of one rank's device; a CPU is not measured."""
 
-    def __init__(self, work: Workload, position: Position) -> None:
+    def __init__(self, work: Planned, device: torch.device) -> None:
         """Plan before anything is allocated. A collective: the rank with the least memory decides for all.
 
         Raises:
             SettingsError: a step does not fit; names settings that would.
         """
-        self._work, self._device = work, position.device
-        self._measured = position.device.type == "cuda"
+        self._work, self._device = work, device
+        self._measured = device.type == "cuda"
         self.tokens = work.trainer.micro_batch_tokens or TOKENS_ON_CPU
         """Tokens of a micro-batch, until a step runs out of memory."""
         if self._measured:
-            self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, position.device))
-            if position.rank == 0:
-                log.info("memory.expected tokens=%d peak=%s", self.tokens, expected_memory(work, self.tokens))
+            self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, device))
+            if dist.get_rank() == 0:
+                log.info("memory.expected tokens=%d peak=%s", self.tokens, work.expected(self.tokens))
 
     def begin_step(self) -> None:
         """Measure from here on."""
@@ -52,7 +51,7 @@ class MemoryPlan:
             tokens: the budget that was in force.
         """
         peak = peak_gb(self._device)
-        return peak, None if peak is None else expected_memory(self._work, tokens).peak / GIB
+        return peak, None if peak is None else self._work.expected(tokens).peak / GIB
 
 
 def peak_gb(device: torch.device) -> float | None:
@@ -67,7 +66,7 @@ def peak_gb(device: torch.device) -> float | None:
     return float(peak)
 
 
-def planned_tokens(work: Workload, room: float) -> int:
+def planned_tokens(work: Planned, room: float) -> int:
     """Return the budget of a micro-batch: the one that is set, or the largest one that fits.
 
     Args:
@@ -81,9 +80,9 @@ def planned_tokens(work: Workload, room: float) -> int:
     if not tokens:
         return choose_tokens(work, room)
     whole = room / USED_SHARE
-    if expected_memory(work, min(tokens, TOKENS_STEP)).peak > whole:
+    if work.expected(min(tokens, TOKENS_STEP)).peak > whole:
         raise SettingsError(refusal(work, whole))
-    if (expected := expected_memory(work, tokens)).peak > whole:
+    if (expected := work.expected(tokens)).peak > whole:
         log.warning(
             "memory.tight tokens=%d expected=%s free_gb=%.1f: out of memory, a step would be repeated with "
             "a smaller trainer.micro_batch_tokens",

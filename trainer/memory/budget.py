@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from protocol.errors import SettingsError
-from trainer.config import RecomputeGranularity
-from trainer.megatron.memory.expected import GIB, ExpectedMemory, Workload, expected_memory
+from trainer.memory.expected import GIB, ExpectedMemory, Planned
 
 TOKENS_STEP = 1024
 """A chosen budget is a multiple of it."""
@@ -12,11 +11,9 @@ TOKENS_MOST = 32768
 TOKENS_ON_CPU = 8192
 USED_SHARE = 0.9
 """Share of the free memory that the expected peak may take: the rest is for fragments and errors of it."""
-RECOMPUTES: tuple[RecomputeGranularity, ...] = ("", "selective", "full")
-"""What can be recomputed, the cheapest first."""
 
 
-def choose_tokens(work: Workload, room: float) -> int:
+def choose_tokens(work: Planned, room: float) -> int:
     """Return the largest budget whose expected peak fits, in tokens of a micro-batch.
 
     Args:
@@ -32,22 +29,22 @@ def choose_tokens(work: Workload, room: float) -> int:
     return tokens
 
 
-def largest_budget(work: Workload, room: float) -> int:
+def largest_budget(work: Planned, room: float) -> int:
     """Return the largest budget whose expected peak fits; 0 if none does."""
     budgets = range(TOKENS_MOST, 0, -TOKENS_STEP)
-    return next((tokens for tokens in budgets if expected_memory(work, tokens).peak <= room), 0)
+    return next((tokens for tokens in budgets if work.expected(tokens).peak <= room), 0)
 
 
-def refusal(work: Workload, room: float) -> str:
+def refusal(work: Planned, room: float) -> str:
     """Return one sentence: the smallest budget's memory, the free memory, and settings that would fit."""
-    least = expected_memory(work, TOKENS_STEP)
+    least = work.expected(TOKENS_STEP)
     return (
         f"the trainer does not fit on its device: a step of {TOKENS_STEP} tokens a micro-batch is expected "
         f"to take {least}, and {room / GIB:.1f} GiB may be used; {_remedy(work, room)}"
     )
 
 
-def _remedy(work: Workload, room: float) -> str:
+def _remedy(work: Planned, room: float) -> str:
     fitting = list(alternatives(work, room))
     if not fitting:
         return (
@@ -63,21 +60,8 @@ def _remedy(work: Workload, room: float) -> str:
     return f"it would fit {', or '.join(parts)}"
 
 
-def alternatives(work: Workload, room: float) -> Iterator[tuple[str, int, ExpectedMemory]]:
+def alternatives(work: Planned, room: float) -> Iterator[tuple[str, int, ExpectedMemory]]:
     """Yield settings that fit, the cheapest first, each with its largest budget and what that takes."""
-    offloads = (False, True) if not (work.optimizer.cpu_offload or work.shared) else (None,)
-    first = RECOMPUTES.index(work.trainer.recompute_granularity)
-    for offload in offloads:
-        for recompute in RECOMPUTES[first:]:
-            changed = work.changed(recompute=recompute, cpu_offload=offload)
-            if changed != work and (tokens := largest_budget(changed, room)):
-                yield _named(work, changed), tokens, expected_memory(changed, tokens)
-
-
-def _named(work: Workload, changed: Workload) -> str:
-    names = []
-    if changed.trainer != work.trainer:
-        names.append(f'trainer.recompute_granularity = "{changed.trainer.recompute_granularity}"')
-    if changed.optimizer != work.optimizer:
-        names.append("optimizer.cpu_offload = true")
-    return " and ".join(names)
+    for settings, changed in work.alternatives():
+        if tokens := largest_budget(changed, room):
+            yield settings, tokens, changed.expected(tokens)
