@@ -15,6 +15,7 @@ import typer
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.privacy import keep_private
+from services.migration.convert import import_config
 from services.runtime.errors import configure_logging, describe_error
 from services.serving.command import serve
 from services.tools.push import push
@@ -363,6 +364,7 @@ def evaluate(
 
 app.command()(push)
 app.command()(serve)
+app.command("import-config")(import_config)
 
 
 def _given(options: Mapping[str, object]) -> list[str]:
@@ -374,8 +376,7 @@ def _given(options: Mapping[str, object]) -> list[str]:
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
     from services.tools.evaluate import render_scores, score_run
 
-    scores = score_run(settings, checkpoints)
-    _show(scores, as_json, render_scores)
+    _show(score_run(settings, checkpoints), as_json, render_scores)
 
 
 def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
