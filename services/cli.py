@@ -15,6 +15,7 @@ import typer
 
 from protocol.errors import SettingsError, TetherError
 from protocol.host.privacy import keep_private
+from services.migration.convert import import_config
 from services.runtime.errors import configure_logging, describe_error
 from services.serving.command import serve
 from services.tools.push import push
@@ -344,6 +345,7 @@ def evaluate(
 
 for command in (bisect, push, replay, serve):
     app.command()(command)
+app.command("import-config")(import_config)
 
 
 def _given(options: Mapping[str, object]) -> list[str]:

@@ -55,7 +55,8 @@ def document_name(house: House, settings: Callable[[], Any] | None = None) -> It
         for code in _CODE.finditer(text):
             for match in _DOTTED.finditer(code.group(1)):
                 name = match.group()
-                if not _is_defined(house, name) and not _is_setting(sections, name):
+                known = _is_defined(house, name) or _is_setting(sections, name) or name in FOREIGN_NAMES
+                if not known:
                     yield _at(document, text, code, "document-name", f"neither code nor settings have {name}")
             if _CLASS.fullmatch(code.group(1).removesuffix("()")):
                 for part in code.group(1).removesuffix("()").split("."):

@@ -48,7 +48,9 @@ MOST_OF_NAMES = 7
 MOST_CLAUSE_CLASSES = 0
 """How many docstrings of the product's classes may begin with what, how, where or which."""
 
-FOREIGN_NAMES: frozenset[str] = frozenset()
+FOREIGN_NAMES: frozenset[str] = frozenset(
+    {"trainer.logger", "trainer.save_freq", "trainer.test_freq", "trainer.total_training_steps"}  # of verl
+)
 """Names of other projects that documents mention and the code does not."""
 
 MADE_PATHS = frozenset(

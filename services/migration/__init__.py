@@ -1,0 +1,1 @@
+"""Settings of other trainers, as settings of tether."""

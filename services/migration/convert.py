@@ -1,0 +1,110 @@
+"""Defines `tether import-config`, which turns settings of TRL, verl or slime into a settings file."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from protocol.errors import SettingsError
+from services.migration.maps import CARRIED, LEFT
+from services.migration.sources import nearest, read, source_of
+from services.settings.sources import to_toml
+
+SYNCHRONOUS = {"bound.max_staleness": 0}
+"""These trainers generate and train in turn, unless a setting says otherwise."""
+ALWAYS_LEFT = (
+    "the reward: [reward] verifiers (docs/own_code.md)",
+    "settings that the file does not name: tether's own defaults hold, not those of {source}",
+)
+
+
+def import_config(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="TRL's YAML; verl's YAML or overrides; slime's arguments")
+    ],
+) -> None:
+    """Print the settings of TRL, verl or slime as a settings file, and list those that are left out."""
+    print(convert(file), end="")
+
+
+def convert(file: Path) -> str:
+    """Return the text of a settings file for a file of TRL, verl or slime.
+
+    Raises:
+        SettingsError: the file cannot be read, or has names that are not known, all of which are listed, or a
+            value that has no counterpart.
+    """
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file} cannot be read: {error}") from None
+    source = source_of(text)
+    given = read(text, source)
+    carried, left = CARRIED[source], LEFT[source]
+    reasons = {name: _reason(name, left) for name in given if name not in carried}
+    if unknown := [name for name, reason in reasons.items() if reason is None]:
+        listed = "; ".join(f"{name}{nearest(name, carried)}" for name in unknown)
+        raise SettingsError(f"{file.name} of {source}: not known: {listed}; take these out of the file")
+    settings = dict(SYNCHRONOUS)
+    for name in carried:  # in the order of the table: more special names come later
+        if name in given:
+            settings |= _carry(source, name, given[name])
+    notes = [f"{name}: {reason}" for name, reason in reasons.items()]
+    notes += [note.format(source=source) for note in ALWAYS_LEFT]
+    return _render(f"From {file.name} of {source}.", _finished(settings), notes)
+
+
+def _carry(source: str, name: str, value: Any) -> dict[str, Any]:
+    if "$" in str(value):
+        raise SettingsError(f"{name} is {value}: write the variable's value instead")
+    try:
+        return CARRIED[source][name](value)
+    except (ValueError, TypeError) as error:
+        raise SettingsError(f"{name} = {value!r}: {error}") from None
+
+
+def _reason(name: str, left: Mapping[str, str]) -> str | None:
+    return next((reason for pattern, reason in left.items() if fnmatchcase(name, pattern)), None)
+
+
+def _finished(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which those that depend on each other are resolved."""
+    found = dict(settings)
+    samples = found.pop("generation_batch_size", None)
+    if samples is not None:
+        found["bound.groups_per_step"] = _divided(
+            "generation_batch_size", samples, "num_generations", found.get("sampling.samples_per_prompt", 8)
+        )
+    mini_batch = found.pop("ppo_mini_batch_size", None)
+    if mini_batch is not None and "bound.groups_per_step" in found:
+        found["trainer.num_mini_batches"] = _divided(
+            "train_batch_size", found["bound.groups_per_step"], "ppo_mini_batch_size", mini_batch
+        )
+    if found.pop("use_kl_loss", True) is False:
+        found.pop("algorithm.kl_coef", None)
+    lengths = (found.get("render.max_prompt_tokens"), found.get("sampling.max_tokens"))
+    if all(lengths) and "engine.max_model_len" not in found:
+        found["engine.max_model_len"] = sum(length or 0 for length in lengths)
+    if "prompts.path" in found:
+        path = str(found["prompts.path"])
+        found["prompts.source"] = "jsonl" if path.endswith(".jsonl") else "hf"
+    return found
+
+
+def _divided(name: str, value: int, by: str, divisor: int) -> int:
+    if divisor <= 0 or value % divisor:
+        raise SettingsError(f"{name} = {value} is no multiple of {by} = {divisor}")
+    return value // divisor
+
+
+def _render(title: str, settings: Mapping[str, Any], notes: list[str]) -> str:
+    lines = [f"# {title}", "# Not carried over:", *(f"#   {note}" for note in notes)]
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    for section, values in sections.items():
+        lines += ["", f"[{section}]", *(f"{key} = {to_toml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"

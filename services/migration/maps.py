@@ -1,0 +1,254 @@
+"""Names of settings in TRL, verl and slime, and what they become.
+
+Read in TRL 1.16.0 and verl 0.9.1 as they are installed, and in slime's quick start of 2026-11. A name is in
+`CARRIED` (with the conversion of its value), in `LEFT` (with the reason; `*` stands for any letters), or
+unknown.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Settings = dict[str, Any]
+Carry = Callable[[Any], Settings]
+
+
+def number(value: Any) -> float:
+    """Return a number that may be text, such as 1e-6, which YAML reads as text."""
+    return float(value)
+
+
+def integer(value: Any) -> int:
+    """Return a whole number that may be text."""
+    if float(value) != int(float(value)):
+        raise ValueError(f"{value} is no whole number")
+    return int(float(value))
+
+
+def boolean(value: Any) -> bool:
+    """Return a truth value that may be text."""
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError(f"{value} is neither true nor false")
+    return str(value).lower() == "true"
+
+
+def to(*settings: str, read: Callable[[Any], Any] = str) -> Carry:
+    """Return a conversion to settings that all get the value."""
+    return lambda value: dict.fromkeys(settings, read(value))
+
+
+def chosen(setting: str, names: Mapping[str, str]) -> Carry:
+    """Return a conversion of a name; others are refused, with those that are known."""
+
+    def carry(value: Any) -> Settings:
+        if str(value) not in names:
+            raise ValueError(f"{value} is not carried over; known are {', '.join(names)}")
+        return {setting: names[str(value)]}
+
+    return carry
+
+
+def every(setting: str) -> Carry:
+    """Return a conversion of a period, which is left out where it is off (0 or less, or none)."""
+    return lambda value: {setting: integer(value)} if value is not None and integer(value) > 0 else {}
+
+
+def betas(value: Any) -> Settings:
+    """Convert both decays of Adam, a list or its text."""
+    first, second = value if isinstance(value, list) else str(value).strip("[]()").split(",")
+    return {"optimizer.adam_beta1": float(first), "optimizer.adam_beta2": float(second)}
+
+
+SAMPLES, TOKENS = "sampling.samples_per_prompt", "sampling.max_tokens"
+CLIP_LOW, CLIP_HIGH = "algorithm.clip_low", "algorithm.clip_high"
+PROMPTS = to("prompts.path")
+ALGORITHMS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "cispo")
+
+CARRIED: Mapping[str, Mapping[str, Carry]] = {
+    "trl": {
+        "model_name_or_path": to("model.path"),
+        "model_revision": to("model.revision"),
+        "dataset_name": PROMPTS,
+        "dataset_config": to("prompts.subset"),
+        "dataset_train_split": to("prompts.split"),
+        "num_generations": to(SAMPLES, read=integer),
+        "generation_batch_size": to("generation_batch_size", read=integer),
+        "max_completion_length": to(TOKENS, read=integer),
+        "vllm_max_model_length": to("engine.max_model_len", read=integer),
+        "vllm_tensor_parallel_size": to("engine.tensor_parallel_size", read=integer),
+        "temperature": to("sampling.temperature", read=number),
+        "top_p": to("sampling.top_p", read=number),
+        "top_k": to("sampling.top_k", read=integer),
+        "loss_type": chosen("algorithm.name", {name: name for name in ("grpo", "dr_grpo", "dapo")}),
+        "beta": to("algorithm.kl_coef", read=number),
+        "epsilon": to(CLIP_LOW, CLIP_HIGH, read=number),
+        "epsilon_high": to(CLIP_HIGH, read=number),
+        "entropy_coef": to("algorithm.entropy_coef", read=number),
+        "mask_truncated_completions": lambda value: {
+            "algorithm.truncated": "mask" if boolean(value) else "train"
+        },
+        "num_iterations": to("trainer.epochs_per_batch", read=integer),
+        "learning_rate": to("optimizer.lr", read=number),
+        "weight_decay": to("optimizer.weight_decay", read=number),
+        "adam_beta1": to("optimizer.adam_beta1", read=number),
+        "adam_beta2": to("optimizer.adam_beta2", read=number),
+        "adam_epsilon": to("optimizer.adam_eps", read=number),
+        "max_grad_norm": to("optimizer.clip_grad", read=number),
+        "warmup_steps": to("optimizer.lr_warmup_steps", read=integer),
+        "max_steps": to("run.steps", read=integer),
+        "save_steps": every("trainer.checkpoint_every"),
+        "eval_steps": every("eval.every"),
+        "seed": to("trainer.seed", "prompts.seed", read=integer),
+        "shuffle_dataset": to("prompts.shuffle", read=boolean),
+        "max_staleness": to("bound.max_staleness", read=integer),
+    },
+    "verl": {
+        "actor_rollout_ref.model.path": to("model.path"),
+        "data.train_files": PROMPTS,
+        "data.val_files": to("prompts.held_out_path"),
+        "data.prompt_key": to("prompts.prompt_field"),
+        "data.shuffle": to("prompts.shuffle", read=boolean),
+        "data.train_batch_size": to("bound.groups_per_step", read=integer),
+        "data.max_prompt_length": to("render.max_prompt_tokens", read=integer),
+        "data.max_response_length": to(TOKENS, read=integer),
+        "actor_rollout_ref.rollout.n": to(SAMPLES, read=integer),
+        "actor_rollout_ref.rollout.name": chosen("engine.name", {n: n for n in ("vllm", "sglang", "hf")}),
+        "actor_rollout_ref.rollout.temperature": to("sampling.temperature", read=number),
+        "actor_rollout_ref.rollout.top_p": to("sampling.top_p", read=number),
+        "actor_rollout_ref.rollout.top_k": lambda value: {"sampling.top_k": max(0, integer(value))},
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": to(
+            "engine.tensor_parallel_size", read=integer
+        ),
+        "actor_rollout_ref.rollout.gpu_memory_utilization": to("engine.memory_fraction", read=number),
+        "actor_rollout_ref.actor.strategy": chosen(
+            "trainer.backend", {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+        ),
+        "actor_rollout_ref.actor.optim.lr": to("optimizer.lr", read=number),
+        "actor_rollout_ref.actor.optim.weight_decay": to("optimizer.weight_decay", read=number),
+        "actor_rollout_ref.actor.optim.betas": betas,
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": every("optimizer.lr_warmup_steps"),
+        "actor_rollout_ref.actor.optim.clip_grad": to("optimizer.clip_grad", read=number),
+        "actor_rollout_ref.actor.grad_clip": to("optimizer.clip_grad", read=number),
+        "actor_rollout_ref.actor.clip_ratio": to(CLIP_LOW, CLIP_HIGH, read=number),
+        "actor_rollout_ref.actor.clip_ratio_low": to(CLIP_LOW, read=number),
+        "actor_rollout_ref.actor.clip_ratio_high": to(CLIP_HIGH, read=number),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": to("ppo_mini_batch_size", read=integer),
+        "actor_rollout_ref.actor.ppo_epochs": to("trainer.epochs_per_batch", read=integer),
+        "actor_rollout_ref.actor.use_kl_loss": to("use_kl_loss", read=boolean),
+        "actor_rollout_ref.actor.kl_loss_coef": to("algorithm.kl_coef", read=number),
+        "actor_rollout_ref.actor.entropy_coeff": to("algorithm.entropy_coef", read=number),
+        "algorithm.adv_estimator": chosen(
+            "algorithm.name", {**{name: name for name in ALGORITHMS[:4]}, "gae": "ppo"}
+        ),
+        "trainer.total_training_steps": every("run.steps"),
+        "trainer.save_freq": every("trainer.checkpoint_every"),
+        "trainer.test_freq": every("eval.every"),
+    },
+    "slime": {
+        "hf-checkpoint": to("model.path"),
+        "prompt-data": PROMPTS,
+        "input-key": to("prompts.prompt_field"),
+        "label-key": to("prompts.answer_field"),
+        "apply-chat-template": lambda value: {"render.chat_template": "on"},
+        "rollout-shuffle": lambda value: {"prompts.shuffle": True},
+        "rollout-batch-size": to("bound.groups_per_step", read=integer),
+        "n-samples-per-prompt": to(SAMPLES, read=integer),
+        "rollout-max-response-len": to(TOKENS, read=integer),
+        "rollout-temperature": to("sampling.temperature", read=number),
+        "rollout-top-p": to("sampling.top_p", read=number),
+        "num-rollout": to("run.steps", read=integer),
+        "num-steps-per-rollout": to("trainer.num_mini_batches", read=integer),
+        "save-interval": every("trainer.checkpoint_every"),
+        "eval-interval": every("eval.every"),
+        "rollout-num-gpus-per-engine": to("engine.tensor_parallel_size", read=integer),
+        "advantage-estimator": chosen(
+            "algorithm.name", {**{name: name for name in ALGORITHMS[:5]}, "ppo": "ppo"}
+        ),
+        "kl-loss-coef": to("algorithm.kl_coef", read=number),
+        "entropy-coef": to("algorithm.entropy_coef", read=number),
+        "eps-clip": to(CLIP_LOW, CLIP_HIGH, read=number),
+        "eps-clip-high": to(CLIP_HIGH, read=number),
+        "lr": to("optimizer.lr", read=number),
+        "weight-decay": to("optimizer.weight_decay", read=number),
+        "adam-beta1": to("optimizer.adam_beta1", read=number),
+        "adam-beta2": to("optimizer.adam_beta2", read=number),
+        "clip-grad": to("optimizer.clip_grad", read=number),
+        "seed": to("trainer.seed", read=integer),
+        **{
+            name: to(f"parallel.{name.replace('-', '_')}", read=integer)
+            for name in (
+                "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
+                "expert-model-parallel-size", "expert-tensor-parallel-size",
+            )
+        },
+        "sequence-parallel": lambda value: {"parallel.sequence_parallel": True},
+    },
+}  # fmt: skip
+
+OTHER = "[trainer], [parallel] and [placement] divide work in another way"
+LOGS = "see [tracking] and the page of the run"
+OWN = "[reward] verifiers names your own function (docs/own_code.md)"
+MEMORY = "tether chooses by the memory there is (docs/trainer.md)"
+LEFT: Mapping[str, Mapping[str, str]] = {
+    "trl": {
+        "per_device_*_batch_size": "set bound.groups_per_step: prompts of one step",
+        "gradient_accumulation_steps": "set bound.groups_per_step: prompts of one step",
+        "steps_per_generation": "set bound.groups_per_step and trainer.num_mini_batches",
+        "num_train_epochs": "set run.steps",
+        "reward_funcs": OWN,
+        "reward_weights": OWN,
+        "use_vllm": "tether always has an engine of its own",
+        "vllm_*": "[engine] has other names; bounds of importance weights are in [algorithm]",
+        "scale_rewards": "the algorithm decides; dr_grpo divides by nothing",
+        "lr_scheduler_*": "set optimizer.lr_decay_style and lr_decay_steps",
+        "warmup_ratio": "set optimizer.lr_warmup_steps",
+        "use_peft": "set [lora]",
+        "lora_*": "set [lora]",
+        **dict.fromkeys(("logging_*", "log_*", "report_to", "run_name", "num_completions_to_print"), LOGS),
+        **dict.fromkeys(
+            ("bf16", "fp16", "dtype", "gradient_checkpointing*", "use_liger_kernel", "attn_implementation"),
+            MEMORY,
+        ),
+        **dict.fromkeys(
+            ("output_dir", "save_strategy", "save_total_limit"), "run.dir and trainer.keep_checkpoints"
+        ),
+        **dict.fromkeys(("eval_strategy", "dataset_test_split"), "set [eval] and prompts.held_out"),
+    },
+    "verl": {
+        "trainer.total_epochs": "set run.steps",
+        **dict.fromkeys(("trainer.nnodes", "trainer.n_gpus_per_node"), OTHER),
+        **dict.fromkeys(("trainer.logger", "trainer.project_name", "trainer.experiment_name"), LOGS),
+        **dict.fromkeys(("trainer.default_*", "trainer.resume_*"), "run.dir; a run resumes by itself"),
+        "trainer.val_*": "set [eval]",
+        "trainer.*": "see [run], [trainer] and [tracking]",
+        **dict.fromkeys(("ray_kwargs.*", "transfer_queue.*"), "tether has no Ray"),
+        **dict.fromkeys(("global_profiler.*", "profiler.*"), "set trainer.profile_steps"),
+        "trainer.critic_warmup": "set [critic]",
+        "critic.*": "set [critic]",
+        "reward*": OWN,
+        "custom_reward_function.*": OWN,
+        "data.*": "see [prompts] and [render]",
+        "algorithm.*": "see [algorithm]",
+        "actor_rollout_ref.ref.*": "[reference] and its place",
+        "actor_rollout_ref.hybrid_engine": OTHER,
+        "actor_rollout_ref.model.*": MEMORY,
+        "actor_rollout_ref.actor.optim.*": "see [optimizer]",
+        "actor_rollout_ref.actor.*": MEMORY,
+        "actor_rollout_ref.rollout.*": "see [engine], [sampling] and [rollout]",
+    },
+    "slime": {
+        **dict.fromkeys(("load", "ref-load", "save"), "run.dir; tether reads and writes Hugging Face models"),
+        **dict.fromkeys(("rm-type", "custom-rm-path", "reward-key"), OWN),
+        "global-batch-size": "follows from rollout-batch-size and num-steps-per-rollout",
+        "balance-data": "tether always balances replicas",
+        "use-kl-loss": "the coefficient alone decides",
+        "kl-loss-type": "set algorithm.kl_estimator",
+        **dict.fromkeys(("optimizer", "lr-decay-style"), "set [optimizer]"),
+        **dict.fromkeys(("recompute-*", "use-dynamic-batch-size", "max-tokens-per-gpu"), MEMORY),
+        **dict.fromkeys(("actor-num-*", "rollout-num-gpus", "colocate", "num-gpus-per-node"), OTHER),
+        **dict.fromkeys(("*eval-*", "eval-*"), "set [eval]"),
+        "sglang-*": "set [engine] arguments",
+        "use-tis": "set trainer.recompute_logprobs and algorithm.importance_cap",
+        "use-wandb": LOGS,
+        "wandb-*": LOGS,
+    },
+}

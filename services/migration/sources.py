@@ -1,0 +1,87 @@
+"""Reads the settings of TRL, verl and slime as they are written: name -> value.
+
+TRL: a YAML mapping, as for `trl grpo --config`. verl: a YAML tree, or the overrides `a.b.c=value` of its
+command. slime: the arguments `--name value` of its train.py, also within the lists of a shell script.
+"""
+
+import difflib
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from protocol.errors import SettingsError
+
+OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+LIST = re.compile(r"\w+\+?=\(|\)")
+"""The beginning or the end of a list in a shell script."""
+SLIME = ("--rollout-batch-size", "--n-samples-per-prompt", "--hf-checkpoint", "--num-rollout")
+"""Arguments of which a file of slime has one."""
+
+
+def source_of(text: str) -> str:
+    """Return whose settings a text has: trl, verl or slime."""
+    if any(argument in text for argument in SLIME):
+        return "slime"
+    return "verl" if "actor_rollout_ref" in text else "trl"
+
+
+def read(text: str, source: str) -> dict[str, Any]:
+    """Return the settings of a text by name; those of slime without dashes at the beginning.
+
+    Raises:
+        SettingsError: the text does not have the form of its source.
+    """
+    if source == "slime":
+        return dict(_arguments(_words(text)))
+    if source == "verl" and any(OVERRIDE.fullmatch(word) for word in _words(text)):
+        return {match[1]: match[2] for word in _words(text) if (match := OVERRIDE.fullmatch(word))}
+    tree = _yaml(text)
+    return dict(_flat(tree)) if source == "verl" else tree
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ", did you mean X?" for the most similar known name, empty if none is similar."""
+    found = difflib.get_close_matches(name, [one for one in known if "*" not in one], n=1)
+    return f", did you mean {found[0]}?" if found else ""
+
+
+def _words(text: str) -> list[str]:
+    spaced = re.sub(r"\)\s*$", " )", re.sub(r"(\w\+?=\()", r"\1 ", text), flags=re.MULTILINE)
+    try:
+        words = shlex.split(spaced.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise SettingsError(f"the file cannot be read as arguments: {error}") from None
+    return [word for word in words if not LIST.fullmatch(word)]
+
+
+def _arguments(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each `--name`; several values are a list, none is true."""
+    name, values = "", list[str]()
+    for word in [*words, "--"]:
+        if not word.startswith("--"):
+            values.append(word)
+            continue
+        if name:
+            yield name, True if not values else values[0] if len(values) == 1 else values
+        name, values = word[2:], []
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"the file is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise SettingsError("the file has no mapping of names to values")
+    return tree
+
+
+def _flat(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{place}{name}.")
+        else:
+            yield f"{place}{name}", value

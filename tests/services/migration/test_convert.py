@@ -1,0 +1,152 @@
+"""Tests `tether import-config`: three forms of settings, what is carried over, listed or refused."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.errors import SettingsError
+from services.migration.convert import convert
+from services.migration.maps import CARRIED
+from services.settings.load import compose_settings
+from tests.docs.pages import DOCS
+from tests.integration.command import tether_here
+
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: trl-lib/DeepMath-103K
+num_generations: 8
+generation_batch_size: 256
+max_completion_length: 1024
+learning_rate: 1e-6
+epsilon: 0.2
+epsilon_high: 0.28
+loss_type: dr_grpo
+beta: 0.001
+max_steps: 300
+save_steps: 50
+mask_truncated_completions: true
+per_device_train_batch_size: 8
+report_to: wandb
+"""
+VERL = r"""
+set -x
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files=/data/gsm8k/train.parquet \
+    data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024 \
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B \
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.actor.optim.betas=[0.9,0.98] \
+    actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \
+    trainer.save_freq=-1 trainer.logger='["console","wandb"]'
+"""
+SLIME = r"""
+ROLLOUT_ARGS=(
+   --hf-checkpoint /models/GLM-Z1-9B-0414
+   # JSONL
+   --prompt-data /data/dapo-math-17k.jsonl
+   --input-key prompt --label-key label --apply-chat-template
+   --num-rollout 3000 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 128
+   --rollout-max-response-len 8192
+)
+GRPO_ARGS=( --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00 --eps-clip 0.2 --eps-clip-high 0.28 )
+PERF_ARGS+=( --tensor-model-parallel-size 2 --sequence-parallel --eval-prompt-data aime /data/aime.jsonl )
+"""
+
+
+def converted(text: str, place: Path) -> tuple[dict[str, Any], str]:
+    (place / "given").write_text(text)
+    result = convert(place / "given")
+    (place / "config.toml").write_text(result)
+    compose_settings(str(place / "config.toml"), environ={})  # every name and value is known
+    return tomllib.loads(result), result
+
+
+def test_yaml_of_trl_becomes_settings(tmp_path: Path) -> None:
+    settings, text = converted(TRL, tmp_path)
+    assert settings["model"] == {"path": "Qwen/Qwen3-0.6B"}
+    assert settings["prompts"] == {"path": "trl-lib/DeepMath-103K", "source": "hf"}
+    assert settings["bound"] == {"max_staleness": 0, "groups_per_step": 32}
+    assert settings["algorithm"] == {
+        "name": "dr_grpo", "kl_coef": 0.001, "clip_low": 0.2, "clip_high": 0.28, "truncated": "mask"
+    }  # fmt: skip
+    assert settings["optimizer"]["lr"] == 1e-6
+    assert "#   per_device_train_batch_size: set bound.groups_per_step" in text
+    assert "#   report_to: see [tracking]" in text
+
+
+def test_overrides_of_verl_become_settings(tmp_path: Path) -> None:
+    settings, text = converted(VERL, tmp_path)
+    assert settings["bound"]["groups_per_step"] == 1024
+    assert settings["trainer"] == {"num_mini_batches": 4}
+    assert settings["engine"] == {"name": "vllm", "max_model_len": 1536}
+    assert settings["optimizer"] == {"adam_beta1": 0.9, "adam_beta2": 0.98}
+    assert settings["algorithm"] == {"name": "grpo"}, "its KL loss is off"
+    assert "#   trainer.logger: " in text
+
+
+def test_tree_of_verl_is_read_as_its_overrides(tmp_path: Path) -> None:
+    tree = "actor_rollout_ref:\n  rollout: {n: 5, temperature: 0.9}\n  actor: {optim: {lr: 1e-6}}\n"
+    settings, _ = converted(tree, tmp_path)
+    assert settings["sampling"] == {"samples_per_prompt": 5, "temperature": 0.9}
+    assert settings["optimizer"] == {"lr": 1e-6}
+
+
+def test_arguments_of_slime_become_settings(tmp_path: Path) -> None:
+    settings, text = converted(SLIME, tmp_path)
+    assert settings["prompts"] == {
+        "path": "/data/dapo-math-17k.jsonl", "prompt_field": "prompt", "answer_field": "label",
+        "source": "jsonl",
+    }  # fmt: skip
+    assert settings["run"] == {"steps": 3000}
+    assert settings["parallel"] == {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    assert settings["algorithm"]["clip_high"] == 0.28
+    assert "#   global-batch-size: " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TRL + "num_generation: 4\nfrob: 1\n", "num_generation, did you mean num_generations?; frob"),
+        (TRL.replace("dr_grpo", "sapo"), "sapo is not carried over; known are grpo, dr_grpo, dapo"),
+        (TRL.replace("256", "250"), "generation_batch_size = 250 is no multiple of num_generations = 8"),
+        (TRL.replace("300", "many"), "max_steps = 'many'"),
+        (VERL.replace("=256", "=100"), "train_batch_size = 1024 is no multiple of ppo_mini_batch_size = 100"),
+        (VERL.replace("/data/", "$HOME/"), "data.train_files is $HOME/gsm8k/train.parquet: write the"),
+        (SLIME + "ARGS=(--eps-clop 1)", "eps-clop, did you mean eps-clip?"),
+        ("- a\n- b\n", "no mapping"),
+        ("a: [", "not YAML"),
+    ],
+)  # fmt: skip
+def test_names_and_values_without_a_counterpart_are_refused_by_name(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "given").write_text(text)
+    with pytest.raises(SettingsError) as refused:
+        convert(tmp_path / "given")
+    assert message in str(refused.value)
+
+
+def test_page_has_every_name_that_is_carried_over() -> None:
+    page = (DOCS / "migrating.md").read_text()
+    dashes = {"slime": "--"}
+    missing = [
+        name
+        for source, carried in CARRIED.items()
+        for name in carried
+        if f"`{dashes.get(source, '')}{name}`" not in page
+    ]
+    assert missing == []
+
+
+def test_command_prints_the_settings_or_ends_with_two(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text(TRL)
+    done = tether_here("import-config", tmp_path / "grpo.yaml")
+    assert done.returncode == 0
+    assert tomllib.loads(done.stdout)["run"] == {"steps": 300}
+    done = tether_here("import-config", tmp_path / "none.yaml")
+    assert done.returncode == 2
+    assert "none.yaml cannot be read" in done.stderr
