@@ -43,7 +43,7 @@ class EnvironmentEntry(Entry):
 ENVIRONMENTS = Registry(
     {
         "agent": EnvironmentEntry("rollout.environments.agent", has_sessions=True),
-        "command": EnvironmentEntry("rollout.environments.command", has_sessions=True),
+        "command": EnvironmentEntry("rollout.environments.command", has_sessions=True, has_sandbox=True),
         "given": EnvironmentEntry("rollout.environments.given"),
         "gsm8k": EnvironmentEntry("rollout.environments.gsm8k"),
         "guess_number": EnvironmentEntry("rollout.environments.guess_number"),

@@ -170,13 +170,13 @@ def do_exec(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> A
     confine = confinement(settings)
     said, ended, status = run(request, settings["work"], confine, settings["memory_mb"])
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        for _ in range(100):  # what is forked meanwhile has to be killed, too
+        for _ in range(100):  # processes may be forked meanwhile
             os.kill(-1, signal.SIGKILL)
     return {"ended": ended, "status": status}, said
 
 
 def confinement(settings: dict[str, Any]) -> Callable[[], None]:
-    """Return what a command's process does before it begins."""
+    """Return the steps of a command's process before it begins."""
     uid = settings["uid"]
     mb = 1 << 20
 
@@ -309,7 +309,7 @@ def forward(server: socket.socket, path: str) -> None:
 
 
 def carry(ready: socket.socket, others: dict[socket.socket, socket.socket]) -> None:
-    """Pass on what a connection has sent; close both ends with it."""
+    """Pass on the bytes that a connection has sent; close both ends with it."""
     other = others[ready]
     try:
         data = ready.recv(1 << 16)

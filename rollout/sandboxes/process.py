@@ -108,7 +108,7 @@ class ProcessSandbox:
         self.files = ""
 
     def _entries(self) -> dict[str, tuple[tarfile.TarInfo, bytes]]:
-        """Return what is in the archive, which a command may have forged; nothing is unpacked."""
+        """Return the entries of the archive, which a command may have forged; it is not unpacked."""
         found: dict[str, tuple[tarfile.TarInfo, bytes]] = {}
         if not self.files:
             return found
