@@ -19,13 +19,13 @@ from annotated_types import Interval
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
-from rollout.environments.sandboxed_program import SandboxedProgram, check_options
 from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 from rollout.programs.folder import clear_left_folders
 from rollout.programs.outcome import reward_of
 from rollout.programs.owner import find_owner
 from rollout.programs.program import MAX_LINE, Launch, Program
 from rollout.programs.standing_programs import StandingPrograms
+from rollout.sandboxes.program import SandboxedProgram, check_options
 from rollout.sandboxes.registry import PROCESS
 
 OUTCOME = "outcome.json"
@@ -83,7 +83,7 @@ class Command(SessionEnvironment):
 
     async def act(self, task: Task) -> float | None:
         if self._sandboxed is not None:
-            return await self._sandboxed.outcome(task)
+            return await self._sandboxed.outcome(task.url, task.key, task.as_json())
         if not self._cleared:
             self._cleared = True
             await asyncio.to_thread(clear_left_folders)

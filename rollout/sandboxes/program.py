@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from yarl import URL
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
-from rollout.environments.session import Task
 from rollout.programs.outcome import reward_of
 from rollout.programs.program import MAX_LINE, MAX_OUTPUT, ProgramKilled
 from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, SandboxFull, Start
@@ -42,18 +42,23 @@ class SandboxedProgram:
         sandbox = replace(config.sandbox, read_only=(*config.sandbox.read_only, *filter(None, (path,))))
         self._pool = SandboxPool(make_provider(sandbox), sandbox.starts)
 
-    async def outcome(self, task: Task) -> float | None:
+    async def outcome(self, url: str, key: str, task: Mapping[str, Any]) -> float | None:
         """Run the program for a sample, and return the reward that it wrote, None if it wrote none.
+
+        Args:
+            url: base URL of the sample's session, on this machine.
+            key: of the session.
+            task: of the sample, as the program gets it.
 
         Raises:
             ProgramKilled: a signal ended it, or its sandbox died: the next attempt goes by the record.
             RuntimeError: it failed; says the end of its output.
             ValueError: the outcome is none.
         """
-        start = Start(self._config.episode_s, endpoint=str(URL(task.url).origin()))
+        start = Start(self._config.episode_s, endpoint=str(URL(url).origin()))
         try:
             async with self._pool.leased(start) as sandbox:
-                return await self._run(sandbox, task)
+                return await self._run(sandbox, url, key, task)
         except SandboxDied as error:
             raise ProgramKilled(f"the sandbox died: {error}") from None
 
@@ -61,17 +66,17 @@ class SandboxedProgram:
         """Close connections to a service of sandboxes."""
         await self._pool.close()
 
-    async def _run(self, sandbox: Sandbox, task: Task) -> float | None:
-        await sandbox.write(TASK, json.dumps(task.as_json()).encode())
+    async def _run(self, sandbox: Sandbox, url: str, key: str, task: Mapping[str, Any]) -> float | None:
+        await sandbox.write(TASK, json.dumps(task).encode())
         order = SandboxCommand(
             self._command,
             self._config.episode_s,
             OUTPUT,
             {
-                "OPENAI_BASE_URL": task.url,
-                "OPENAI_API_KEY": task.key,
-                "ANTHROPIC_BASE_URL": task.url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": task.key,
+                "OPENAI_BASE_URL": url,
+                "OPENAI_API_KEY": key,
+                "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": key,
                 "TETHER_TASK": TASK,
                 "TETHER_OUTCOME": OUTCOME,
                 **self._variables,
