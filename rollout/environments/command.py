@@ -21,7 +21,7 @@ from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
 from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 from rollout.programs.folder import clear_left_folders
-from rollout.programs.outcome import reward_of
+from rollout.programs.outcome import Outcome, outcome_of
 from rollout.programs.owner import find_owner
 from rollout.programs.program import MAX_LINE, Launch, Program
 from rollout.programs.standing_programs import StandingPrograms
@@ -81,7 +81,7 @@ class Command(SessionEnvironment):
             check_options(options.processes, options.user)
             self._sandboxed = SandboxedProgram(config, options.command, options.directory, options.variables)
 
-    async def act(self, task: Task) -> float | None:
+    async def act(self, task: Task) -> Outcome:
         if self._sandboxed is not None:
             return await self._sandboxed.outcome(task.url, task.key, task.as_json())
         if not self._cleared:
@@ -103,8 +103,8 @@ class Command(SessionEnvironment):
         await super().close()
 
 
-async def _served(program: Program, task: Task) -> float | None:
-    """Run a program for one sample, and return the reward that it wrote, None if it wrote none."""
+async def _served(program: Program, task: Task) -> Outcome:
+    """Run a program for one sample, and return the outcome that it wrote, None if it wrote none."""
     task_file = program.write("task.json", json.dumps(task.as_json()))
     await program.start(
         {
@@ -122,7 +122,7 @@ async def _served(program: Program, task: Task) -> float | None:
         fields = None if outcome is None else json.loads(outcome)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
-    return None if outcome is None else reward_of(fields)
+    return None if outcome is None else outcome_of(fields)
 
 
 make = Command

@@ -10,7 +10,7 @@ from yarl import URL
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
-from rollout.programs.outcome import reward_of
+from rollout.programs.outcome import Outcome, outcome_of
 from rollout.programs.program import MAX_LINE, MAX_OUTPUT, ProgramKilled
 from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, SandboxFull, Start
 from rollout.sandboxes.pool import SandboxPool
@@ -42,8 +42,8 @@ class SandboxedProgram:
         sandbox = replace(config.sandbox, read_only=(*config.sandbox.read_only, *filter(None, (path,))))
         self._pool = SandboxPool(make_provider(sandbox), sandbox.starts)
 
-    async def outcome(self, url: str, key: str, task: Mapping[str, Any]) -> float | None:
-        """Run the program for a sample, and return the reward that it wrote, None if it wrote none.
+    async def outcome(self, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
+        """Run the program for a sample, and return the outcome that it wrote, None if it wrote none.
 
         Args:
             url: base URL of the sample's session, on this machine.
@@ -66,7 +66,7 @@ class SandboxedProgram:
         """Close connections to a service of sandboxes."""
         await self._pool.close()
 
-    async def _run(self, sandbox: Sandbox, url: str, key: str, task: Mapping[str, Any]) -> float | None:
+    async def _run(self, sandbox: Sandbox, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
         await sandbox.write(TASK, json.dumps(task).encode())
         order = SandboxCommand(
             self._command,
@@ -88,7 +88,7 @@ class SandboxedProgram:
             fields = None if outcome is None else json.loads(outcome)
         except (SandboxFull, ValueError, RecursionError) as error:
             raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
-        return None if outcome is None else reward_of(fields)
+        return None if outcome is None else outcome_of(fields)
 
 
 def _check(name: str, executed: Executed) -> None:

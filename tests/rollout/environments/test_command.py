@@ -14,6 +14,7 @@ from protocol.messages import Call
 from protocol.rollout_view import decode_rollout
 from rollout.config import EnvironmentConfig, SandboxConfig
 from rollout.environments.registry import make_environment
+from rollout.prompts.base import Prompt
 from services.run_record.call_audit import check_group
 from tests.rollout.environments.agents import ASKS, SERVES
 from tests.rollout.environments.groups import generated
@@ -178,3 +179,22 @@ def test_a_sandbox_that_cannot_be_is_refused(name: str, options: dict[str, objec
 def test_a_sandbox_of_an_unknown_name_is_refused() -> None:
     with pytest.raises(SettingsError, match="did you mean 'bubblewrap'"):
         make_environment(EnvironmentConfig("tools", sandbox=SandboxConfig("buble")))
+
+
+async def test_verifiers_get_the_answer_of_a_program_and_hidden_metadata(tmp_path: Path) -> None:
+    told = REWARDS.split("outcome = ")[0] + (
+        "\nassert task['metadata'] == {'answer': '4'}, task"
+        "\nwrote = {'reward': None, 'answer': 'x = 1'}"
+        "\npathlib.Path(os.environ['TETHER_OUTCOME']).write_text(json.dumps(wrote))"
+    )
+    prompt = Prompt("2+2=", metadata={"answer": "4", "hidden_tests": [1]}, index=7)
+    rollout = await generated(tmp_path, config(told), prompt, n=1)
+    [row] = decode_rollout(rollout).rows
+    assert row.environment_reward is None
+    assert rollout.responses == ("x = 1",)
+
+
+async def test_an_answer_that_is_no_text_is_no_outcome(tmp_path: Path) -> None:
+    wrong = ASKS + "\nopen(os.environ['TETHER_OUTCOME'], 'w').write('{\"reward\": null, \"answer\": 3}')"
+    with pytest.raises(EpisodeError, match="the outcome's answer is no text"):
+        await generated(tmp_path, config(wrong), n=1)
