@@ -30,6 +30,39 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxConfig:
+    """Section `[environment.sandbox]`: where the commands of an episode run."""
+
+    name: str = set_first("process")
+    """process, bubblewrap, container, daytona (`rollout/sandboxes/`), or one of your own as `MODULE:CLASS`.
+    With `process` the tools run each call for itself, and programs of `command` run without a sandbox."""
+    memory_mb: Annotated[int, Interval(ge=16, le=2**22)] = 1024
+    """Memory of a sandbox, MiB, and address space of each of its processes."""
+    disk_mb: Annotated[int, Interval(ge=1, le=2**20)] = 64
+    """Files that an episode may write, MiB. bubblewrap: of its directory and as much again of /tmp, in
+    memory."""
+    processes: Annotated[int, Interval(ge=1, le=10**5)] = 64
+    """Processes and threads of a sandbox."""
+    cpu_s: Annotated[int, Interval(ge=1, le=10**7)] = 600
+    """CPU seconds of each process."""
+    command_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0
+    """How long a call of a tool may run, seconds. A program of `command` has `environment.episode_s`."""
+    starts: Annotated[int, Interval(ge=1, le=10**4)] = 8
+    """Sandboxes that a rollout worker starts at once; others wait for their turn."""
+    snapshot_calls: Annotated[int, Interval(ge=0, le=10**6)] = 0
+    """The environment `tools` keeps a snapshot of the files after every so many calls, from which the episode
+    continues if its worker is lost; later commands run again. 0: none, all commands run again."""
+    read_only: tuple[str, ...] = ()
+    """bubblewrap, container: directories of this machine that can be read in the sandbox, under their own
+    names. bubblewrap has /usr and the worker's Python besides."""
+    image: str = ""
+    """container: the image, with Python; daytona: the image, or empty for the service's own."""
+    service: str = ""
+    """container: URL of Docker or of Podman's service, such as "unix:///run/podman/podman.sock"; daytona: URL
+    of its API. Empty: as their own variables say."""
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
@@ -77,3 +110,5 @@ class EnvironmentConfig:
     advertise: str = ""
     """URL of the endpoint that harnesses get, such as "https://rollout.example:{port}"; {host} stands
     for the machine's name, {port} for the port. Empty: `host`, or that name where `host` is a wildcard."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Where the commands of an episode run."""

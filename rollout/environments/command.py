@@ -6,7 +6,8 @@ the one that TETHER_OUTCOME names it may write {"reward": NUMBER}. Without an ou
 answer. A program that ends with another status than 0 has failed, which is no reward; one that a signal ended
 is run again on the record. What it started ends with it.
 
-With the option `processes` a program stays: `rollout/programs/standing_programs.py`.
+Another `environment.sandbox` than `process` runs it in a sandbox (`sandboxed_program.py`). With the option
+`processes` a program stays: `rollout/programs/standing_programs.py`.
 """
 
 import asyncio
@@ -17,12 +18,15 @@ from typing import Annotated
 from annotated_types import Interval
 
 from protocol.errors import SettingsError
+from rollout.config import EnvironmentConfig
 from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 from rollout.programs.folder import clear_left_folders
-from rollout.programs.outcome import reward_of
+from rollout.programs.outcome import Outcome, outcome_of
 from rollout.programs.owner import find_owner
 from rollout.programs.program import MAX_LINE, Launch, Program
 from rollout.programs.standing_programs import StandingPrograms
+from rollout.sandboxes.program import SandboxedProgram, check_options
+from rollout.sandboxes.registry import PROCESS
 
 OUTCOME = "outcome.json"
 """File in a program's directory that the program may write."""
@@ -57,13 +61,29 @@ class Command(SessionEnvironment):
             raise SettingsError(
                 'setting environment.options.command is empty: write it as ["python", "-m", "my_agent"]'
             )
+        self._options = options
         self._launch = Launch(
             options.command, options.directory, options.variables, owner=find_owner(options.user)
         )
         self._standing = StandingPrograms(self._launch, options.processes) if options.processes else None
         self._cleared = False
+        self._sandboxed: SandboxedProgram | None = None
 
-    async def act(self, task: Task) -> float | None:
+    def configured(self, config: EnvironmentConfig) -> None:
+        """Learn where the endpoint listens, and where programs run.
+
+        Raises:
+            SettingsError: there is no such sandbox, or it does not have what an option asks for.
+        """
+        super().configured(config)
+        if config.sandbox.name != PROCESS:
+            options = self._options
+            check_options(options.processes, options.user)
+            self._sandboxed = SandboxedProgram(config, options.command, options.directory, options.variables)
+
+    async def act(self, task: Task) -> Outcome:
+        if self._sandboxed is not None:
+            return await self._sandboxed.outcome(task.url, task.key, task.as_json())
         if not self._cleared:
             self._cleared = True
             await asyncio.to_thread(clear_left_folders)
@@ -78,11 +98,13 @@ class Command(SessionEnvironment):
     async def close(self) -> None:
         if self._standing is not None:
             await self._standing.close()
+        if self._sandboxed is not None:
+            await self._sandboxed.close()
         await super().close()
 
 
-async def _served(program: Program, task: Task) -> float | None:
-    """Run a program for one sample, and return the reward that it wrote, None if it wrote none."""
+async def _served(program: Program, task: Task) -> Outcome:
+    """Run a program for one sample, and return the outcome that it wrote, None if it wrote none."""
     task_file = program.write("task.json", json.dumps(task.as_json()))
     await program.start(
         {
@@ -100,7 +122,7 @@ async def _served(program: Program, task: Task) -> float | None:
         fields = None if outcome is None else json.loads(outcome)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
-    return None if outcome is None else reward_of(fields)
+    return None if outcome is None else outcome_of(fields)
 
 
 make = Command

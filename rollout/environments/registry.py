@@ -22,6 +22,7 @@ from protocol.validation import validated
 from rollout.config import EnvironmentConfig
 from rollout.environments.base import Environment
 from rollout.environments.episode import EpisodeEnvironment
+from rollout.sandboxes.registry import PROCESS
 
 SETTING = "setting environment.name"
 EPISODE = "one argument, the episode, and environment.options"
@@ -35,19 +36,21 @@ class EnvironmentEntry(Entry):
     """Whether its harness talks to a URL; its calls are always recorded."""
     records: bool = False
     """Whether it exchanges text and records it, unless `environment.record` is off."""
+    has_sandbox: bool = False
+    """Whether something of it can run in a sandbox of the episode."""
 
 
 ENVIRONMENTS = Registry(
     {
         "agent": EnvironmentEntry("rollout.environments.agent", has_sessions=True),
-        "command": EnvironmentEntry("rollout.environments.command", has_sessions=True),
+        "command": EnvironmentEntry("rollout.environments.command", has_sessions=True, has_sandbox=True),
         "given": EnvironmentEntry("rollout.environments.given"),
         "gsm8k": EnvironmentEntry("rollout.environments.gsm8k"),
         "guess_number": EnvironmentEntry("rollout.environments.guess_number"),
         "server": EnvironmentEntry("rollout.environments.server", has_sessions=True),
         "single_turn": EnvironmentEntry("rollout.environments.single_turn"),
         "textarena": EnvironmentEntry("rollout.environments.textarena"),
-        "tools": EnvironmentEntry("rollout.environments.tools", records=True),
+        "tools": EnvironmentEntry("rollout.environments.tools", records=True, has_sandbox=True),
         "verifiers": EnvironmentEntry("rollout.environments.verifiers", has_sessions=True),
     }
 )
@@ -73,6 +76,12 @@ def make_environment(config: EnvironmentConfig) -> Environment:
         SettingsError: the name or an option is unknown (suggests the nearest one), the user's module does
             not fit, or it cannot record what it is to record.
     """
+    entry = ENVIRONMENTS.get(config.name, EnvironmentEntry(""))
+    if config.sandbox.name != PROCESS and not entry.has_sandbox:
+        raise SettingsError(
+            f"setting environment.sandbox.name: {config.sandbox.name!r}, but environment {config.name!r} "
+            f"runs no commands; ones that do are {', '.join(ENVIRONMENTS.having('has_sandbox'))}"
+        )
     environment = _made(config)
     environment.configured(config)
     if isinstance(environment, EpisodeEnvironment):

@@ -5,7 +5,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from annotated_types import Interval
@@ -15,6 +15,7 @@ from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
 from rollout.environments.base import Environment
 from rollout.off_loop import TOKEN, off_loop
+from rollout.programs.outcome import Answer, Outcome
 from rollout.programs.program import ProgramKilled
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
@@ -29,6 +30,8 @@ from rollout.sessions.session import Session, SessionLimits
 
 log = logging.getLogger("tether.sessions")
 
+HIDDEN = "hidden_"
+"""How names of metadata begin that verifiers get and harnesses do not, such as tests of their answer."""
 END_S = 1.0
 """Seconds that a harness has to end by itself once its session was ended from outside, before it is cancelled
 or killed. Its calls are refused in that time, and say why."""
@@ -117,12 +120,14 @@ class Task:
         return await self.results.once(name, work)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task of the prompt, without URL and key."""
+        """Return the task of the prompt, without URL and key, and without what it hides from harnesses."""
         messages = self.prompt.messages or [("user", self.prompt.text)]
         return {
             "text": self.prompt.text,
             "messages": [{"role": role, "content": content} for role, content in messages],
-            "metadata": dict(self.prompt.metadata),
+            "metadata": {
+                name: value for name, value in self.prompt.metadata.items() if not name.startswith(HIDDEN)
+            },
         }
 
 
@@ -143,8 +148,8 @@ class SessionEnvironment(Environment):
         self._starting = asyncio.Lock()
 
     @abstractmethod
-    async def act(self, task: Task) -> float | None:
-        """Let the harness work on a task, and return its reward, None if verifiers score it.
+    async def act(self, task: Task) -> Outcome:
+        """Let the harness work on a task, and return its outcome.
 
         Raises:
             ProgramKilled: a signal ended it; the next attempt goes by the record.
@@ -168,7 +173,7 @@ class SessionEnvironment(Environment):
         key = endpoint.open(session)
         task = Task(endpoint.url(key), endpoint.token(key), prompt, session.results)
         try:
-            reward = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
+            outcome = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
         except Exception as error:
             if record is not None and isinstance(error, ProgramKilled):
                 record.resume()
@@ -185,13 +190,15 @@ class SessionEnvironment(Environment):
             )  # fmt: skip
         if record is not None:
             record.warn_of_remaining()
+        reward = None if isinstance(outcome, Answer) else outcome
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
         answered = session.tree.calls
         tokens = sum(len(call.inserted) + len(call.completion.tokens) for call in answered)
-        return await off_loop(TOKEN * tokens * len(answered), lambda: sample_of(session, reward))
+        sample = await off_loop(TOKEN * tokens * len(answered), lambda: sample_of(session, reward))
+        return replace(sample, response=outcome.text) if isinstance(outcome, Answer) else sample
 
-    async def _acted(self, task: Task, end: Callable[[], None]) -> float | None:
+    async def _acted(self, task: Task, end: Callable[[], None]) -> Outcome:
         """Let the harness work; once that is cancelled, `end` its session, and wait `END_S` for it to end."""
         async with asyncio.TaskGroup() as tasks:
             acting = tasks.create_task(self._outcome(task), name="session.harness")
@@ -206,8 +213,8 @@ class SessionEnvironment(Environment):
             raise outcome
         return outcome
 
-    async def _outcome(self, task: Task) -> float | BaseException | None:
-        """Return the harness's reward, or what it raised: in a task of its own that would end the others."""
+    async def _outcome(self, task: Task) -> Outcome | BaseException:
+        """Return the harness's outcome, or what it raised: in a task of its own that would end the others."""
         try:
             return await self.act(task)
         except (Exception, BaseExceptionGroup, SystemExit) as error:

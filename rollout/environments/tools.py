@@ -7,6 +7,7 @@ or `render.system`, has to say so.
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -17,11 +18,16 @@ from annotated_types import Interval
 from protocol.choices import checked_name
 from protocol.errors import SettingsError
 from reward.sandbox.runner import Limits
+from rollout.config import EnvironmentConfig
 from rollout.environments.episode import Episode, EpisodeEnvironment
+from rollout.sandboxes.pool import SandboxPool
+from rollout.sandboxes.registry import PROCESS, make_provider
+from rollout.sandboxes.runs import SandboxRuns
+from rollout.sandboxes.world import World
 from rollout.tools.base import Tool, as_output, find_call
 from rollout.tools.calculator import Calculator
+from rollout.tools.in_world import IN_WORLD, in_world
 from rollout.tools.python import PythonTool
-from rollout.tools.sandbox_runs import SandboxRuns
 from rollout.tools.search import SearchTool
 from rollout.tools.shell import ShellTool
 
@@ -39,9 +45,11 @@ class Options:
     output_characters: Annotated[int, Interval(ge=1, le=10**6)] = 2000
     """Longest answer of a tool, characters; the middle of a longer one is left out."""
     parallel: Annotated[int, Interval(ge=0, le=10**4)] = 0
-    """python, shell: sandboxes at once in one rollout worker. 0: as many as there are processors."""
+    """python, shell: calls in sandboxes of `process` at once in one rollout worker. 0: as many as there are
+    processors."""
     limits: Limits = field(default_factory=Limits)
-    """python, shell: limits of the sandbox, as for the verifier `python_tests`."""
+    """python, shell: limits of each call, as for the verifier `python_tests`. Another sandbox than `process`
+    has its own, and takes `output_kb` alone from here."""
     index: str = ""
     """search: the index, a file that `python -m rollout.tools.search build` writes."""
     results: Annotated[int, Interval(ge=1, le=100)] = 3
@@ -73,6 +81,8 @@ class Tools:
         self._options = options
         names = [checked_name(name, MAKE, "setting environment.options.tools:") for name in options.tools]
         self._tools = {name: MAKE[name](options) for name in names}
+        self._config = EnvironmentConfig()
+        self._pool: SandboxPool | None = None
 
     async def play(self, episode: Episode) -> None:
         """Play one episode: turns of the model, each but the last answered by a tool."""
@@ -80,7 +90,38 @@ class Tools:
 
     async def answer(self, episode: Episode) -> str:
         """Play one episode, and return the model's last turn."""
-        tools = {name: tool.opened() for name, tool in self._tools.items()}
+        async with AsyncExitStack() as opened:
+            tools = {name: tool.opened() for name, tool in self._tools.items()}
+            tools |= await self._in_world(episode, opened)
+            return await self._answered(episode, tools)
+
+    def configured(self, config: EnvironmentConfig) -> None:
+        """Learn where the tools work.
+
+        Raises:
+            SettingsError: there is no such sandbox.
+        """
+        self._config = config
+        if config.sandbox.name != PROCESS:
+            self._pool = SandboxPool(make_provider(config.sandbox), config.sandbox.starts)
+
+    async def close(self) -> None:
+        """Close connections to a service of sandboxes."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def _in_world(self, episode: Episode, opened: AsyncExitStack) -> dict[str, Tool]:
+        """Return the tools that work in the sandbox of the episode, if it has one."""
+        if self._pool is None:
+            return {}
+        sandbox, output = self._config.sandbox, self._options.limits.output_kb << 10
+        world = World(self._pool, sandbox, self._config.episode_s, episode.once)
+        await opened.enter_async_context(world)
+        return {
+            name: in_world(name, world, sandbox.command_s, output) for name in self._tools if name in IN_WORLD
+        }
+
+    async def _answered(self, episode: Episode, tools: Mapping[str, Tool]) -> str:
         digest = xxhash.xxh3_128()
         for _ in range(self._options.max_calls):
             turn = await episode.generate(self._options.turn_tokens or None)
@@ -92,7 +133,7 @@ class Tools:
             # the whole conversation names the result, which depends on it alone
             name = f"{call.tool} {digest.hexdigest()}"
             result, kept = await episode.once(name, functools.partial(_run, tool, call.text))
-            tool.restore(kept)
+            tool.restore(call.text, kept)
             episode.insert(as_output(result, self._options.output_characters))
         return await episode.generate(self._options.turn_tokens or None)
 
@@ -107,6 +148,18 @@ def _runs(options: Options) -> SandboxRuns:
     return SandboxRuns(options.parallel or os.cpu_count() or 1)
 
 
-def make(options: Options) -> EpisodeEnvironment:
-    """Return the environment."""
-    return EpisodeEnvironment(Tools(options).play)
+class ToolsEnvironment(EpisodeEnvironment):
+    """Environment of episodes with tools."""
+
+    def __init__(self, options: Options) -> None:
+        self._tools = Tools(options)
+        super().__init__(self._tools.play)
+
+    def configured(self, config: EnvironmentConfig) -> None:
+        self._tools.configured(config)
+
+    async def close(self) -> None:
+        await self._tools.close()
+
+
+make = ToolsEnvironment

@@ -10,7 +10,7 @@ import logging
 from contextlib import suppress
 from typing import Any
 
-from rollout.programs.outcome import reward_of
+from rollout.programs.outcome import Outcome, outcome_of
 from rollout.programs.program import MAX_LINE, Launch, Program
 
 log = logging.getLogger("tether.programs")
@@ -28,8 +28,8 @@ class StandingPrograms:
         self._free = asyncio.Semaphore(most)
         self._idle: list[Program] = []
 
-    async def outcome(self, task: dict[str, Any]) -> float | None:
-        """Give a task to a program, and return the reward; waits while all of them are busy.
+    async def outcome(self, task: dict[str, Any]) -> Outcome:
+        """Give a task to a program, and return its outcome; waits while all of them are busy.
 
         Cancelling the call kills the program that has the task.
 
@@ -43,14 +43,14 @@ class StandingPrograms:
             program = await self._started()
             try:
                 fields = await _answered(program, task)
-                reward = None if "error" in fields else reward_of(fields)
+                outcome = None if "error" in fields else outcome_of(fields)
             except BaseException:
                 await program.close()  # its state is unknown
                 raise
             self._idle.append(program)
         if "error" in fields:
             raise RuntimeError(f"the program says: {fields['error']}")
-        return reward
+        return outcome
 
     async def close(self) -> None:
         """End the programs that are idle; those that have a task end with its call."""

@@ -27,8 +27,8 @@ class Tool(ABC):
         """State of the tool between calls of its episode, such as files; empty: none."""
         return ""
 
-    def restore(self, state: str) -> None:  # noqa: B027  most have no state
-        """Take over the state of the same episode's tool, from an earlier process or from this one."""
+    def restore(self, text: str, state: str) -> None:  # noqa: B027  most have no state
+        """Take over the state after a call of `text`, from an earlier process or from this one."""
 
     @abstractmethod
     async def run(self, text: str) -> str:

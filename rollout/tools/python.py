@@ -7,8 +7,8 @@ exception.
 import json
 
 from reward.sandbox.runner import Limits
+from rollout.sandboxes.runs import SandboxRuns
 from rollout.tools.base import Tool
-from rollout.tools.sandbox_runs import SandboxRuns
 
 PROGRAM = """\
 import ast, sys, traceback

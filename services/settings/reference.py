@@ -156,6 +156,8 @@ def _default_text(field: "dataclasses.Field[Any]") -> str:
     value: Any = make() if field.default is dataclasses.MISSING else field.default
     if value is None:
         return "none"
+    if dataclasses.is_dataclass(value):
+        return "{}"  # it has a table of its own
     if isinstance(value, tuple):
         value = [item if isinstance(item, str) else dataclasses.asdict(item) for item in value]
     return to_toml(value)

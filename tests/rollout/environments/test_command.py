@@ -12,8 +12,9 @@ from protocol.codec import decode_payload
 from protocol.errors import EpisodeError, SettingsError
 from protocol.messages import Call
 from protocol.rollout_view import decode_rollout
-from rollout.config import EnvironmentConfig
+from rollout.config import EnvironmentConfig, SandboxConfig
 from rollout.environments.registry import make_environment
+from rollout.prompts.base import Prompt
 from services.run_record.call_audit import check_group
 from tests.rollout.environments.agents import ASKS, SERVES
 from tests.rollout.environments.groups import generated
@@ -129,3 +130,71 @@ async def test_one_program_that_stays_serves_every_sample(tmp_path: Path) -> Non
     rows = decode_rollout(await generated(tmp_path, EnvironmentConfig("command", options), n=4)).rows
     assert [row.environment_reward for row in rows] == [0.5] * 4
     assert not any(row.sampled.all() for row in rows)
+
+
+def sandboxed(program: str, **limits: float) -> EnvironmentConfig:
+    options = {"command": ["python3", "-c", program]}
+    return EnvironmentConfig("command", options, attempts=1, sandbox=SandboxConfig("bubblewrap"), **limits)  # type: ignore[arg-type]
+
+
+async def test_a_program_in_a_sandbox_reaches_the_model_and_writes_its_reward(tmp_path: Path) -> None:
+    confined = REWARDS + "\nassert os.getcwd() == '/sandbox' and not pathlib.Path('/home').exists()"
+    rollout = await generated(tmp_path, sandboxed(confined))
+    assert [row.environment_reward for row in decode_rollout(rollout).rows] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        (ASKS + "\nprint('no idea'); sys.exit(3)", r"ended with status 3: no idea"),
+        (ASKS + "\nos.kill(os.getpid(), 9)", "status -9"),
+        ("bytes(4 << 30)", "MemoryError"),
+    ],
+)
+async def test_a_program_that_fails_in_its_sandbox_has_no_reward(
+    tmp_path: Path, program: str, why: str
+) -> None:
+    with pytest.raises(EpisodeError, match=why):
+        await generated(tmp_path, sandboxed(program), n=1)
+
+
+async def test_a_program_in_a_sandbox_ends_with_its_time(tmp_path: Path) -> None:
+    with pytest.raises(EpisodeError, match="episode_s"):
+        await generated(tmp_path, sandboxed("import time; time.sleep(10**6)", episode_s=2.0), n=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("command", {"command": ["true"], "processes": 2}, "processes: 2, but in a sandbox"),
+        ("command", {"command": ["true"], "user": "nobody"}, "user: 'nobody', but in a sandbox"),
+        ("single_turn", {}, "runs no commands; ones that do are command, tools"),
+    ],
+)
+def test_a_sandbox_that_cannot_be_is_refused(name: str, options: dict[str, object], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        make_environment(EnvironmentConfig(name, options, sandbox=SandboxConfig("bubblewrap")))
+
+
+def test_a_sandbox_of_an_unknown_name_is_refused() -> None:
+    with pytest.raises(SettingsError, match="did you mean 'bubblewrap'"):
+        make_environment(EnvironmentConfig("tools", sandbox=SandboxConfig("buble")))
+
+
+async def test_verifiers_get_the_answer_of_a_program_and_hidden_metadata(tmp_path: Path) -> None:
+    told = REWARDS.split("outcome = ")[0] + (
+        "\nassert task['metadata'] == {'answer': '4'}, task"
+        "\nwrote = {'reward': None, 'answer': 'x = 1'}"
+        "\npathlib.Path(os.environ['TETHER_OUTCOME']).write_text(json.dumps(wrote))"
+    )
+    prompt = Prompt("2+2=", metadata={"answer": "4", "hidden_tests": [1]}, index=7)
+    rollout = await generated(tmp_path, config(told), prompt, n=1)
+    [row] = decode_rollout(rollout).rows
+    assert row.environment_reward is None
+    assert rollout.responses == ("x = 1",)
+
+
+async def test_an_answer_that_is_no_text_is_no_outcome(tmp_path: Path) -> None:
+    wrong = ASKS + "\nopen(os.environ['TETHER_OUTCOME'], 'w').write('{\"reward\": null, \"answer\": 3}')"
+    with pytest.raises(EpisodeError, match="the outcome's answer is no text"):
+        await generated(tmp_path, config(wrong), n=1)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from rollout.config import EnvironmentConfig
+from rollout.config import EnvironmentConfig, SandboxConfig
 from rollout.environments.base import Environment
 from rollout.environments.registry import make_environment
 from rollout.render import RenderConfig, Renderer
@@ -79,3 +79,12 @@ def test_the_turn_after_the_last_call_is_the_answer(renderer: Renderer) -> None:
 def test_wrong_options_of_tools_are_refused(options: dict[str, object], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
         with_tools(**options)
+
+
+def test_the_tools_of_an_episode_share_its_sandbox(renderer: Renderer) -> None:
+    config = EnvironmentConfig("tools", {"tools": ["shell", "python"]}, sandbox=SandboxConfig("bubblewrap"))
+    for _ in range(2):
+        lines = ["```shell\nls\necho 6 > f\n```", "```python\nint(open('f').read()) * 7\n```", "42"]
+        said = renderer.text(play(make_environment(config), renderer, Player(renderer, *lines)).tokens)
+        assert said.count("```output\n(no output)\n```") == 1
+        assert said.count("```output\n42\n```") == 1

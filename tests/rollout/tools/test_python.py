@@ -6,8 +6,8 @@ import os
 import pytest
 
 from reward.sandbox.runner import Limits
+from rollout.sandboxes.runs import SandboxRuns
 from rollout.tools.python import PythonTool
-from rollout.tools.sandbox_runs import SandboxRuns
 
 TOOL = PythonTool(Limits(wall_s=60), SandboxRuns(2))
 

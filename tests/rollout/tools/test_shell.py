@@ -5,7 +5,7 @@ import os
 import pytest
 
 from reward.sandbox.runner import Limits
-from rollout.tools.sandbox_runs import SandboxRuns
+from rollout.sandboxes.runs import SandboxRuns
 from rollout.tools.shell import ENDED, ShellTool
 from tests.reward.sandbox.test_runner import leftovers
 

@@ -1,0 +1,1 @@
+"""Runs commands of an episode in a world of its own: six calls, by several providers."""

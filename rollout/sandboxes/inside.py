@@ -1,0 +1,331 @@
+"""Runs commands inside a sandbox: one, or with the argument `serve` one after another.
+
+It stands alone, since the project cannot be imported there: `process` has it run as code in the sandbox of
+the verifiers, `bubblewrap` as the process that all commands descend from.
+
+One: reads {"command", "files", "wall_s", "output", "directory"} as JSON and writes {"said", "ended",
+"status", "files"}; `files` is the working directory as an archive, in base64, which is packed and unpacked in
+the sandbox alone. Serving: each request and each answer is a line of JSON with `bytes`, and so many bytes.
+"""
+
+import base64
+import contextlib
+import ctypes
+import gzip  # noqa: F401  not read any more by the user of commands
+import io
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+Answer = tuple[dict[str, Any], bytes]
+WORK = "work"
+POLL_S = 0.05
+MOST_FILES = 1 << 16
+"""Files of a working directory in memory: its size bounds contents alone."""
+CONNECTIONS = 64
+"""Connections to the endpoint at once."""
+
+
+def once() -> None:
+    """Unpack the files, run the command, and pack the files again."""
+    request = json.load(sys.stdin)
+    os.mkdir(WORK)
+    if request["files"]:
+        unpack(base64.b64decode(request["files"]), WORK)
+    said, ended, status = run(request, WORK)
+    packed = pack(WORK, request["directory"])
+    shutil.rmtree(WORK, ignore_errors=True)  # room for the output
+    files = None if packed is None else base64.b64encode(packed).decode()
+    json.dump({"said": said.decode(errors="replace"), "ended": ended, "status": status, "files": files},
+              sys.stdout)  # fmt: skip
+
+
+def run(
+    order: dict[str, Any], work: str, confine: Callable[[], None] | None = None, memory: int = 0
+) -> tuple[bytes, str, int]:
+    """Return a command's output, why it was ended (a limit or empty), and its status."""
+    try:
+        process = subprocess.Popen(
+            order["command"], cwd=work, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=confine,
+            env={**os.environ, "HOME": os.path.abspath(work), **order.get("variables", {})},
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{order['command'][0]}: {error}".encode(), "", 127
+    assert process.stdout is not None
+    out, output, ended, is_open = process.stdout.fileno(), bytearray(), "", True
+    deadline = time.monotonic() + order["wall_s"]
+    while not ended:
+        is_done = process.poll() is not None
+        ready = is_open and bool(select.select([out], [], [], 0 if is_done else POLL_S)[0])
+        data = os.read(out, 1 << 16) if ready else b""
+        output += data
+        is_open = is_open and (bool(data) or not ready)
+        if is_done and not data:
+            break
+        if not is_open:
+            time.sleep(POLL_S)
+        ended = exceeded(len(output) > order["output"], time.monotonic() > deadline, work, memory)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return bytes(output[: order["output"]]), ended, process.wait()
+
+
+def exceeded(output: bool, late: bool, work: str, memory: int) -> str:
+    """Return the limit that is exceeded, or an empty text; those of the whole sandbox only with `memory`."""
+    if output or late:
+        return "output" if output else "time"
+    if memory:
+        found = os.statvfs(work)
+        if found.f_files - found.f_ffree > MOST_FILES:
+            return "files"
+        if resident() > memory << 20:
+            return "memory"
+    return ""
+
+
+def resident() -> int:
+    """Return the bytes of memory that all processes of the sandbox hold."""
+    pages = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            with open(f"/proc/{name}/statm") as file:
+                pages += int(file.read().split()[1])
+    return pages * resource.getpagesize()
+
+
+def unpack(archive: bytes, work: str) -> None:
+    """Unpack an archive; what cannot be unpacked is left out."""
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as files:
+        files.errorlevel = 0
+        files.extractall(work)
+
+
+def pack(work: str, most: int) -> bytes | None:
+    """Return the directory as an archive; None if it has more than `most` bytes."""
+    size = 0
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as files:
+        for folder, names, found in os.walk(work):
+            for name in (*names, *found):
+                path = os.path.join(folder, name)
+                with contextlib.suppress(OSError):  # it may vanish meanwhile
+                    entry = files.gettarinfo(path, os.path.relpath(path, work))
+                    if entry is None or not (entry.isreg() or entry.isdir() or entry.issym()):
+                        continue
+                    size += entry.size + 512
+                    if size > most:
+                        return None
+                    if entry.isreg():
+                        with open(path, "rb") as file:
+                            files.addfile(entry, io.BytesIO(file.read(entry.size).ljust(entry.size, b"\0")))
+                    else:
+                        files.addfile(entry)
+    return buffer.getvalue()
+
+
+def serve(settings: dict[str, Any]) -> None:
+    """Answer requests from standard input until it is closed or the lease ends."""
+    if os.getpid() != 2:
+        sys.exit("not the first process of a sandbox")  # which ends all others
+    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: commands cannot reach its descriptors
+    signal.alarm(max(1, int(settings["lease_s"])))
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    if settings["port"]:
+        threading.Thread(target=forward, args=(listener(settings["port"]), settings["socket"]),
+                         daemon=True).start()  # fmt: skip
+    answer(sink, {"ready": True}, b"")
+    for line in source:
+        request = json.loads(line)
+        data = source.read(request["bytes"])
+        try:
+            answer(sink, *DO[request["do"]](request, data, settings))
+        except (OSError, ValueError, tarfile.TarError) as error:
+            answer(sink, {"error": str(error)[:300]}, b"")
+
+
+def answer(sink: Any, fields: dict[str, Any], data: bytes) -> None:
+    """Write an answer."""
+    sink.write(json.dumps({**fields, "bytes": len(data)}).encode() + b"\n" + data)
+    sink.flush()
+
+
+def do_exec(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
+    """Run a command, and end all processes that it left."""
+    confine = confinement(settings)
+    said, ended, status = run(request, settings["work"], confine, settings["memory_mb"])
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        for _ in range(100):  # processes may be forked meanwhile
+            os.kill(-1, signal.SIGKILL)
+    return {"ended": ended, "status": status}, said
+
+
+def confinement(settings: dict[str, Any]) -> Callable[[], None]:
+    """Return the steps of a command's process before it begins."""
+    uid = settings["uid"]
+    mb = 1 << 20
+
+    def confine() -> None:
+        if uid:
+            os.setgroups([])
+            os.setgid(uid)
+            os.setuid(uid)
+        for kind, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_CPU, settings["cpu_s"]),
+            (resource.RLIMIT_NOFILE, 1024),
+            (resource.RLIMIT_NPROC, settings["processes"] + (0 if uid else 4)),  # bwrap, this and its thread
+            (resource.RLIMIT_AS, settings["memory_mb"] * mb),
+        ):
+            resource.setrlimit(kind, (value, value))
+
+    return confine
+
+
+def do_write(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
+    """Write a file, as the commands' user."""
+
+    def write() -> bytes:
+        path = os.path.join(settings["work"], request["path"])
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o755)) as file:
+            file.write(data)
+        return b""
+
+    return as_user(settings, write)
+
+
+def do_read(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
+    """Read a file, as the commands' user."""
+
+    def read() -> bytes:
+        path = os.path.join(settings["work"], request["path"])
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(f"{request['path']} is no regular file")
+            found = file.read(request["most"] + 1)
+        if len(found) > request["most"]:
+            raise OSError(f"{request['path']} has more than {request['most']} bytes")
+        return b"+" + found
+
+    fields, found = as_user(settings, read)
+    if fields.get("missing"):
+        return {"found": False}, b""
+    return {**fields, "found": True}, found[1:]
+
+
+def do_pack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
+    """Pack the working directory, as the commands' user."""
+
+    def packed() -> bytes:
+        archive = pack(settings["work"], request["most"])
+        if archive is None:
+            raise OSError(f"the working directory has more than {request['most']} bytes")
+        return archive
+
+    return as_user(settings, packed)
+
+
+def do_unpack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
+    """Unpack an archive, as the commands' user."""
+
+    def unpacked() -> bytes:
+        unpack(data, settings["work"])
+        return b""
+
+    return as_user(settings, unpacked)
+
+
+def as_user(settings: dict[str, Any], work: Callable[[], bytes]) -> Answer:
+    """Return what `work` returns in a process with the limits of commands, which may not harm this one."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            confinement(settings)()
+            try:
+                result = b"+" + work()
+            except FileNotFoundError:
+                result = b"?"
+            except BaseException as error:
+                result = b"-" + (str(error) or type(error).__name__).encode()
+            with os.fdopen(write, "wb") as sink:
+                sink.write(result)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as source:
+        result = source.read()
+    os.waitpid(pid, 0)
+    if result[:1] == b"?":
+        return {"missing": True}, b""
+    if result[:1] != b"+":
+        return {"error": result[1:301].decode(errors="replace") or "it was killed"}, b""
+    return {}, result[1:]
+
+
+DO = {"exec": do_exec, "write": do_write, "read": do_read, "pack": do_pack, "unpack": do_unpack}
+"""Request -> what answers it with fields and bytes."""
+
+
+def listener(port: int) -> socket.socket:
+    """Return a socket that listens on the sandbox's own loopback."""
+    return socket.create_server(("127.0.0.1", port))
+
+
+def forward(server: socket.socket, path: str) -> None:
+    """Connect whoever connects to `server` with the socket at `path`."""
+    others: dict[socket.socket, socket.socket] = {server: server}
+    while True:
+        for ready in select.select(list(others), [], [])[0]:
+            if ready is server:
+                near = server.accept()[0]
+                if len(others) > 2 * CONNECTIONS:
+                    near.close()
+                    continue
+                far = socket.socket(socket.AF_UNIX)
+                try:
+                    far.connect(path)
+                except OSError:
+                    near.close()
+                    continue
+                others[near], others[far] = far, near
+            elif ready in others:
+                carry(ready, others)
+
+
+def carry(ready: socket.socket, others: dict[socket.socket, socket.socket]) -> None:
+    """Pass on the bytes that a connection has sent; close both ends with it."""
+    other = others[ready]
+    try:
+        data = ready.recv(1 << 16)
+        if data:
+            other.settimeout(30)
+            other.sendall(data)
+            return
+    except OSError:
+        pass
+    for end in (ready, other):
+        others.pop(end, None)
+        end.close()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(json.loads(sys.argv[2]))
+    else:
+        once()

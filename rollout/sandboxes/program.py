@@ -1,0 +1,115 @@
+"""Runs a program of the environment `command` in a sandbox, from which it reaches the model alone."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from yarl import URL
+
+from protocol.errors import SettingsError
+from rollout.config import EnvironmentConfig
+from rollout.programs.outcome import Outcome, outcome_of
+from rollout.programs.program import MAX_LINE, MAX_OUTPUT, ProgramKilled
+from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, SandboxFull, Start
+from rollout.sandboxes.pool import SandboxPool
+from rollout.sandboxes.registry import make_provider
+
+TASK, OUTCOME = "task.json", "outcome.json"
+OUTPUT = 16 << 20
+"""Bytes of output after which a program is ended."""
+
+
+class SandboxedProgram:
+    """A command, of which each sample runs one in a new sandbox."""
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        command: tuple[str, ...],
+        directory: str,
+        variables: Mapping[str, str],
+    ) -> None:
+        """Args: directory: has the program's modules, and can be read in the sandbox; may be empty.
+
+        Raises:
+            SettingsError: there is no such sandbox.
+        """
+        self._command, self._config = command, config
+        path = str(Path(directory).absolute()) if directory else ""
+        self._variables = {**({"PYTHONPATH": path} if path else {}), **variables}
+        sandbox = replace(config.sandbox, read_only=(*config.sandbox.read_only, *filter(None, (path,))))
+        self._pool = SandboxPool(make_provider(sandbox), sandbox.starts)
+
+    async def outcome(self, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
+        """Run the program for a sample, and return the outcome that it wrote, None if it wrote none.
+
+        Args:
+            url: base URL of the sample's session, on this machine.
+            key: of the session.
+            task: of the sample, as the program gets it.
+
+        Raises:
+            ProgramKilled: a signal ended it, or its sandbox died: the next attempt goes by the record.
+            RuntimeError: it failed; says the end of its output.
+            ValueError: the outcome is none.
+        """
+        start = Start(self._config.episode_s, endpoint=str(URL(url).origin()))
+        try:
+            async with self._pool.leased(start) as sandbox:
+                return await self._run(sandbox, url, key, task)
+        except SandboxDied as error:
+            raise ProgramKilled(f"the sandbox died: {error}") from None
+
+    async def close(self) -> None:
+        """Close connections to a service of sandboxes."""
+        await self._pool.close()
+
+    async def _run(self, sandbox: Sandbox, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
+        await sandbox.write(TASK, json.dumps(task).encode())
+        order = SandboxCommand(
+            self._command,
+            self._config.episode_s,
+            OUTPUT,
+            {
+                "OPENAI_BASE_URL": url,
+                "OPENAI_API_KEY": key,
+                "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": key,
+                "TETHER_TASK": TASK,
+                "TETHER_OUTCOME": OUTCOME,
+                **self._variables,
+            },
+        )
+        _check(self._command[0], await sandbox.exec(order))
+        try:
+            outcome = await sandbox.read(OUTCOME, MAX_LINE)
+            fields = None if outcome is None else json.loads(outcome)
+        except (SandboxFull, ValueError, RecursionError) as error:
+            raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
+        return None if outcome is None else outcome_of(fields)
+
+
+def _check(name: str, executed: Executed) -> None:
+    """Raise the error of a program that has not ended well."""
+    said = executed.output[-MAX_OUTPUT:].decode(errors="replace").strip()
+    if executed.ended:
+        raise RuntimeError(f"{name} exceeded the sandbox's limit of {executed.ended}: {said}")
+    if executed.status:
+        error = ProgramKilled if executed.status < 0 else RuntimeError
+        raise error(f"{name} ended with status {executed.status}: {said}")
+
+
+def check_options(processes: int, user: str) -> None:
+    """Check that no option is given that a sandbox does not have.
+
+    Raises:
+        SettingsError: names it.
+    """
+    for name, value in (("processes", processes), ("user", user)):
+        if value:
+            raise SettingsError(
+                f"setting environment.options.{name}: {value!r}, but in a sandbox a program serves one "
+                "sample, as a user of the sandbox; leave it out, or environment.sandbox"
+            )

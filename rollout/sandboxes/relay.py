@@ -1,0 +1,86 @@
+"""Lets a sandbox without a network reach the endpoint of its session, and no other address.
+
+A Unix socket, which is mounted into the sandbox, leads to the endpoint's port on loopback.
+"""
+
+import asyncio
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+from yarl import URL
+
+from protocol.errors import SettingsError
+from protocol.network.addresses import is_loopback
+
+CONNECTIONS = 64
+"""Connections of one sandbox at once; more are closed."""
+CHUNK = 1 << 16
+
+
+class Relay:
+    """A Unix socket in front of a port."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Args: endpoint: URL of this machine's loopback.
+
+        Raises:
+            SettingsError: it is another address, which a sandbox without a network does not have.
+        """
+        url = URL(endpoint)
+        if not is_loopback(url.host or ""):
+            raise SettingsError(
+                f"setting environment.host: a sandbox reaches the endpoint on loopback, not {url.host}; "
+                "leave environment.host and environment.advertise as they are"
+            )
+        self.host, self.port = str(url.host), int(url.port or 0)
+        self._server: asyncio.Server | None = None
+        self._open = 0
+
+    async def open(self, path: Path) -> None:
+        """Listen at a path, which the sandbox's user may connect to."""
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)  # a path of a socket has 107 bytes at most
+        try:
+            near = socket.socket(socket.AF_UNIX)
+            near.bind(f"/proc/self/fd/{folder}/{path.name}")
+        finally:
+            os.close(folder)
+        self._server = await asyncio.start_unix_server(self._connected, sock=near)
+
+    async def close(self) -> None:
+        """Close it and its connections."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry bytes both ways until either end closes."""
+        self._open += 1
+        try:
+            if self._open > CONNECTIONS:
+                return
+            with suppress(OSError):
+                far_reader, far_writer = await asyncio.open_connection(self.host, self.port)
+                try:
+                    await _either(_carry(reader, far_writer), _carry(far_reader, writer))
+                finally:
+                    far_writer.close()
+        finally:
+            self._open -= 1
+            writer.close()
+
+
+async def _either(*carriers: "asyncio._CoroutineLike[None]") -> None:
+    """Return when one has ended, and end the other."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(carrier, name="sandbox.relay") for carrier in carriers]
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in running:
+            task.cancel()
+
+
+async def _carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await source.read(CHUNK):
+            sink.write(data)
+            await sink.drain()

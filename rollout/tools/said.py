@@ -1,0 +1,27 @@
+"""Writes how a command ended as the answer to a call of the tool `shell`."""
+
+from rollout.sandboxes.base import Executed, SandboxCommand
+
+SHELL = ("/bin/sh", "-c", 'exec "$(command -v bash || echo /bin/sh)" -c "$0"')
+"""Runs its last argument in bash, or in the shell that there is."""
+
+
+def shell_order(text: str, wall_s: float, output: int) -> SandboxCommand:
+    """Return the order of a command line."""
+    return SandboxCommand((*SHELL, text.replace("\0", "")), wall_s, output)
+
+
+def said(executed: Executed, order: SandboxCommand, notes: tuple[str, ...] = ()) -> str:
+    """Return the output of a command, the limit that ended it or its status, and more `notes`."""
+    reasons = {
+        "time": f"{order.wall_s:g} s",
+        "output": f"{order.output} bytes of output",
+        "memory": "more memory than the sandbox has",
+        "files": "more files than the sandbox may have",
+    }
+    lines = [executed.output.decode(errors="replace").rstrip("\n")]
+    if executed.ended:
+        lines.append(f"[ended after {reasons[executed.ended]}]")
+    elif executed.status:
+        lines.append(f"[exit status {executed.status}]")
+    return "\n".join(line for line in (*lines, *notes) if line) or "(no output)"
