@@ -108,8 +108,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += _missing_trackers(settings)
     problems += refusals(RemoteDirectory, settings.run.remote) if settings.run.remote else ()
     if local:
-        problems += local_problems(settings)
-        problems += reward_gpu_problems(settings)
+        problems += [*local_problems(settings), *reward_gpu_problems(settings)]
         problems += [] if problems else trial_problems(settings, prompts, modules)
         if model:
             problems += host_memory_problems(settings, model)
