@@ -22,8 +22,7 @@ from services.preflight.data import (
     stream_problems,
 )
 from services.preflight.endpoints import local_problems
-from services.preflight.engines import engine_problems
-from services.preflight.kernels import kernel_problems
+from services.preflight.engines import engine_problems, kernel_problems
 from services.preflight.machine import attention_problems
 from services.preflight.memory import describe_memory, host_memory_problems
 from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model

@@ -1,8 +1,15 @@
-"""Finds what an engine refuses: ranks, experts to record, layers without experts, sglang-jax's families."""
+"""Finds what an engine refuses: ranks, experts, layers, sglang-jax's families, and kernels that it lacks.
 
-from collections.abc import Iterator
+No engine is imported for it: lists are read from the source of the installed vLLM.
+"""
+
+import ast
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from rollout.engines.base import EngineConfig
+from rollout.engines.requests import head_dim_of
 from rollout.engines.sglang_jax.interpreter import check_interpreter
 from rollout.engines.sglang_jax.model_check import check_model
 from services.preflight.model import ModelFacts, engines_of
@@ -13,6 +20,10 @@ ON_ONE_RANK = ("hf", "megatron")
 """Engines without tensor parallelism."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of config.json, by family, with the number of experts."""
+RANKS = ("config/lora.py", "MaxLoRARanks")
+"""File of vLLM, and the name that it gives the ranks of adapters that it has kernels for."""
+CPU_HEAD_SIZES = ("v1/attention/backends/cpu_attn.py", "get_supported_head_sizes")
+"""File of vLLM, and its function that returns the head sizes that it has attention for on a CPU."""
 
 
 def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
@@ -59,3 +70,77 @@ def _recording_problems(settings: Settings, model: ModelFacts) -> Iterator[Probl
             "trainer.routing_replay" if replays else "engine.enable_return_routed_experts",
             True,
         )
+
+
+def kernel_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str]) -> Iterator[Problem]:
+    """Yield refusals of engines at their start: head sizes, ranks of adapters and dtypes without kernels.
+
+    Args:
+        settings: the run's settings.
+        model: the model that the engines serve.
+        gpus: the GPUs that may be used, as `services.settings.automatic.visible_gpus` names them.
+    """
+    for engine in engines_of(settings):
+        if engine.name == "vllm":
+            yield from _adapter_rank_problems(settings)
+            if not gpus:
+                yield from _head_problems(model)
+        if gpus:
+            yield from _float32_problems(engine, settings.lora.rank)
+
+
+def _adapter_rank_problems(settings: Settings) -> Iterator[Problem]:
+    rank, ranks = settings.lora.rank, numbers_in_vllm(*RANKS)
+    if ranks and rank > max(ranks):
+        yield Problem(
+            f"vLLM has kernels for adapters of rank {max(ranks)} at most",
+            f"set it to {max(ranks)} or less, or use another engine",
+            "lora.rank",
+            rank,
+        )
+
+
+def _head_problems(model: ModelFacts) -> Iterator[Problem]:
+    size, sizes = head_dim_of(model.config), numbers_in_vllm(*CPU_HEAD_SIZES)
+    if size and sizes and size not in sizes:
+        yield Problem(
+            f"{model.place / 'config.json'}: head_dim {size} is not supported by vLLM on a CPU, and torch "
+            f"sees no GPU here; supported are {', '.join(map(str, sizes))}",
+            "use hf, megatron or sglang, or another model",
+            "engine.name",
+            "vllm",
+        )
+
+
+def _float32_problems(engine: EngineConfig, rank: int) -> Iterator[Problem]:
+    if engine.dtype != "float32":
+        return
+    causes = {
+        "vllm": "vLLM's adapter kernels on a GPU compute in bfloat16 and float16" if rank else "",
+        "sglang": "SGLang's kernels on a GPU compute in bfloat16 and float16",
+    }
+    if cause := causes.get(engine.name):
+        yield Problem(cause, "use bfloat16", "engine.dtype", "float32")
+
+
+def numbers_in_vllm(file: str, name: str) -> list[int]:
+    """Return the numbers in the definition of a name or function of the installed vLLM; none if it has none.
+
+    Args:
+        file: path inside of the package.
+        name: of an assignment, or of a function at any depth.
+    """
+    spec = find_spec("vllm")
+    places = spec.submodule_search_locations if spec is not None else None
+    for path in (Path(place) / file for place in places or ()):
+        if not path.is_file():
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [getattr(node, "name", "")] + [getattr(t, "id", "") for t in getattr(node, "targets", ())]
+            if name in names:
+                return [
+                    part.value
+                    for part in ast.walk(node)
+                    if isinstance(part, ast.Constant) and type(part.value) is int
+                ]
+    return []
