@@ -343,7 +343,10 @@ def _template_of(config: RenderConfig) -> str:
     try:
         text = Path(config.chat_template_file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise SettingsError(f"setting render.chat_template_file: {error}") from None
+        cause = getattr(error, "strerror", None) or error
+        raise SettingsError(
+            f"setting render.chat_template_file: {config.chat_template_file}: {cause}"
+        ) from None
     if not text.strip():
         raise SettingsError(f"setting render.chat_template_file: {config.chat_template_file} is empty")
     return text

@@ -33,6 +33,8 @@ log = logging.getLogger("tether.ledger")
 
 CHECK_S = 0.2
 """Seconds between two checks whether the server lives."""
+RETRY_S = 0.5
+"""Seconds between two starts that fail."""
 START_S = 60.0
 """Limit of a start in seconds; a large append-only file takes a while to load."""
 LOCK_S = 5.0
@@ -213,23 +215,29 @@ class EmbeddedServer:
 async def keep_running_loop(server: EmbeddedServer) -> None:
     """Restart a server whenever it dies, on the same port, so that clients reconnect. Runs until cancelled.
 
-    A start that fails, because the disk is full for example, is repeated without limit: the clients that wait
-    for the server have their own deadlines.
+    A start that fails, because the disk is full for example, is repeated without limit, and logged where its
+    reason is another one: the clients that wait for the server have their own deadlines.
 
     Raises:
         TetherError: if its port was taken meanwhile.
     """
-    url = server.url
+    url, failure = server.url, ""
     while True:
-        await asyncio.sleep(CHECK_S)
+        await asyncio.sleep(RETRY_S if failure else CHECK_S)
         if server.running():
             continue
-        log.warning("ledger.died restarting in %s", server.directory)
+        if not failure:
+            log.warning("ledger.died restarting in %s", server.directory)
         try:
             new_url = await server.start()
         except (OSError, Unavailable) as error:
-            log.warning("ledger.not_started error=%s", error)
+            if str(error) != failure:
+                log.warning("ledger.not_started error=%s", error)
+            failure = str(error)
             continue
+        if failure:
+            log.warning("ledger.started after=%s", failure)
+        failure = ""
         if new_url != url:
             raise TetherError(
                 "the ledger server died and its port was taken meanwhile: "

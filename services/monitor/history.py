@@ -18,6 +18,7 @@ from services.observability.bottleneck import PartTimes
 from services.observability.durations import rate_text
 from services.run_record.lines import FollowedLine, LineFollower
 from services.run_record.steps import (
+    LATEST,
     MAX_LAGS,
     MAX_SERIES,
     RATE_STEPS,
@@ -84,6 +85,8 @@ class Point:
         if name not in self.totals:
             return None
         total = self.totals[name]
+        if name in LATEST:  # times: rounded as other numbers are, they would be minutes off
+            return total
         return rounded(total / self.counts[name] if is_sum(name) and self.counts[name] > 1 else total)
 
     def _add_number(self, name: str, value: float) -> None:

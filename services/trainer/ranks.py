@@ -1,5 +1,6 @@
 """Runs the trainer on several ranks: the process that starts torchrun, and the ranks that follow rank 0."""
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.gpu_turn import await_device
 from trainer.execution.executor import Executor
-from trainer.ranks.launch import torchrun
+from trainer.ranks.launch import ONE_THREAD, torchrun
 from trainer.weights.registry import make_sender
 
 
@@ -44,6 +45,7 @@ def launch(command: Sequence[str]) -> tuple[int, bool]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main
 
+    os.environ.update(ONE_THREAD | os.environ)
     try:
         main(command[3:])
     except ChildFailedError as failed:

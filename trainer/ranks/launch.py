@@ -13,6 +13,11 @@ NO_LOGS = ("--log-dir", os.devnull)
 """Ranks write to where torchrun writes; otherwise it makes directories for them that it never removes."""
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Variable that torchrun sets itself for several ranks, with a banner of stars; ranks choose their threads by
+`trainer.threads`."""
+
+
 def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
     """Return the command line that runs a module once for each of `ranks` ranks, on this machine."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *NO_LOGS]
@@ -35,6 +40,7 @@ def result_of_ranks(ranks: int, module: str, *arguments: str, limit_s: float | N
     try:
         done = subprocess.run(
             command,
+            env=ONE_THREAD | os.environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,5 +1,6 @@
 // One chart: a panel with a legend that shows the values at the cursor, and a uPlot below it.
 
+import { axis as chosenAxis, placesOf, WHOLE } from "./axis.js";
 import { el, replace, setText } from "./dom.js";
 import { axisLabels, number } from "./format.js";
 import { drawCells, lagColumns } from "./lag.js";
@@ -36,7 +37,7 @@ export class Chart {
     this.columns = series.map((item) => (item.from ? store.derive(item.from, item.compute) : store.values(item.name)));
     this.isLog = !this.panel.stack && !this.panel.lag && isLogarithmic(this.columns);
     this.element.dataset.scale = this.isLog ? "log" : "linear";
-    const ids = `${series.map((item) => item.id)} ${this.smoothed()} ${this.bands()} ${this.isLog}`;
+    const ids = `${series.map((item) => item.id)} ${this.smoothed()} ${this.bands()} ${this.isLog} ${chosenAxis().words}`;
     const isNew = ids !== this.ids || !this.plot;
     this.ids = ids;
     if (this.panel.lag) this.extra = lagColumns(store, this.columns);
@@ -66,9 +67,9 @@ export class Chart {
     this.setRange();
   }
 
-  /** uPlot's data: steps, then a column for each line; bands and stacks need further ones. */
+  /** uPlot's data: places on the axis, then a column for each line; bands and stacks need further ones. */
   data() {
-    const x = this.store.columns.step;
+    const x = placesOf(this.store);
     if (this.panel.stack) return [x, ...stacked(this.columns)];
     const bands = this.bands().flatMap(([i, name]) => edges(this.columns[i], this.store.values(name)));
     const smooth = this.smoothed().map((i) => movingMean(this.columns[i]));
@@ -100,7 +101,7 @@ export class Chart {
       cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 7 }, y: false },
       scales: { x: { time: false, range: (_, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) }, y: { distr: this.isLog ? 3 : 1, range: (_, min, max) => this.yRange(min, max) } },
       axes: [
-        { ...axis, size: 26, gap: 4, space: 60, incrs: WHOLE },
+        { ...axis, size: 26, gap: 4, space: 60, incrs: chosenAxis().marks, values: (_, ticks) => axisLabels(ticks, chosenAxis().format) },
         { ...axis, size: 54, gap: 6, space: 32, values: (_, ticks) => this.ticks(ticks), ...(this.extra ? { incrs: WHOLE } : {}) },
       ],
       series: [{}, ...lines, ...extra, ...bands.flatMap(() => [hidden, hidden]), ...smooth.map((i) => ({ stroke: color(this.series[i].color), width: 1.75, dash: dashOf(this.series[i]), spanGaps: true, points: { show: false } }))],
@@ -159,12 +160,20 @@ export class Chart {
     const steps = this.store.columns.step;
     const at = this.cursor ?? steps.length - 1;
     const shown = [...this.legend.children];
-    setText(this.at, this.cursor === null || !steps.length ? "" : `step ${Math.round(steps[at]).toLocaleString("en-US")}`);
+    setText(this.at, this.cursor === null || !steps.length ? "" : this.place(at));
     columns.forEach((column, i) => {
       const value = this.cursor === null ? newest(column) : column?.[at] ?? null;
       shown[i].dataset.value = value === null ? "" : String(value);
       setText(shown[i].lastChild, this.format(value));
     });
+  }
+
+  /** Returns the step of a point, and its place on another axis. */
+  place(at) {
+    const step = `step ${Math.round(this.store.columns.step[at]).toLocaleString("en-US")}`;
+    const { words, format } = chosenAxis();
+    const places = placesOf(this.store);
+    return places === this.store.columns.step || words === "steps" ? step : `${step} · ${format(places[at])}${format === number ? " tokens" : ""}`;
   }
 
   /** Says in words what the chart shows, for those who cannot see it. */
@@ -175,7 +184,7 @@ export class Chart {
       const [low, high] = known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
       return `${item.label}: now ${this.format(known.at(-1))}, from ${this.format(low)} to ${this.format(high)}`;
     });
-    this.box.setAttribute("aria-label", `${this.panel.title} over steps. ${parts.join("; ")}.`);
+    this.box.setAttribute("aria-label", `${this.panel.title} over ${chosenAxis().words}. ${parts.join("; ")}.`);
   }
 
   zoom(plot) {
@@ -198,8 +207,6 @@ export class Chart {
 }
 
 const dashOf = (item) => (item.isOther ? [5, 4] : undefined);
-
-const WHOLE = [1, 2, 5].flatMap((digit) => [...Array(16).keys()].map((power) => digit * 10 ** power)).sort((a, b) => a - b);
 
 function newest(column) {
   for (let i = (column?.length ?? 0) - 1; i >= 0; i -= 1) if (column[i] !== null) return column[i];

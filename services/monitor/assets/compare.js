@@ -1,25 +1,26 @@
-// Lays a second run over the first one: its values become columns `other.NAME` at the same steps.
+// Lays a second run over the first one: its values become columns `other.NAME` at the same places of the axis.
 
+import { placesOf } from "./axis.js";
 import { Store } from "./store.js";
 
 /** Stands before the names of the second run's columns. */
 export const OTHER = "other.";
 
-/** Returns a store with the points of both runs, by step; what is not a column is the first run's. */
+/** Returns a store with the points of both runs, by place; what is not a column is the first run's. */
 export function laidOver(store, other) {
   const both = Object.assign(new Store(), store);
-  const starts = [...new Set([...store.columns.start, ...other.columns.start])].sort((a, b) => a - b);
-  const column = (source, name) => {
-    const values = new Map(source.columns.start.map((start, i) => [start, source.columns[name][i]]));
-    return starts.map((start) => values.get(start) ?? null);
+  const [own, others] = [placesOf(store), placesOf(other)];
+  const places = [...new Set([...own, ...others])].sort((a, b) => a - b);
+  const placed = (from, values, missing) => {
+    const known = new Map(from.map((place, i) => [place, values[i]]));
+    return places.map((place) => known.get(place) ?? missing);
   };
   both.columns = {};
-  for (const name of Object.keys(store.columns)) both.columns[name] = column(store, name);
-  for (const name of Object.keys(other.columns)) both.columns[OTHER + name] = column(other, name);
-  both.columns.start = starts;
-  both.columns.step = both.columns.step.map((step, i) => step ?? both.columns[`${OTHER}step`][i]);
-  const lags = new Map(store.columns.start.map((start, i) => [start, store.lags[i]]));
-  both.lags = starts.map((start) => lags.get(start) ?? []);
+  for (const [name, values] of Object.entries(store.columns)) both.columns[name] = placed(own, values, null);
+  for (const [name, values] of Object.entries(other.columns)) both.columns[OTHER + name] = placed(others, values, null);
+  for (const name of ["start", "step"]) both.columns[name] = both.columns[name].map((value, i) => value ?? both.columns[OTHER + name][i]);
+  both.lags = placed(own, store.lags, []);
+  both.places = places;
   return both;
 }
 

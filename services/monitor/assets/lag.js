@@ -1,5 +1,6 @@
 // The lag panel's cells: how many tokens of each lag a step trained, against the bound.
 
+import { placesOf } from "./axis.js";
 import { color } from "./theme.js";
 
 /** Returns what the lag panel draws beside its lines: the bound as values and as a line above its row of cells,
@@ -14,9 +15,9 @@ export function lagColumns(store, columns) {
 /** Draws a cell for each point and lag, under the lines of the plot. */
 export function drawCells(plot, store, largest) {
   const { ctx, bbox } = plot;
-  const steps = store.columns.step;
+  const places = placesOf(store);
   const height = Math.abs(plot.valToPos(0, "y", true) - plot.valToPos(1, "y", true));
-  const center = steps.map((step) => plot.valToPos(step, "x", true));
+  const center = places.map((place) => plot.valToPos(place, "x", true));
   ctx.save();
   ctx.beginPath();
   ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
@@ -24,7 +25,7 @@ export function drawCells(plot, store, largest) {
   ctx.fillStyle = color("c1");
   store.lags.forEach((rows, i) => {
     const total = rows.reduce((sum, [, tokens]) => sum + tokens, 0);
-    const half = Math.max(0.5, (i + 1 < steps.length ? center[i + 1] - center[i] : i ? center[i] - center[i - 1] : 20) / 2);
+    const half = Math.max(0.5, (i + 1 < places.length ? center[i + 1] - center[i] : i ? center[i] - center[i - 1] : 20) / 2);
     if (total === 0 || center[i] + half < bbox.left || center[i] - half > bbox.left + bbox.width) return;
     for (const [lag, tokens] of rows) {
       if (lag > largest || tokens === 0) continue;

@@ -1,6 +1,7 @@
 // Asks the monitor for what is new, again and again, and shows it. Nothing is asked while the page is hidden.
 
 import { ask, receivedBytes } from "./api.js";
+import { startAxis } from "./axis.js";
 import { Chart } from "./chart.js";
 import { laidOver } from "./compare.js";
 import { byId, setText } from "./dom.js";
@@ -11,7 +12,7 @@ import { History } from "./history.js";
 import { startLook } from "./look.js";
 import { otherPanels, PANELS, seriesOf } from "./panels.js";
 import { showDrops, showEngines, showProcesses } from "./processes.js";
-import { startRange } from "./range.js";
+import { forgetZoom, startRange } from "./range.js";
 import { retrySamples, startSamples } from "./samples.js";
 import { showState, showTiles } from "./summary.js";
 import { onTheme, startTheme } from "./theme.js";
@@ -104,6 +105,7 @@ async function pollForever() {
 
 startTheme(byId("theme"));
 startRange(byId("range"), () => charts.forEach((chart) => chart.setRange()));
+startAxis(byId("axis"), () => { forgetZoom(); if (store.length) drawCharts(); });
 startLook(byId("scale"), byId("smoothing"), () => store.length && drawCharts());
 startEvents();
 startFiles();

@@ -1,5 +1,6 @@
 // The steps that all charts show: all of them, the newest ones, or those that the reader has dragged over.
 
+import { placesOf } from "./axis.js";
 import { segments } from "./dom.js";
 
 const CHOICES = [["all", "All steps"], ["500", "Last 500"], ["100", "Last 100"]];
@@ -18,16 +19,22 @@ export function startRange(parent, onChange) {
   });
 }
 
-/** Shows the steps from `min` to `max` in all charts, until another choice is made. */
+/** Shows the part of the axis from `min` to `max` in all charts, until another choice is made. */
 export function zoomTo(min, max) {
   zoom = [min, max];
   announce();
 }
 
-/** Returns the first and last step to show. */
+/** Forgets what was dragged over: places on another axis. */
+export function forgetZoom() {
+  zoom = null;
+  mark();
+}
+
+/** Returns the first and last place of the axis to show. */
 export function shownRange(store) {
-  const steps = store.columns.step;
-  const last = steps.at(-1) ?? 0;
   if (zoom) return zoom;
-  return [chosen === "all" ? steps[0] ?? 0 : Math.max(steps[0] ?? 0, last - Number(chosen)), last];
+  const places = placesOf(store), steps = store.columns.step;
+  const first = chosen === "all" ? 0 : steps.findIndex((step) => step >= steps.at(-1) - Number(chosen));
+  return [places[first] ?? 0, places.at(-1) ?? 0];
 }

@@ -52,6 +52,11 @@ export class Store {
     return this.columns[name]?.some((value) => value !== null) ?? false;
   }
 
+  /** Returns how many steps each point stands for. */
+  stepCounts() {
+    return this.columns.start.map((start) => Math.max(0, Math.min(this.width, this.last.step - start + 1)));
+  }
+
   /** Returns a column computed from others, point by point; null where one of them is missing. */
   derive(names, compute) {
     const inputs = names.map((name) => this.columns[name]);

@@ -71,7 +71,7 @@ export function showTiles(store, state, isOver) {
 
 /** Returns the sums and means over all steps under the names that a step's line has. */
 function wholeRun(store) {
-  const steps = store.columns.start.map((start) => Math.min(store.width, store.last.step - start + 1));
+  const steps = store.stepCounts();
   const sum = (name) => (store.values(name) ?? []).reduce((all, value, i) => all + (value ?? 0) * steps[i], 0);
   const tokens = store.lags.flat().reduce((all, [, count]) => all + count, 0);
   const known = (store.values("lag_max") ?? []).filter((value) => value !== null);

@@ -14,6 +14,7 @@ import redis as redis_sync
 from redis.asyncio import Redis
 
 from protocol.errors import Unavailable
+from services.ledger import embedded_server
 from services.ledger.embedded_server import EmbeddedServer, keep_running_loop, read_endpoint
 from tests.contracts.ledger_rig import Driver, RedisRig
 from tests.services.ledger.conftest import redis_binary, valkey_binary
@@ -155,3 +156,36 @@ async def test_a_server_that_cannot_start_for_a_while_comes_back(tmp_path: Path)
     async with Redis.from_url(url) as client:
         assert await client.get("key") == b"value"
     await server.stop()
+
+
+async def test_starts_that_fail_alike_are_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_server, "RETRY_S", 0.02)
+    program = tmp_path / "program"
+    program.symlink_to(valkey_binary())
+    server = Counted(tmp_path / "ledger", str(program))
+    await server.start()
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(keep_running_loop(server))
+        program.unlink()
+        killed(server)
+        while server.starts < 5:  # noqa: ASYNC110 (a counter)
+            await asyncio.sleep(0.02)
+        program.symlink_to(valkey_binary())
+        while "ledger.started" not in caplog.text:  # noqa: ASYNC110 (a log)
+            await asyncio.sleep(0.02)
+        keeping.cancel()
+    events = [record.msg.split()[0] for record in caplog.records if record.name == "tether.ledger"]
+    assert events == ["ledger.died", "ledger.not_started", "ledger.started"]
+    await server.stop()
+
+
+class Counted(EmbeddedServer):
+    """Counts its starts."""
+
+    starts = 0
+
+    async def start(self) -> str:
+        self.starts += 1
+        return await super().start()

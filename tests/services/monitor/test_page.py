@@ -39,6 +39,9 @@ WINDOWS = pytest.mark.parametrize(
     ("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 )
 
+PRESS = "[...document.querySelectorAll('#{} button')].find((e) => e.textContent === '{}').click()"
+"""Presses one of the buttons of a choice."""
+
 pytestmark = [
     pytest.mark.timeout(600),
     slow_unless_changed("services/monitor/", "services/run_record/", "tests/services/monitor/"),
@@ -282,19 +285,50 @@ async def test_charts_have_a_log_axis_and_smoothing_by_choice(tmp_path: Path) ->
     write_lines(
         path, (step_line(s, grad_norm=40.0 if s == 30 else 0.01, loss=(-1.0) ** s) for s in range(60))
     )
-    press = "[...document.querySelectorAll('#{} button')].find((e) => e.textContent === '{}').click()"
     ids = "[...document.querySelectorAll('.chart')].map((e) => [e.dataset.panel, e.dataset.scale])"
     async with opened(tmp_path, run_dir, 1280, "light") as (page, _):
         assert {scale for _, scale in await page.evaluate(ids)} == {"linear"}
-        await page.evaluate(press.format("scale", "Log"))
+        await page.evaluate(PRESS.format("scale", "Log"))
         scales = dict(await page.evaluate(ids))
         assert (scales["grad_norm"], scales["loss"], scales["lag"]) == ("log", "linear", "linear")
         mean = "import('/assets/look.js').then((m) => m.movingMean([0, 0, 6, 0, 0]))"
         smoothed = "import('/assets/look.js').then((m) => [m.isSmoothed(60, false), m.isSmoothed(60, true)])"
         assert await page.evaluate(smoothed) == [False, False]
-        await page.evaluate(press.format("smoothing", "Smoother"))
+        await page.evaluate(PRESS.format("smoothing", "Smoother"))
         assert await page.evaluate(smoothed) == [True, True]
         assert await page.evaluate(mean) == [0, 2, 2, 2, 0]
+        assert await page.evaluate(PAINTED)
+        assert page.failures == []
+
+
+@pytest.mark.parametrize("lays_over", [False, True])
+async def test_charts_are_drawn_over_steps_time_or_tokens(tmp_path: Path, lays_over: bool) -> None:
+    run_dir = recorded_run(tmp_path)
+    path = run_dir / "metrics.jsonl"
+    path.unlink()
+    write_lines(path, (step_line(s, time=1.8e9 + 90.0 * s, trained_tokens=1000 * (s + 1)) for s in range(7)))
+    other = None
+    if lays_over:  # a run of the same steps in half the time
+        other = recorded_run(tmp_path / "other")
+        (other / "metrics.jsonl").unlink()
+        lines = (step_line(s, time=1.7e9 + 45.0 * s, trained_tokens=1000 * (s + 1)) for s in range(7))
+        write_lines(other / "metrics.jsonl", lines)
+    places = "import('/assets/axis.js').then((m) => m.axis().words)"
+    async with opened(tmp_path, run_dir, 1280, "light", other=other) as (page, _):
+        if lays_over:
+            await page.until(f"({LEGEND})('other.reward_mean') !== null")
+        for label, words, at_half in (
+            ("Time", "time", "step 3 · 4 min 30 s"),
+            ("Tokens", "trained tokens", "step 4 · 15,000 tokens"),
+            ("Steps", "steps", "step 3"),
+        ):
+            await page.evaluate(PRESS.format("axis", label))
+            assert await page.evaluate(places) == words
+            assert await page.evaluate(TEXTS_OF.format("#h-learning")) == [f"Learning, over {words}"]
+            box = await page.evaluate(PLOT)
+            await page.move_to(box[0] + box[2] / 2, box[1] + box[3] / 2)
+            await page.until(f"document.querySelector('[data-panel=reward] .at').textContent === '{at_half}'")
+            await page.move_to(box[0] + box[2] / 2, box[1] - 60)
         assert await page.evaluate(PAINTED)
         assert page.failures == []
 
