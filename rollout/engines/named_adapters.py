@@ -3,7 +3,7 @@
 They do not change: versions bring none of them. A request names one, or none for the model itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,8 @@ import safetensors.torch
 import torch
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
-from protocol.weights.lora import AdapterTarget, LoraConfig
+from protocol.errors import EngineSettingsError
+from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig, as_scaled
 from protocol.weights.peft import TENSORS, read_peft
 
 
@@ -54,5 +55,19 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
     found = {}
     for name, directory in adapters.items():
         config, targets = read_peft(directory, shapes, f"adapter {name!r}: {directory}")
+        if inside := [target.weight for target in targets if "expert" in target.module]:
+            raise EngineSettingsError(
+                f"adapter {name!r}: {directory}: {inside[0]} is an expert's, which cannot have one here"
+            )
         found[name] = NamedAdapter(name, directory, config, tuple(targets))
     return found
+
+
+def covering(adapters: Iterable[NamedAdapter]) -> LoraConfig:
+    """Return the settings of an adapter with the rank and the layers of all of these; none: of no adapter."""
+    configs = [adapter.config for adapter in adapters]
+    if not configs:
+        return NO_ADAPTERS
+    rank = max(config.rank for config in configs)
+    layers = sorted({layer for config in configs for layer in config.target_modules})
+    return as_scaled(LoraConfig(rank, target_modules=tuple(layers)))

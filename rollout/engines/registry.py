@@ -84,6 +84,7 @@ ENGINES = Registry(
         "vllm": EngineEntry(
             "rollout.engines.vllm.engine:VllmEngine",
             serves_adapters=True,
+            names_adapters=True,
             can_sleep=True,
             started_to_sleep=True,
             records_experts=True,

@@ -20,7 +20,7 @@ class RowAdapters:
         """Put hooks on the layers of `model` that an adapter changes.
 
         Raises:
-            EngineSettingsError: one changes a layer that is no linear one, or is inside an expert.
+            EngineSettingsError: one changes a layer that is no linear one.
         """
         self._rows: Sequence[str] = ()
         layers: dict[str, Pairs] = {}
@@ -33,7 +33,7 @@ class RowAdapters:
         modules = dict(model.named_modules())
         for name, pairs in layers.items():
             module = modules.get(name)
-            if not isinstance(module, torch.nn.Linear) or "experts." in name:
+            if not isinstance(module, torch.nn.Linear):
                 raise EngineSettingsError(
                     f"adapter {next(iter(pairs))!r}: engine hf has no plain linear layer {name}; "
                     "leave it out of the adapter"

@@ -24,6 +24,7 @@ from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolic
 from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import start_error
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
+from rollout.engines.named_adapters import NamedAdapter, covering, read_named
 from rollout.engines.requests import check_request, spans_from_marks
 from rollout.engines.vllm.imports import import_vllm
 from rollout.engines.vllm.launch import (
@@ -33,7 +34,7 @@ from rollout.engines.vllm.launch import (
     engine_arguments,
     sampling_parameters,
 )
-from rollout.engines.vllm.lora import first_adapter
+from rollout.engines.vllm.lora import first_adapter, named_request
 
 
 class VllmEngine(MultiProcessEngine):
@@ -49,6 +50,7 @@ class VllmEngine(MultiProcessEngine):
         incarnation: str,
         lora: LoraConfig = NO_ADAPTERS,
         shared: Path | None = None,
+        named: Mapping[str, Path] | None = None,
     ) -> None:
         """Create an engine that is not started.
 
@@ -58,6 +60,8 @@ class VllmEngine(MultiProcessEngine):
             incarnation: name of this engine, in errors and logs.
             lora: the adapter that versions bring, if any.
             shared: file by which the trainer finds the live weights, to compute with them; None: it does not.
+            named: name -> PEFT directory of the adapters that requests may name. Versions can then bring an
+                adapter alone, for the other requests.
         """
         self._vllm = VllmProcesses(incarnation)
         super().__init__(
@@ -68,8 +72,9 @@ class VllmEngine(MultiProcessEngine):
         self._no_seeds = "drafts decide how many random numbers a seed is used for" if drafts else ""
         self._lora = lora
         self._shared = shared
-        self._adapter: Any = None
-        """LoRARequest that every request carries, if adapters are served."""
+        self._named = dict(named or {})
+        self._adapters: dict[str, Any] = {}
+        """LoRARequest of each adapter that a request may name; of "" the one that versions bring, if any."""
         self._vocab = 0
         self._mixture: Mixture | None = None
         """None: experts are not recorded."""
@@ -85,13 +90,20 @@ class VllmEngine(MultiProcessEngine):
         ready = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
+                named = await asyncio.to_thread(read_named, self._named, self._model_dir)
+                self._lora = covering(named.values()) if named else self._lora
                 model = await asyncio.to_thread(check_model, self._config, self._model_dir, self._lora)
                 await self._vllm.start(
                     engine_arguments(
-                        self._config, self._model_dir, self._name, self._lora, self.worker_extension
+                        self._config,
+                        self._model_dir,
+                        self._name,
+                        self._lora,
+                        self.worker_extension,
+                        len(named),
                     )
                 )
-                await self._install(model)
+                await self._install(model, list(named.values()))
                 # the first step allocates and compiles, and fails where an attention kernel lacks this
                 # model's shape
                 await self._complete(Request("warm-up", (0,), Sampling(max_tokens=2)), "warm-up")
@@ -113,6 +125,7 @@ class VllmEngine(MultiProcessEngine):
             max_model_len=self._config.max_model_len,
             running=self._running,
             no_seeds=self._no_seeds,
+            adapters=self._named,
         )
         number = next(self._numbers)
         self._running[request.id] = name = f"{number}:{request.id}"
@@ -226,14 +239,14 @@ class VllmEngine(MultiProcessEngine):
         # with an adapter no version brings the base weights back, so they are kept in host memory (level 1)
         await self._staging.sleep(1 if self._lora.rank else 2)
 
-    async def _install(self, model: dict[str, Any]) -> None:
+    async def _install(self, model: dict[str, Any], named: Sequence[NamedAdapter]) -> None:
         """Install our part in all workers, and connect to their sockets."""
         self._vocab = int(model.get("vocab_size") or 0)
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
         if self._config.enable_return_routed_experts:
             self._mixture = Mixture.of(shapes, model, self._model_dir)
         if self._lora.rank:
-            shapes = await self._load_adapter(shapes)
+            shapes = await self._load_adapters(shapes, named)
         # the sockets need no name any more once they are connected
         with tempfile.TemporaryDirectory(prefix="tether-ranks-") as directory:
             ranks = await self._call(
@@ -256,14 +269,21 @@ class VllmEngine(MultiProcessEngine):
             await self._vllm.connect(Path(directory), len(ranks))
         await self._staging.divide([rank["unplaced"] for rank in ranks])
 
-    async def _load_adapter(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """Have vLLM load an adapter without effect; return the shapes of its tensors."""
+    async def _load_adapters(
+        self, shapes: Mapping[str, Sequence[int]], named: Sequence[NamedAdapter]
+    ) -> dict[str, list[int]]:
+        """Have vLLM load an adapter without effect and the named ones; return the shapes of the first."""
         model = {name: tuple(shape) for name, shape in shapes.items()}
         with tempfile.TemporaryDirectory(prefix="tether-adapter-") as directory:
-            self._adapter = first_adapter(Path(directory), model, self._lora, self._config.dtype)
+            first = first_adapter(Path(directory), model, self._lora, self._config.dtype)
+            others = {adapter.name: named_request(adapter, i) for i, adapter in enumerate(named)}
             llm = self._vllm.llm
-            if not await llm.add_lora(self._adapter) or not await llm.pin_lora(self._adapter.lora_int_id):
-                raise EngineError(f"engine {self._name}: vLLM did not load the adapter")
+            for adapter in (first, *others.values()):
+                if not await llm.add_lora(adapter) or not await llm.pin_lora(adapter.lora_int_id):
+                    raise EngineError(f"engine {self._name}: vLLM did not load adapter {adapter.lora_name!r}")
+            # a model's own requests have the one without effect: on a CPU vLLM adds the last slot's to rows
+            # without any
+            self._adapters = {"": first, **others}
         return {
             name: list(shape)
             for name, shape in adapter_shapes(adapter_targets(model, self._lora), self._lora.rank).items()
@@ -277,7 +297,10 @@ class VllmEngine(MultiProcessEngine):
         output = None
         try:
             async for answer in self._vllm.llm.generate(
-                prompt, sampling_parameters(request.sampling), name, lora_request=self._adapter
+                prompt,
+                sampling_parameters(request.sampling),
+                name,
+                lora_request=self._adapters.get(request.adapter),
             ):
                 output = answer
         except (EngineDeadError, EngineGenerateError, ValueError) as error:

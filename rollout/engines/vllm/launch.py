@@ -200,6 +200,7 @@ def engine_arguments(
     incarnation: str,
     lora: LoraConfig,
     worker_extension: str = WORKER_EXTENSION,
+    named: int = 0,
 ) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's AsyncEngineArgs.
 
@@ -212,9 +213,8 @@ def engine_arguments(
         if on_gpu
         else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
     )
-    kernels: dict[str, Any] = {}
-    if on_gpu and config.attention_backend:
-        kernels["attention_backend"] = config.attention_backend
+    backend = config.attention_backend if on_gpu else ""
+    kernels: dict[str, Any] = {"attention_backend": backend} if backend else {}
     captures = on_gpu and not config.enforce_eager and "compilation_config" not in config.arguments
     if captures and config.max_running > GRAPHS:
         kernels["max_cudagraph_capture_size"] = config.max_running
@@ -241,7 +241,7 @@ def engine_arguments(
         **(ALONE if config.batch_invariant else {}),
         **memory,
         **kernels,
-        **lora_arguments(lora, model_dir),
+        **lora_arguments(lora, model_dir, named),
         **config.arguments,
     }
 

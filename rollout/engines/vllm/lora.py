@@ -1,7 +1,7 @@
-"""Updates the one LoRA adapter of vLLM's only slot in place.
+"""Updates the LoRA adapter in vLLM's first slot in place; adapters that are served by name have the others.
 
 vLLM loads an adapter once and copies it into tensors that its kernels read. An update stages and commits
-these tensors, as it does parameters without adapters; vLLM itself must never load or move the adapter again.
+these tensors, as it does parameters without adapters; vLLM itself must never load or move an adapter again.
 """
 
 import json
@@ -15,6 +15,7 @@ import torch
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
+from rollout.engines.named_adapters import NamedAdapter
 from rollout.engines.vllm.arguments import argument_names
 from rollout.staging.places import StagingRoom
 from rollout.staging.staging_plan import AnyPlan, trace
@@ -25,11 +26,16 @@ NUMBER = 1
 SLOT = 0
 
 
-def lora_arguments(lora: LoraConfig, model_dir: Path) -> dict[str, Any]:
+def lora_arguments(lora: LoraConfig, model_dir: Path, named: int = 0) -> dict[str, Any]:
     """Return AsyncEngineArgs' arguments for adapters of a model; empty without adapters.
 
-    The slot has the next rank that vLLM has kernels for, and zeros where the adapter does not fill it. Layers
+    A slot has the next rank that vLLM has kernels for, and zeros where the adapter does not fill it. Layers
     without an adapter, such as experts, keep the kernels that they have without adapters.
+
+    Args:
+        lora: the adapter of the first slot.
+        model_dir: the model's directory.
+        named: adapters beside it, each with a slot of its own.
 
     Raises:
         EngineSettingsError: if the rank is above all of these.
@@ -44,7 +50,8 @@ def lora_arguments(lora: LoraConfig, model_dir: Path) -> dict[str, Any]:
             f"setting lora.rank: {lora.rank} is above {ranks[-1]}, the highest rank that vLLM supports"
         )
     slot = next(rank for rank in ranks if rank >= lora.rank)
-    arguments = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": slot}
+    slots = 1 + named
+    arguments = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": slot}
     if "lora_target_modules" not in argument_names():  # an older release
         return arguments
     shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(model_dir).items()}
@@ -83,6 +90,13 @@ def first_adapter(
     return LoRARequest(NAME, NUMBER, str(directory))
 
 
+def named_request(adapter: NamedAdapter, number: int) -> Any:
+    """Return the LoRARequest of an adapter that is served by name; `number` counts them from 0."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, NUMBER + 1 + number, str(adapter.directory.absolute()))
+
+
 def trace_adapter(
     runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, staging_mb: int = 0
 ) -> AnyPlan:
@@ -108,8 +122,8 @@ def trace_adapter(
         for part, member in enumerate(_members(manager, name, shapes)):
             if member:
                 parameters |= {
-                    f"{name}.a.{part}": layer.lora_a_stacked[part],
-                    f"{name}.b.{part}": layer.lora_b_stacked[part],
+                    f"{name}.a.{part}": layer.lora_a_stacked[part][: SLOT + 1],
+                    f"{name}.b.{part}": layer.lora_b_stacked[part][: SLOT + 1],
                 }
 
     def load(named: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -124,8 +138,8 @@ def trace_adapter(
             layer.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
             for part, tensor in enumerate(a):
                 if tensor is not None:  # ranks that the slot has more than the adapter stay zero
-                    layer.lora_a_stacked[part][:, :, len(tensor) :].zero_()
-                    layer.lora_b_stacked[part][..., len(tensor) :].zero_()
+                    layer.lora_a_stacked[part][SLOT, :, len(tensor) :].zero_()
+                    layer.lora_b_stacked[part][SLOT, ..., len(tensor) :].zero_()
 
     plan = trace(load, parameters.items(), shapes, dtype, StagingRoom(mb=staging_mb))
     for layer in manager.modules.values():
@@ -144,6 +158,4 @@ def _members(manager: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _refuse(*unused: Any) -> None:
-    raise EngineError(
-        "vLLM was about to load or drop an adapter: the one that is trained must stay in its slot"
-    )
+    raise EngineError("vLLM was about to load or drop an adapter: each must stay in its slot")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 from services.serving.source import Serving, serving_of, with_adapters
+from tests.changes import VLLM, slow_unless_changed
 from tests.services.serving.test_service import ENGINE, client_of, logprobs_of, serving
 from trainer.config import ScratchConfig
 from trainer.lora import save_adapter
@@ -43,15 +44,21 @@ def write_adapter(model_dir: Path, directory: Path, config: LoraConfig, seed: in
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> tuple[Serving, dict[str, PreTrainedModel]]:
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Serving, dict[str, PreTrainedModel]]:
     model_dir = build_scratch(ScratchConfig(), tmp_path / "small")
+    engine = [f"engine.name={getattr(request, 'param', 'hf')}", "engine.dtype=float32", ENGINE[1]]
     models: dict[str, PreTrainedModel] = {"small": AutoModelForCausalLM.from_pretrained(model_dir)}
     for seed, (name, config) in enumerate(CONFIGS.items()):
         models[name] = write_adapter(model_dir, tmp_path / name, config, seed)
     options = [f"{name}={tmp_path / name}" for name in CONFIGS]
-    return with_adapters(serving_of(str(model_dir), ENGINE, False), options), models
+    return with_adapters(serving_of(str(model_dir), engine, False), options), models
 
 
+@pytest.mark.parametrize(
+    "served",
+    ["hf", pytest.param("vllm", marks=[pytest.mark.engine, slow_unless_changed(*VLLM)])],
+    indirect=True,
+)
 async def test_requests_at_once_have_each_the_adapter_that_their_model_names(
     served: tuple[Serving, dict[str, PreTrainedModel]],
 ) -> None:
