@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import msgspec
+import torch
 
 from protocol.errors import SettingsError
 from trainer.execution.commands import (
@@ -63,6 +64,8 @@ class CriticFollower:
 
     def _step(self, schedule: UpdateSchedule) -> None:
         part = receive_part(self._seat.wire)
+        if torch.cuda.is_initialized():  # the critic reports the peak of its step
+            torch.cuda.reset_peak_memory_stats()
         values = self._critic.values(part)
         self._seat.send_rows(values)
         returns = self._seat.receive_rows(len(values))

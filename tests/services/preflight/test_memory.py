@@ -11,6 +11,7 @@ from protocol.errors import SettingsError
 from protocol.host.memory import memory_limit
 from services.preflight.memory import (
     check_host_memory,
+    critic_workload,
     describe_memory,
     expected_gb,
     host_memory_problems,
@@ -71,6 +72,19 @@ def test_nothing_is_said_without_a_gpu_or_of_another_backend(overrides: tuple[st
     assert describe_memory(settings(*overrides), FACTS, environ) == []
     if "trainer.backend=reference" in overrides:
         assert expected_gb(settings(*overrides), FACTS) is None
+
+
+def test_a_critic_apart_is_in_its_own_ranks_memory_and_not_in_the_policys() -> None:
+    ppo = ("algorithm.name=ppo", "critic.weight_decay=0.3")
+    apart = settings(*ppo, "placement.critic=4", "placement.critic_tensor_parallel_size=2")
+    alone = critic_workload(apart, FACTS)
+    assert alone.architecture == workload_of(settings(*ppo), FACTS).critic
+    assert workload_of(apart, FACTS).critic is None
+    assert (alone.layout.tp, alone.layout.dp, alone.optimizer.weight_decay) == (2, 2, 0.3)
+    beside, without = (expected_memory(workload_of(given, FACTS), 1024) for given in (settings(*ppo), apart))
+    own = expected_memory(replace(alone, parallel=apart.parallel), 1024)
+    assert beside.parameters == without.parameters + own.parameters
+    assert beside.optimizer == without.optimizer + own.optimizer
 
 
 def test_the_host_is_described_where_masters_are_on_it() -> None:
