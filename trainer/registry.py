@@ -99,10 +99,8 @@ def make_backend(
             "adapters": adapters,
             "shared": shared,
         }
-    if name == "megatron":
+    if name in ("megatron", "fsdp"):
         options |= {"parallel": parallel, "frozen": frozen, "critic_dir": critic_dir}
-    elif name == "fsdp":
-        options |= {"parallel": parallel}
     elif parallel.world_size != 1:
         raise SettingsError(
             f"the {name} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron"

@@ -11,18 +11,19 @@ from services.preflight.critic import critic_architecture
 from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem
 from services.settings.automatic import visible_gpus
-from services.settings.hub import fetch_frozen, fetch_role
+from services.settings.hub import fetch_critic, fetch_frozen, fetch_role
 from services.settings.sections import Settings
+from trainer.backends.base import FrozenSpec
+from trainer.fsdp.expected import ShardedWorkload, read_workload
 from trainer.megatron.families.reading import architecture_of, read_architecture
 from trainer.megatron.memory.expected import (
     FrozenShape,
     Workload,
-    expected_memory,
     parameters_of_stage,
 )
 from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
 from trainer.memory.budget import TOKENS_MOST, TOKENS_STEP
-from trainer.memory.expected import GIB, ITEM_BYTES
+from trainer.memory.expected import GIB, ITEM_BYTES, Planned
 from trainer.roles.config import FROZEN_ROLES
 
 
@@ -96,12 +97,42 @@ def weights_apart(settings: Settings, work: Workload) -> dict[str, int]:
 def expected_gb(settings: Settings, model: ModelFacts) -> float | None:
     """Return the expected peak of a rank, GiB; with the smallest budget if the trainer is to choose it.
 
-    None for other backends than `megatron`.
+    None for backends without memory arithmetic.
     """
-    if settings.trainer.backend != "megatron":
-        return None
+    work = planned_of(settings, model)
     tokens = settings.trainer.micro_batch_tokens or TOKENS_STEP
-    return expected_memory(workload_of(settings, model), tokens).peak / GIB
+    return None if work is None else work.expected(tokens).peak / GIB
+
+
+def planned_of(settings: Settings, model: ModelFacts) -> Planned | None:
+    """Return the run as its backend computes its memory; None if it does not, or weights are yet to be made.
+
+    Raises:
+        SettingsError: the backend does not support the model, or a file cannot be read.
+    """
+    if settings.trainer.backend == "fsdp" and model.is_made:
+        return _sharded_workload(settings, model)
+    return workload_of(settings, model) if settings.trainer.backend == "megatron" else None
+
+
+def _sharded_workload(settings: Settings, model: ModelFacts) -> ShardedWorkload:
+    apart = settings.placement.ranks
+    frozen = [
+        FrozenSpec(role, path, getattr(settings, role).offload, role in apart)
+        for role, path in fetch_frozen(settings).items()
+    ]
+    if "reference" in apart and not settings.reference.path:
+        frozen.append(FrozenSpec("reference", model.place, apart=True))
+    return read_workload(
+        model.place,
+        settings.parallel,
+        settings.trainer,
+        settings.optimizer,
+        settings.lora,
+        settings.algorithm,
+        frozen,
+        fetch_critic(settings) if settings.needs_critic else None,
+    )
 
 
 def host_workload_of(
@@ -151,10 +182,12 @@ def describe_memory(
 ) -> list[str]:
     """Return lines with the expected memory of the trainer: of a rank on its GPU, and of a host.
 
-    There is none for ranks on a CPU, but for `optimizer.cpu_offload`, and none for other backends.
+    There is none for ranks on a CPU, but for `optimizer.cpu_offload`. The memory of a host is of `megatron`.
     """
     if settings.trainer.backend != "megatron":
-        return []
+        on_gpu = settings.trainer.device != "cpu" and bool(visible_gpus(environ))
+        work = planned_of(settings, model) if on_gpu else None
+        return [] if work is None else [f"memory   {memory_text(work)}"]
     workload = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
     lines = [memory_text(workload.work)] if workload.on_gpu else []
     if workload.on_gpu:
@@ -174,12 +207,12 @@ def _has() -> str:
     return f"{memory_limit() / GIB:.1f} GiB, {memory_available() / GIB:.1f} of it free"
 
 
-def memory_text(work: Workload) -> str:
+def memory_text(work: Planned) -> str:
     """Return the expected peak of a rank at its budget, or at the smallest and the largest one."""
     if tokens := work.trainer.micro_batch_tokens:
-        expected = expected_memory(work, tokens)
+        expected = work.expected(tokens)
         return f"expected peak of a trainer rank at {tokens} tokens a micro-batch: {expected}"
-    least, most = (expected_memory(work, tokens) for tokens in (TOKENS_STEP, TOKENS_MOST))
+    least, most = (work.expected(tokens) for tokens in (TOKENS_STEP, TOKENS_MOST))
     return (
         f"expected peak of a trainer rank: {least} at {TOKENS_STEP} tokens a micro-batch, "
         f"{most.peak / GIB:.1f} GiB at {TOKENS_MOST}; it chooses what fits its GPU"

@@ -34,6 +34,7 @@ from trainer.megatron.families.windows import windows_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import frozen_layout
 from trainer.random_model import check_scratch, config_of
+from trainer.storage.tensor_shapes import tensor_shapes
 
 OF_TRANSFORMERS = ("fsdp", "reference")
 """Backends that train models of transformers as they are."""
@@ -300,22 +301,3 @@ def count_parameters(directory: Path) -> int | None:
     """
     shapes = tensor_shapes(directory)
     return sum(prod(shape) for shape in shapes.values()) if shapes else None
-
-
-def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors in a directory's safetensors.
-
-    Raises:
-        SettingsError: a file cannot be read.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        for path in sorted(directory.glob("*.safetensors")):
-            with safe_open(str(path), framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no mapping)
-                    shapes[name] = tuple(file.get_slice(name).get_shape())
-    except (OSError, SafetensorError) as error:
-        raise SettingsError(f"{directory}: {error}") from None
-    return shapes

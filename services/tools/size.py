@@ -8,16 +8,18 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name
-from services.preflight.memory import critic_workload, weights_apart, workload_of
+from services.preflight.memory import critic_workload, planned_of, weights_apart, workload_of
 from services.preflight.model import ModelFacts, read_facts, read_model
 from services.settings.automatic import ALONE
+from services.settings.hub import fetch_role
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
+from trainer.fsdp.expected import ShardedWorkload, read_size
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.memory.expected import expected_memory, parameters_of_stage
 from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting_layouts
-from trainer.memory.budget import TOKENS_STEP, USED_SHARE, refusal
+from trainer.memory.budget import TOKENS_STEP, USED_SHARE, largest_budget, refusal
 from trainer.memory.expected import GIB, ITEM_BYTES
 
 ENGINE_OVERHEAD = 2 * GIB
@@ -86,9 +88,9 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
             no GPU to the policy.
     """
     settings = load_settings(config, overrides)
-    if settings.trainer.backend != "megatron":
+    if settings.trainer.backend not in ("megatron", "fsdp"):
         raise SettingsError(
-            f"setting trainer.backend: {settings.trainer.backend!r} has no layouts: use megatron"
+            f"setting trainer.backend: {settings.trainer.backend!r} has no layouts: use megatron or fsdp"
         )
     placed = settings.placement.total
     if placed >= gpus:
@@ -96,6 +98,8 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
             f"section [placement]: it takes {placed} GPUs of the trainer's {gpus}, and leaves none to the "
             "policy; give --gpus more, or place fewer"
         )
+    if settings.trainer.backend == "fsdp":
+        return _sharded_sizes(settings, gpus, gpus - placed, gpu_gb)
     model = _configuration(settings)
     work = workload_of(settings, model)
     whole = parameters_of_stage(dataclasses.replace(work, parallel=ParallelConfig()), 0)
@@ -115,6 +119,44 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
         engines=list(_engine_rooms(settings, whole, work.architecture, int(gpu_gb * GIB))),
         remedy="" if layouts else refusal(work, gpu_gb * GIB * USED_SHARE),
     )
+
+
+def _sharded_sizes(settings: Settings, gpus: int, ranks: int, gpu_gb: float) -> Sizes:
+    """Return what fits of a model that is sharded over all ranks; no engine's arithmetic is known for it.
+
+    Raises:
+        SettingsError: the model has no weights yet, or a file cannot be read.
+    """
+    work = planned_of(settings, read_model(settings))
+    if not isinstance(work, ShardedWorkload):
+        raise SettingsError(
+            "setting trainer.backend: 'fsdp' computes sizes from the model's files, which are yet to be made"
+        )
+    parallel, room = ParallelConfig(data_parallel_size=ranks), gpu_gb * GIB * USED_SHARE
+    work = dataclasses.replace(work, parallel=parallel)
+    tokens, item = largest_budget(work, room), ITEM_BYTES[settings.trainer.dtype]
+    fits = tokens >= settings.context_tokens
+    return Sizes(
+        model=settings.model.path or "[model.scratch]",
+        parameters=work.model.parameters,
+        gpus=gpus,
+        gpu_gb=gpu_gb,
+        sample_tokens=settings.context_tokens,
+        critic_apart=0,
+        apart={
+            role: _apart(settings, role, work) * item // held
+            for role, held in settings.placement.ranks.items()
+        },
+        layouts=[FittingLayout(parallel, tokens, work.expected(tokens))] if fits else [],
+        engines=[],
+        remedy="" if fits else refusal(work, room),
+    )
+
+
+def _apart(settings: Settings, role: str, work: ShardedWorkload) -> int:
+    """Return the parameters of a model with ranks of its own; without a path it is the policy's."""
+    given = getattr(settings, role).path
+    return read_size(fetch_role(settings, role)).parameters if given else work.model.parameters
 
 
 def _configuration(settings: Settings) -> ModelFacts:
@@ -177,7 +219,8 @@ def render_sizes(sizes: Sizes) -> str:
     if sizes.critic_apart:
         peak = sizes.critic_apart / GIB
         lines.append(f"critic   on GPUs of its own: peak {peak:.1f} GiB a GPU at {TOKENS_STEP:,} tokens")
-    lines.append("engine   with its staging copy, by its tensor ranks:")
+    if sizes.engines:
+        lines.append("engine   with its staging copy, by its tensor ranks:")
     for room in sizes.engines:
         lines.append(f"  {_engine_line(room, sizes.sample_tokens)}")
     return "\n".join(lines)

@@ -19,8 +19,6 @@ from trainer.layers.attention.visible import VisibleKeys
 
 NAME = "tether_packed"
 """Name among the attention implementations of transformers."""
-KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers, as config.json calls them, whose attention these kernels compute."""
 _sequences: PackedSequences | None = None
 
 

@@ -20,12 +20,14 @@ from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenS
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.fsdp.expected import read_workload
 from trainer.fsdp.layout import check_layout
 from trainer.fsdp.model import ShardedModel
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.fsdp.stepper import make_stepper
 from trainer.lora import merged, without_adapters
+from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import join_ranks
 from trainer.ranks.publication import Publication
 from trainer.reference.backend import DTYPES, choose_device
@@ -56,6 +58,8 @@ class FsdpBackend(Backend):
         algorithm: Algorithm,
         adapters: LoraConfig = NO_ADAPTERS,
         shared: bool = False,
+        frozen: Sequence[FrozenSpec] = (),
+        critic_dir: Path | None = None,
     ) -> None:
         """Load the model; arguments as in `make_backend`. A collective.
 
@@ -68,20 +72,17 @@ class FsdpBackend(Backend):
             super().masters()  # refuses
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(trainer.seed)
+        self.mesh, self._owns_group = join_mesh(parallel, trainer)
+        work = read_workload(
+            model_dir, parallel, trainer, optimizer, adapters, algorithm.config, frozen, critic_dir
+        )
+        self._memory = MemoryPlan(work, torch.device(self.mesh.device_type))
+        trainer = replace(trainer, micro_batch_tokens=self._memory.tokens)
         self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
         model = load_model(model_dir, "model.path")
         self.architecture = type(model).__name__
-        self.mesh, self._owns_group = join_mesh(parallel, trainer)
         self.replicas = [[rank] for rank in range(self.mesh.size())]
-        paths = {name: name for name, _ in model.named_parameters()}
-        if adapters.rank:
-            self.lora = adapters
-            self.targets, _ = attach(model, adapters, trainer.seed)
-            paths = {
-                name: f"{target.module}.lora.{half}"
-                for target in self.targets
-                for name, half in ((target.a, "a"), (target.b, "b"))
-            }
+        paths = self._trained_paths(model, adapters)
         self._model = ShardedModel(model, self.mesh, trainer, trained=True)
         sharded = dict(model.named_parameters())
         self._trained = {name: sharded[path] for name, path in paths.items()}
@@ -96,6 +97,18 @@ class FsdpBackend(Backend):
         self._models = [self._model]
         self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
         self._host, self._copies = HostOffload(), HostCopies()
+
+    def _trained_paths(self, model: Any, adapters: LoraConfig) -> dict[str, str]:
+        """Return the name of each trained tensor and its parameter, after adapters were attached."""
+        if not adapters.rank:
+            return {name: name for name, _ in model.named_parameters()}
+        self.lora = adapters
+        self.targets, _ = attach(model, adapters, self._trainer.seed)
+        return {
+            name: f"{target.module}.lora.{half}"
+            for target in self.targets
+            for name, half in ((target.a, "a"), (target.b, "b"))
+        }
 
     @property
     def why_rows(self) -> str:
@@ -115,6 +128,7 @@ class FsdpBackend(Backend):
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self._algorithm.config)
+        self._memory.begin_step()
 
         def run() -> tuple[list[Pass], list[torch.Tensor]]:
             passes = self._model.passes.divide(batch)
@@ -135,7 +149,8 @@ class FsdpBackend(Backend):
         tokens, padding, row_tokens = (int(count) for count in sums[-3:])
         made = MadePasses(vector, len(passes), tokens, padding, row_tokens)
         stats = made.counted_in(measures.stats(vector, grad_norm=norm, skipped=skipped))
-        return replace(stats, warnings=warnings)
+        peak, expected = self._memory.peaks(self._retry.tokens)
+        return replace(stats, memory_peak_gb=peak, memory_expected_gb=expected, warnings=warnings)
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._evaluate(self._model, batch)

@@ -23,6 +23,7 @@ from trainer.data.family_packing import pack_families
 from trainer.data.packing import pack_padded
 from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_families
 from trainer.fsdp import attention
+from trainer.fsdp.attention_types import KNOWN_TYPES
 from trainer.layers.attention.rows import to_device
 from trainer.layers.attention.sequences import token_positions
 from trainer.layers.attention.visible import (
@@ -217,7 +218,7 @@ def _packing_refusal(model: Any) -> str:
     for each. They differ if layers have a state that goes from one sample to the next, or attention that is
     not transformers' exchangeable one.
     """
-    unknown = set(getattr(model.config, "layer_types", None) or ()) - attention.KNOWN_TYPES
+    unknown = set(getattr(model.config, "layer_types", None) or ()) - KNOWN_TYPES
     if unknown:
         return f"layers of the types {', '.join(sorted(unknown))}"
     before = model.config._attn_implementation

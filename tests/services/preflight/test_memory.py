@@ -17,11 +17,14 @@ from services.preflight.memory import (
     host_memory_problems,
     host_workload_of,
     memory_text,
+    planned_of,
     workload_of,
 )
-from services.preflight.model import ModelFacts
+from services.preflight.model import ModelFacts, read_facts
 from services.settings.load import load_settings
 from services.settings.sections import Settings
+from tests.trainer.megatron.models import save_model
+from trainer.fsdp.expected import ShardedWorkload
 from trainer.megatron.memory.expected import expected_memory
 from trainer.megatron.memory.host_memory import expected_host_memory
 from trainer.memory.expected import GIB
@@ -57,6 +60,20 @@ def test_a_budget_that_is_set_is_what_is_expected() -> None:
     assert expected_gb(given, FACTS) == memory.peak / GIB
     text = memory_text(workload_of(given, FACTS))
     assert text == f"expected peak of a trainer rank at 4096 tokens a micro-batch: {memory}"
+
+
+def test_memory_of_a_sharded_model_is_described_by_its_files(tmp_path: Path) -> None:
+    facts = read_facts(save_model("qwen2", tmp_path))
+    given = settings("trainer.backend=fsdp", "algorithm.kl_coef=0.1", "trainer.micro_batch_tokens=512")
+    work = planned_of(given, facts)
+    assert isinstance(work, ShardedWorkload)
+    assert work.others == (work.model.parameters,)
+    assert expected_gb(given, facts) == work.expected(512).peak / GIB
+    assert memory_text(work).endswith(f"at 512 tokens a micro-batch: {work.expected(512)}")
+    assert describe_memory(given, facts, environ={"CUDA_VISIBLE_DEVICES": ""}) == []
+    apart = settings("trainer.backend=fsdp", "algorithm.kl_coef=0.1", "placement.reference=1")
+    assert planned_of(apart, facts) == replace(work, others=(), trainer=apart.trainer)
+    assert planned_of(given, replace(facts, is_made=False)) is None
 
 
 def test_a_budget_that_is_chosen_later_is_between_the_smallest_and_the_largest() -> None:

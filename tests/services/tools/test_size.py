@@ -12,6 +12,8 @@ from protocol.errors import SettingsError
 from services.cli import app
 from services.tools.size import render_sizes, size_run
 from tests.integration.loop import ROOT
+from tests.trainer.megatron.models import make_model, save_model
+from trainer.config import ParallelConfig
 from trainer.memory.expected import GIB
 
 CONFIG = str(ROOT / "deploy/examples/gsm8k/eight_gpus.toml")
@@ -46,6 +48,21 @@ def test_parameters_and_cache_are_the_sizes_that_hugging_face_makes(
     assert one.weights == 2 * 2 * sizes.parameters
     assert one.cache == int(80 * GIB * one.memory_fraction) - 2 * sizes.parameters - 2 * GIB
     assert one.weights // 2 + int(80 * GIB * one.memory_fraction) < 80 * GIB
+
+
+def test_a_model_of_transformers_is_sharded_over_all_gpus(tmp_path: Path) -> None:
+    model_dir = save_model("qwen2", tmp_path)
+    given = ["trainer.backend=fsdp", f'model.path="{model_dir}"']
+    given += ["algorithm.kl_coef=0.1", "placement.reference=2"]
+    sizes = size_run(CONFIG, given, gpus=5, gpu_gb=80)
+    (layout,) = sizes.layouts
+    assert layout.parallel == ParallelConfig(data_parallel_size=3)
+    assert sizes.parameters == sum(weight.numel() for weight in make_model("qwen2").parameters())
+    assert sizes.apart == {"reference": 2 * sizes.parameters // 2}  # bfloat16
+    assert sizes.engines == []
+    small = size_run(CONFIG, given, gpus=5, gpu_gb=0.01)
+    assert small.remedy.startswith("the trainer does not fit on its device")
+    assert "engine " not in render_sizes(small)
 
 
 def test_gpus_of_models_of_their_own_are_not_the_policys(overrides: list[str]) -> None:

@@ -1,0 +1,221 @@
+"""Computes a rank's device memory at the peak of a step of sharded models. No torch here.
+
+A model of transformers is known by the shapes of its checkpoint's tensors alone. Tensors with the same number
+in their names, such as `model.layers.3.`, are a layer, which a pass gathers at a time; the others stay
+gathered.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from trainer.backends.base import FrozenSpec, keeps_copy
+from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.fsdp.attention_types import KNOWN_TYPES
+from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
+from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
+from trainer.storage.tensor_shapes import tensor_shapes
+
+KEPT = 2.0
+"""Elements that a layer keeps of a token, of the inputs and outputs of its matrices: 1.2 to 1.9 were seen."""
+KEPT_WITH_STATE = 3.0
+"""Elements of models with other layers than attention; 1.7 to 2.8 were seen."""
+GATHERED = 3
+"""Layers whose parameters are on the device at a time: the computed one, and the next with its buffer."""
+FLOAT32 = 4
+LAYER = re.compile(r".*?\.\d+\.")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of a config.json with the number of a layer's experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Numbers of a model, in elements."""
+
+    parameters: int
+    layer: int
+    """Parameters of its largest layer."""
+    outside: int
+    """Parameters that belong to no layer."""
+    table: int
+    """Parameters of the output layer."""
+    kept: int
+    """Inputs and outputs of the matrices of all layers for a token."""
+    kept_of_layer: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    has_state: bool
+    """Whether it has other layers than attention."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> "ModelSize":
+        """Return the numbers of a model, by the tensors of its checkpoint and its config.json."""
+        config = config.get("text_config") or config
+        experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
+        share = (config.get("num_experts_per_tok") or experts) / experts if experts else 1.0
+        sizes: dict[str, int] = {}
+        kept: dict[str, float] = {}
+        for name, shape in shapes.items():
+            found = LAYER.match(name)
+            layer = found.group() if found else ""
+            sizes[layer] = sizes.get(layer, 0) + prod(shape)
+            kept[layer] = kept.get(layer, 0.0) + _kept(name, shape, share)
+        outside = sizes.pop("", 0)
+        kept.pop("", None)
+        hidden, vocabulary = int(config.get("hidden_size") or 0), int(config.get("vocab_size") or 0)
+        return cls(
+            parameters=outside + sum(sizes.values()),
+            layer=max(sizes.values(), default=0),
+            outside=outside,
+            table=hidden * vocabulary,
+            kept=ceil(sum(kept.values())),
+            kept_of_layer=ceil(max(kept.values(), default=0.0)),
+            layers=len(sizes),
+            hidden=hidden,
+            vocabulary=vocabulary,
+            has_state=bool(set(config.get("layer_types") or ()) - KNOWN_TYPES),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedWorkload:
+    """Facts that the memory of a rank depends on."""
+
+    model: ModelSize
+    parallel: ParallelConfig
+    trainer: TrainerConfig
+    optimizer: OptimizerConfig
+    adapters: LoraConfig = NO_ADAPTERS
+    others: tuple[int, ...] = ()
+    """Parameters of each model that is never trained, the reference model included."""
+    critic: ModelSize | None = None
+    """Critic that is trained, too; its passes come after the policy's."""
+
+    def expected(self, tokens: int) -> ExpectedMemory:
+        """Return the memory of a step with passes of so many tokens."""
+        models = [self.model] if self.critic is None else [self.model, self.critic]
+        item, ranks = ITEM_BYTES[self.trainer.dtype], self.parallel.data_parallel_size
+        held = not self.trainer.offload_parameters
+        trained = [_adapters(one, self.adapters) if one is self.model else one.parameters for one in models]
+        frozen = self.model.parameters if self.adapters.rank else 0
+        shards = FLOAT32 * (sum(trained) + frozen) * held + item * sum(self.others)
+        return ExpectedMemory(
+            parameters=ceil(shards / ranks) + max(_gathered(one) for one in models) * item,
+            gradients=ceil(FLOAT32 * sum(trained) * held / ranks),
+            optimizer=0 if self.optimizer.cpu_offload else ceil(2 * FLOAT32 * sum(trained) / ranks),
+            activations=max(self._kept(one, tokens) for one in models) * item,
+            head=_head(self.model, tokens, item, trained=not self.adapters.rank),
+            workspace=max(self._workspace(one, tokens, item) for one in models),
+            update=0,
+        )
+
+    def alternatives(self) -> Iterator[tuple[str, "ShardedWorkload"]]:
+        """Yield settings that take less memory and the run with them, the cheapest first."""
+        recomputes = ('trainer.recompute_granularity = "full"', {"recompute_granularity": "full"})
+        steps: tuple[str, dict[str, Any]] = ("optimizer.cpu_offload = true", {})
+        shards = ("trainer.offload_parameters = true", {"offload_parameters": True})
+        for chosen in ((recomputes,), (steps,), (recomputes, steps), (recomputes, steps, shards)):
+            trainer: dict[str, Any] = {key: value for _, change in chosen for key, value in change.items()}
+            changed = dataclasses.replace(
+                self,
+                trainer=dataclasses.replace(self.trainer, **trainer),
+                optimizer=dataclasses.replace(
+                    self.optimizer, cpu_offload=self.optimizer.cpu_offload or steps in chosen
+                ),
+            )
+            if changed != self:
+                yield " and ".join(name for name, _ in chosen), changed
+
+    def _kept(self, model: ModelSize, tokens: int) -> int:
+        """Return the elements that forward passes keep."""
+        if self.trainer.recompute_granularity == "full":
+            return tokens * model.hidden * model.layers
+        return ceil(tokens * model.kept * _factor(model))
+
+    def _workspace(self, model: ModelSize, tokens: int, item: int) -> int:
+        """Return the bytes of a layer's backward pass: what it computes again, and gradients on their way."""
+        again = self.trainer.recompute_granularity == "full"
+        values = tokens * model.kept_of_layer * (_factor(model) if again else 1)
+        gradients = 0 if self.adapters.rank else model.layer + model.outside
+        return ceil(values * item) + gradients * (item + FLOAT32)
+
+
+def _kept(name: str, shape: tuple[int, ...], share: float) -> float:
+    """Return the elements of a token that a matrix has as input and output; `share` is the one of experts."""
+    if len(shape) < 2:
+        return 0.0
+    if ".experts." not in name:
+        return sum(shape[-2:]) if len(shape) == 2 else 0.0
+    return share * sum(shape[-2:]) * prod(shape[:-2])
+
+
+def _factor(model: ModelSize) -> float:
+    return KEPT_WITH_STATE if model.has_state else KEPT
+
+
+def _gathered(model: ModelSize) -> int:
+    return model.outside + GATHERED * model.layer
+
+
+def _adapters(model: ModelSize, adapters: LoraConfig) -> int:
+    """Return the trained parameters of a policy; adapters of all matrices are counted."""
+    return adapters.rank * model.kept if adapters.rank else model.parameters
+
+
+def _head(model: ModelSize, tokens: int, item: int, *, trained: bool) -> int:
+    """Return the bytes of logits and their gradients, where the model does not change the logits."""
+    logits = tokens * model.vocabulary * item
+    if logits > LOGITS_KEPT_BYTES:
+        logits = 2 * LOGITS_CHUNK_BYTES["cuda"]
+    return logits + (model.table * item if trained else 0) + 2 * tokens * model.hidden * item
+
+
+def read_workload(
+    model_dir: Path,
+    parallel: ParallelConfig,
+    trainer: TrainerConfig,
+    optimizer: OptimizerConfig,
+    adapters: LoraConfig,
+    algorithm: AlgorithmConfig,
+    frozen: Sequence[FrozenSpec],
+    critic_dir: Path | None,
+) -> ShardedWorkload:
+    """Return the facts of a run whose models are in directories; arguments as in `make_backend`.
+
+    Raises:
+        SettingsError: a file cannot be read.
+    """
+    policy = read_size(model_dir)
+    others = [read_size(spec.directory).parameters for spec in frozen if not spec.apart]
+    if keeps_copy(algorithm, adapters, frozen):
+        others.append(policy.parameters)
+    return ShardedWorkload(
+        model=policy,
+        parallel=parallel,
+        trainer=trainer,
+        optimizer=optimizer,
+        adapters=adapters,
+        others=tuple(others),
+        critic=read_size(critic_dir) if critic_dir else None,
+    )
+
+
+def read_size(model_dir: Path) -> ModelSize:
+    """Return the numbers of the model in a Hugging Face directory.
+
+    Raises:
+        SettingsError: a file cannot be read.
+    """
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{model_dir}: {error}") from None
+    return ModelSize.of(tensor_shapes(model_dir), config)
