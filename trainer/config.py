@@ -333,6 +333,10 @@ class WeightConfig:
     """Size of one bucket, MiB. A tensor that is larger has a bucket to itself."""
     keep: Annotated[int, Interval(ge=1, le=10**6)] = 2
     """shm and disk: versions that are kept for engines that are late."""
+    delta: bool = False
+    """shm and disk: write the changed elements alone, and every `anchor_every`-th version whole."""
+    anchor_every: Annotated[int, Interval(ge=1, le=10**6)] = 16
+    """With `delta`: versions from one that is written whole, which late engines read first, to the next."""
     host: str = "127.0.0.1"
     """nccl and ipc: address on which the trainer listens for engines."""
     backend: str = ""

@@ -3,7 +3,7 @@
 from protocol.choices import is_own
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
-from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig, WeightConfig
 
 
 def check_recipe(
@@ -52,6 +52,19 @@ def check_publishing(trainer: TrainerConfig, steps: int, max_staleness: int) -> 
             f"setting trainer.publish_every: with {every} a step trains samples that are {oldest} versions "
             f"old, and bound.max_staleness {max_staleness} forbids that; publish {remedy}, or set "
             f"bound.max_staleness to {oldest}"
+        )
+
+
+def check_delta(weights: WeightConfig) -> None:
+    """Check that the transport writes files, if changes alone are to be written.
+
+    Raises:
+        SettingsError: names both settings.
+    """
+    if weights.delta and weights.transport not in ("disk", "shm"):
+        raise SettingsError(
+            f"setting weights.delta: weights.transport {weights.transport!r} sends whole versions; "
+            "use disk or shm, or leave it out"
         )
 
 

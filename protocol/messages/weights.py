@@ -45,6 +45,17 @@ class WeightPart(msgspec.Struct, frozen=True, array_like=True):
     """Over all parts they hold each element of each tensor once."""
 
 
+class WeightLink(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One version of a chain: an anchor, which has all bytes, or the changes since the link before it."""
+
+    directory: str
+    """Name of the version's directory, which lies beside that of the manifest's version."""
+    digest: int
+    """Digest of the version's manifest."""
+    nbytes: int
+    """Bytes of the anchor's buckets, or of the coded changes."""
+
+
 class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     """Everything that an engine needs to stage a version; made by the trainer, stored in the ledger."""
 
@@ -67,6 +78,9 @@ class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     parts: tuple[WeightPart, ...] = ()
     """By trainer rank, where the bytes stay on the ranks: `location` is rank 0's then, and buckets and
     offsets name no bytes. Empty: `location` has all bytes."""
+    chain: tuple[WeightLink, ...] = ()
+    """By which this version is read where changes alone are written: an anchor, then deltas, its own last.
+    The layout of all of them is the manifest's. Empty: `location` has all bytes."""
 
 
 class WeightDraft(Message, tag="weight_draft", frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ class WeightReceiver(Protocol):
 
     @property
     def lasting(self) -> bool:
-        """Whether slices are whole tensors in host memory that stay valid while they are referenced."""
+        """Whether slices are whole tensors in host memory, valid until the next version is received."""
 
     @property
     def digest(self) -> int:

@@ -1,4 +1,4 @@
-"""Receives a version from files: `location` is a directory with one file for each bucket."""
+"""Receives a version from files: `location` is a directory with one file for each bucket, or with changes."""
 
 import mmap
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.slices import Wanted
 from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
+from rollout.weights.deltas import VersionImage
 from rollout.weights.verification import Deadline, compare
 
 MADV_POPULATE_READ = 22
@@ -19,10 +20,16 @@ MADV_POPULATE_READ = 22
 
 
 class FileReceiver:
-    """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped."""
+    """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped.
 
-    digest = 0
+    A version with a chain is made in host memory, out of the one before it and the changes.
+    """
+
     lasting = True
+
+    def __init__(self) -> None:
+        self.digest = 0
+        self._image = VersionImage()
 
     def slices(
         self,
@@ -32,6 +39,9 @@ class FileReceiver:
         place: Destination = no_destination,
     ) -> Iterator[list[ReceivedSlice]]:
         deadline, digests = Deadline(manifest, deadline_s), Digests()
+        if manifest.chain:
+            yield from self._made(manifest, deadline, digests)
+            return
         mapped, bucket = -1, torch.empty(0, dtype=torch.uint8)
         for entry in manifest.tensors:
             deadline.remaining(f"reading {entry.name}")
@@ -45,7 +55,20 @@ class FileReceiver:
         self.digest = manifest.digest
 
     def close(self) -> None:
-        """Return at once: a mapping ends with the last tensor in it."""
+        """Return at once: a mapping ends with the last tensor in it, and changes are to the image."""
+
+    def _made(
+        self, manifest: WeightManifest, deadline: Deadline, digests: Digests
+    ) -> Iterator[list[ReceivedSlice]]:
+        buckets = self._image.advance(manifest, deadline)
+        for entry in manifest.tensors:
+            deadline.remaining(f"reading {entry.name}")
+            tensor = _view(entry, buckets[entry.bucket])
+            digests.add(tensor)
+            yield whole_tensor(entry, tensor)
+        compare(manifest, digests.numbers())
+        self._image.verified(manifest)
+        self.digest = manifest.digest
 
 
 def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:

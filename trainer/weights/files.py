@@ -4,6 +4,8 @@
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
     DIRECTORY/v00000012-EPOCH/manifest.json      the manifest, written last
 
+With `weights.delta` most directories have changes instead of buckets, see `deltas.py`.
+
 Versions on disk outlive the run, so engines that join late and restarted trainers find them. Versions in
 shared memory end with the trainer. They are plain files rather than `multiprocessing.shared_memory`, because
 the resource tracker of a reader would unlink the latter when the reader exits.
@@ -21,8 +23,9 @@ from protocol.errors import WeightError
 from protocol.host.owned_directory import OWNER, SHARED_MEMORY, claim, claim_shared
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
-from trainer.weights.bucket_writer import Named, drain, fill_buckets, make_manifest
-from trainer.weights.version_directories import VersionDirectories, remove, write_manifest
+from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buckets, make_manifest
+from trainer.weights.deltas import DeltaWriter
+from trainer.weights.version_directories import VersionDirectories, bucket_path, remove, write_manifest
 
 REMEDIES = {
     "disk": "free some, or lower weights.keep",
@@ -53,7 +56,8 @@ def shm_sender(config: WeightConfig, run: str) -> "FileSender":
     """
     try:
         directory, owner = claim(Path(config.directory)) if config.directory else claim_shared(run)
-        sender = FileSender("shm", directory, config, partial(_release, config, directory, owner))
+        release = partial(_release, config, directory, owner)
+        sender = FileSender("shm", directory, config, release)
         sender.versions.clear()
     except OSError as error:
         raise WeightError(f"{config.directory or SHARED_MEMORY}: {error}") from error
@@ -99,6 +103,8 @@ class FileSender:
         self._transport = transport
         self._bucket_bytes = config.bucket_mb << 20
         self._last_bytes = 0
+        self._deltas = DeltaWriter(config, self._require_space) if config.delta else None
+        """Writes the versions where the changes alone are written."""
         self._release = release
 
     def provisional(self, epoch: str, version: int) -> None:
@@ -114,20 +120,15 @@ class FileSender:
         tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
         try:
-            self._require_space(self._last_bytes)
+            if self._deltas is None:
+                self._require_space(self._last_bytes)
             with self.versions.written(epoch, version) as (aside, final):
-
-                def reserve(index: int, offset: int, nbytes: int) -> None:
-                    self._reserve(_bucket(aside, index), offset, nbytes)
-
-                contents = fill_buckets(
-                    tensors, self._bucket_bytes, lambda i, size: _map(_bucket(aside, i), size), reserve
-                )
-                for index, nbytes in enumerate(contents.buckets):
-                    os.truncate(_bucket(aside, index), nbytes)
+                contents = (self._deltas.write if self._deltas else self._write)(tensors, aside)
                 manifest = make_manifest(
                     self._transport, str(final), epoch, version, contents, base_model=base_model, tied=tied
                 )
+                if self._deltas:
+                    manifest = self._deltas.completed(manifest, aside)
                 write_manifest(manifest, aside)
         except OSError as error:
             drain(tensors)
@@ -136,6 +137,9 @@ class FileSender:
             drain(tensors)
             raise
         self._last_bytes = sum(contents.buckets)
+        self.versions.require(manifest)
+        if self._deltas:
+            self._deltas.published(manifest)
         return manifest
 
     def retire(self, in_use: frozenset[int]) -> None:
@@ -147,6 +151,19 @@ class FileSender:
         if release is not None:
             self.versions.clear()
             release()
+
+    def _write(self, tensors: Named, aside: Path) -> BucketContents:
+        """Write all bytes of a version. Raises OSError or WeightError."""
+
+        def reserve(index: int, offset: int, nbytes: int) -> None:
+            self._reserve(bucket_path(aside, index), offset, nbytes)
+
+        contents = fill_buckets(
+            tensors, self._bucket_bytes, lambda i, size: _map(bucket_path(aside, i), size), reserve
+        )
+        for index, nbytes in enumerate(contents.buckets):
+            os.truncate(bucket_path(aside, index), nbytes)
+        return contents
 
     def _reserve(self, bucket: Path, offset: int, nbytes: int) -> None:
         """Allocate pages before they are written: writing to one that cannot be allocated raises SIGBUS."""
@@ -162,10 +179,6 @@ class FileSender:
                 f"{self.directory} has {free >> 20} MiB free, the weights need {needed >> 20} MiB more: "
                 + REMEDIES[self._transport]
             )
-
-
-def _bucket(directory: Path, index: int) -> Path:
-    return directory / f"bucket_{index:05d}.bin"
 
 
 def _map(bucket: Path, size: int) -> torch.Tensor:

@@ -16,6 +16,11 @@ MANIFEST = "manifest.json"
 """A version's manifest, in its directory."""
 
 
+def bucket_path(directory: Path, index: int) -> Path:
+    """Return the file of a version's bucket."""
+    return directory / f"bucket_{index:05d}.bin"
+
+
 def write_manifest(manifest: WeightManifest, directory: Path) -> None:
     """Write the manifest of a version into its directory. Raises OSError."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
@@ -54,6 +59,8 @@ class VersionDirectories:
         self._keep = max(keep, 1)
         self._durable = durable
         self._published: list[tuple[int, Path]] = []
+        self._needs: dict[Path, tuple[Path, ...]] = {}
+        """Directory of a version -> others without which it cannot be read."""
 
     def adopt(self) -> None:
         """Take over the versions of an earlier process, oldest first, and remove unfinished ones."""
@@ -64,6 +71,13 @@ class VersionDirectories:
             elif match := VERSION_NAME.fullmatch(path.name):
                 found.append((path.stat().st_mtime_ns, int(match[1]), path))
         self._published = [(version, path) for _, version, path in sorted(found)]
+        for manifest in read_manifests(self.directory):
+            self.require(manifest)
+
+    def require(self, manifest: WeightManifest) -> None:
+        """Keep the directories that a version's chain names for as long as the version."""
+        path = self.directory / Path(manifest.location).name
+        self._needs[path] = tuple(self.directory / link.directory for link in manifest.chain)
 
     @contextmanager
     def written(self, epoch: str, version: int) -> Iterator[tuple[Path, Path]]:
@@ -83,20 +97,21 @@ class VersionDirectories:
         self._published = [entry for entry in self._published if entry[1] != final] + [(version, final)]
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Remove versions that are neither in use nor among the newest."""
-        kept = self._published[-self._keep :]
-        for entry in self._published[: -self._keep]:
-            if entry[0] in in_use:
-                kept.append(entry)
-            else:
-                remove(entry[1])
-        self._published = [entry for entry in self._published if entry in kept]
+        """Remove versions that are neither in use nor among the newest, nor needed by one that is."""
+        newest = self._published[-self._keep :]
+        kept = {path for version, path in self._published if version in in_use or (version, path) in newest}
+        kept |= {path for one in kept for path in self._needs.get(one, ())}
+        for _, path in self._published:
+            if path not in kept:
+                remove(path)
+                self._needs.pop(path, None)
+        self._published = [entry for entry in self._published if entry[1] in kept]
 
     def clear(self) -> None:
         """Remove all versions."""
         for _, path in self._published:
             remove(path)
-        self._published = []
+        self._published, self._needs = [], {}
 
 
 def remove(path: Path) -> None:

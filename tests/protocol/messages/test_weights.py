@@ -8,4 +8,9 @@ from tests.protocol.samples import GOLDEN, SAMPLES
 
 def test_manifest_of_an_older_release_has_no_parts() -> None:
     _, manifest = decode((GOLDEN / "weight_manifest.v2.without_parts.msgpack").read_bytes())
-    assert manifest == replace(SAMPLES["weight_manifest"], parts=())
+    assert manifest == replace(SAMPLES["weight_manifest"], parts=(), chain=())
+
+
+def test_manifest_of_an_older_release_has_no_chain() -> None:
+    _, manifest = decode((GOLDEN / "weight_manifest.v2.without_chain.msgpack").read_bytes())
+    assert manifest == replace(SAMPLES["weight_manifest"], chain=())

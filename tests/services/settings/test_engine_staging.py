@@ -5,6 +5,8 @@ import pytest
 from protocol.errors import SettingsError
 from services.settings.checks import settings_errors
 from services.settings.load import load_settings
+from trainer.config import WeightConfig
+from trainer.recipe import check_delta
 
 SHARED = ("engine.name=hf", "trainer.backend=reference", "weights.transport=shared")
 
@@ -43,6 +45,14 @@ def test_layers_are_refused_where_a_version_is_sent_once(transport: str) -> None
 )
 def test_place_that_cannot_be_is_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
     assert any(words in found for found in refusals(*overrides)), refusals(*overrides)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl", "shared"])
+def test_changes_alone_need_a_transport_of_files(transport: str) -> None:
+    with pytest.raises(SettingsError, match=rf"weights\.delta: weights\.transport '{transport}' sends whole"):
+        check_delta(WeightConfig(transport=transport, delta=True))
+    check_delta(WeightConfig(transport=transport))
+    check_delta(WeightConfig(transport="disk", delta=True))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.errors import WeightError
+from protocol.weights.deltas import BYTES
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.contract.models import follows, tiny_model, weights, write_shm
 from rollout.engines.hf.engine import HFEngine
 from tests.trainer.megatron.models import make_model
+from trainer.config import WeightConfig
+from trainer.weights.files import disk_sender
 
 PROMPT = (5, 17, 20, 33)
 
@@ -86,3 +89,45 @@ async def test_attention_scores_are_bounded_where_the_model_bounds_them(tmp_path
         table = torch.log_softmax(oracle(tokens).logits[0].float(), -1)
     expected = table[len(PROMPT) - 1 : -1].gather(-1, tokens[0, len(PROMPT) :, None])[:, 0]
     torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("staging", ["device", "layers"])
+async def test_engine_follows_changes_and_serves_on_where_a_link_is_wrong(
+    tmp_path: Path, staging: Literal["device", "layers"]
+) -> None:
+    model = tiny_model(1)
+    model.save_pretrained(tmp_path / "model")
+    tensors = {name: tensor.clone() for name, tensor in weights(model).items()}
+    sender = disk_sender(WeightConfig(delta=True, keep=9), tmp_path)
+    config = EngineConfig(name="hf", max_model_len=64, staging=staging)
+    engine = HFEngine(config, tmp_path / "model", "engine.0")
+    request = Request("a/0", PROMPT, Sampling(max_tokens=12, temperature=0))
+    try:
+        await engine.start()
+        for version in range(4):
+            for tensor in tensors.values():
+                tensor.view(-1)[version::50] *= 1.5
+            manifest = sender.publish("e1", version, tensors.items())
+            assert len(manifest.chain) == 1 + version
+            delta = Path(manifest.location) / BYTES
+            if version == 2:
+                delta.write_bytes(delta.read_bytes()[:-1] + b"\xff")
+            if version < 2:
+                await engine.stage(manifest)
+                await engine.commit(manifest)
+                live = await engine.live_digest()
+                assert live == manifest.digest
+                continue
+            with pytest.raises(WeightError, match=r"tensor .*: digest"):
+                await engine.stage(manifest)
+            with pytest.raises(WeightError):
+                await engine.commit(manifest)
+            assert (engine.served.version, await engine.live_digest()) == (1, live)
+            assert (await engine.generate(request)).spans == ((12, 1),)
+        late = disk_sender(WeightConfig(delta=True, keep=9), tmp_path)  # a trainer that starts again
+        manifest = late.publish("e2", 4, tensors.items())
+        await engine.stage(manifest)
+        await engine.commit(manifest)
+        assert await engine.live_digest() == manifest.digest
+    finally:
+        await engine.close()

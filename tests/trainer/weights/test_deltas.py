@@ -1,0 +1,272 @@
+"""Versions as changes: what is written, read by engines that are current or late, and refused."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from msgspec.structs import replace
+
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from protocol.weights.buckets import manifest_digest
+from protocol.weights.deltas import BYTES, INDEX, Delta
+from rollout.staging.layers import LayeredStaging
+from rollout.staging.staging import LiveAndStaged, Staging, digest_of, whole_source
+from rollout.weights.registry import make_receiver
+from tests.trainer.weights.senders import received
+from trainer.config import WeightConfig
+from trainer.weights.files import FileSender, disk_sender, shm_sender
+
+SHAPES = {"a": (300, 40), "b": (64,), "c": (40, 30)}
+DTYPES = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
+
+
+def first() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(DTYPES[name]) for name, shape in SHAPES.items()}
+
+
+def changed(tensors: Mapping[str, torch.Tensor], version: int, every: int = 97) -> dict[str, torch.Tensor]:
+    """Change some elements of `a` and `c`."""
+    found = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in "ac":
+        found[name].view(-1)[version % every :: every] += 1
+    return found
+
+
+def versions(count: int) -> Iterator[dict[str, torch.Tensor]]:
+    tensors = first()
+    for version in range(count):
+        yield tensors
+        tensors = changed(tensors, version)
+
+
+@pytest.fixture(params=["shm", "disk"])
+def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileSender]:
+    config = WeightConfig(directory=str(tmp_path / "w"), bucket_mb=1, keep=1, delta=True, anchor_every=4)
+    made = shm_sender(config, "delta-test") if request.param == "shm" else disk_sender(config, tmp_path)
+    yield made
+    made.close()
+
+
+class Engine:
+    """A staging copy, and live weights that are committed to."""
+
+    def __init__(self) -> None:
+        self.live = {name: torch.zeros(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
+        copy = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
+        self.staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
+        self.weights = LiveAndStaged(self.live, copy)
+
+    def serve(self, manifest: WeightManifest) -> None:
+        self.staging.fetch(manifest, 10)
+        self.staging.take(manifest)
+        self.weights.apply()
+        assert digest_of(self.live) == manifest.digest
+
+    @property
+    def read(self) -> int:
+        """Bytes that the last version took."""
+        return int(self.staging._receiver._receiver._image.read)  # type: ignore[union-attr]
+
+
+def test_engines_that_are_current_late_or_skip_versions_get_every_version(sender: FileSender) -> None:
+    current, every_third = Engine(), Engine()
+    for version, tensors in enumerate(versions(10)):
+        manifest = sender.publish("e1", version, tensors.items())
+        assert manifest.digest == digest_of(tensors)
+        assert len(manifest.chain) == 1 + version % 4
+        assert sum(manifest.buckets) == manifest.chain[0].nbytes
+        current.serve(manifest)
+        assert current.read == manifest.chain[-1].nbytes
+        if version % 3 == 2:
+            every_third.serve(manifest)
+        Engine().serve(manifest)
+        sender.retire(frozenset())
+        kept = sorted(path.name for path in sender.directory.iterdir() if path.name.startswith("v"))
+        assert kept == [link.directory for link in manifest.chain]
+
+
+def test_changes_take_few_bytes_and_no_buckets(sender: FileSender) -> None:
+    tensors = first()
+    anchor = sender.publish("e1", 0, tensors.items())
+    manifest = sender.publish("e1", 1, changed(tensors, 0).items())
+    directory = Path(manifest.location)
+    assert sorted(path.name for path in directory.iterdir()) == [BYTES, INDEX, "manifest.json"]
+    elements = sum(len(range(0, tensors[name].numel(), 97)) for name in "ac")
+    assert (directory / BYTES).stat().st_size == manifest.chain[-1].nbytes == elements * 3
+    assert manifest.chain[-1].nbytes < sum(anchor.buckets) / 50
+    same = sender.publish("e1", 2, changed(tensors, 0).items())
+    assert same.chain[-1].nbytes == 0
+    assert same.digest == manifest.digest
+
+
+def test_tensor_that_changed_everywhere_comes_whole(sender: FileSender) -> None:
+    tensors = first()
+    sender.publish("e1", 0, tensors.items())
+    manifest = sender.publish("e1", 1, changed(tensors, 0, every=1).items())
+    assert manifest.chain[-1].nbytes == tensors["a"].nbytes + tensors["c"].nbytes
+    Engine().serve(manifest)
+
+
+def test_a_sender_that_starts_again_begins_with_an_anchor(tmp_path: Path) -> None:
+    config = WeightConfig(bucket_mb=1, keep=1, delta=True, anchor_every=9)
+    made, engine = list(versions(4)), Engine()
+    before = disk_sender(config, tmp_path)
+    for version in range(3):
+        engine.serve(before.publish("e1", version, made[version].items()))
+    after = disk_sender(config, tmp_path)
+    after.retire(frozenset())  # the newest needs all three
+    assert len(list((tmp_path / "weights").iterdir())) == 3
+    manifest = after.publish("e2", 3, made[3].items())
+    assert len(manifest.chain) == 1
+    engine.serve(manifest)
+    after.retire(frozenset())
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v00000003-e2"]
+
+
+def test_version_that_cannot_be_published_is_followed_by_an_anchor(sender: FileSender) -> None:
+    made = list(versions(3))
+    sender.publish("e1", 0, made[0].items())
+
+    def fails() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", made[1]["a"]
+        raise WeightError("cannot be exported")
+
+    with pytest.raises(WeightError, match="cannot be exported"):
+        sender.publish("e1", 1, fails())
+    assert len(sender.publish("e1", 1, made[1].items()).chain) == 1
+    with pytest.raises(WeightError, match="fewer tensors were published than in version 1"):
+        sender.publish("e1", 2, list(made[2].items())[:2])
+    manifest = sender.publish("e1", 2, made[2].items())
+    assert len(manifest.chain) == 1
+    Engine().serve(manifest)
+
+
+def test_version_that_could_not_be_renamed_is_no_base(
+    sender: FileSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list(versions(3))
+    sender.publish("e1", 0, made[0].items())
+
+    def refuse(path: Path, target: Path) -> None:
+        raise OSError(28, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(WeightError, match="no room"):
+            sender.publish("e1", 1, made[1].items())
+    manifest = sender.publish("e1", 2, made[2].items())
+    assert len(manifest.chain) == 1
+    Engine().serve(manifest)
+
+
+@pytest.mark.parametrize("name", ["a", "d"])
+def test_tensor_that_was_not_published_so_before_is_refused(sender: FileSender, name: str) -> None:
+    tensors = first()
+    sender.publish("e1", 0, tensors.items())
+    with pytest.raises(WeightError, match=f"tensor {name} was not published so in version 0"):
+        sender.publish("e1", 1, {**tensors, name: torch.zeros(3)}.items())
+    assert len(sender.publish("e1", 1, tensors.items()).chain) == 1
+
+
+def test_version_can_be_received_with_layers(sender: FileSender) -> None:
+    live = {name: torch.zeros(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
+    layers = LayeredStaging({name: whole_source(tensor) for name, tensor in live.items()})
+    for version, tensors in enumerate(versions(6)):
+        manifest = sender.publish("e1", version, tensors.items())
+        layers.fetch(manifest, 10)
+        layers.take(manifest)
+        layers.apply()
+        assert digest_of(live) == manifest.digest
+
+
+def _flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _with_index(directory: Path, **changes: int) -> None:
+    delta = msgspec.msgpack.decode((directory / INDEX).read_bytes(), type=Delta)
+    (directory / INDEX).write_bytes(msgspec.msgpack.encode(replace(delta, **changes)))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped value": (lambda path: _flip(path / BYTES, -1), "tensor c: digest"),
+    "flipped gap": (lambda path: _flip(path / BYTES, 1), "tensor a: digest"),
+    "truncated": (
+        lambda path: (path / BYTES).write_bytes((path / BYTES).read_bytes()[:-1]),
+        "leave the delta",
+    ),
+    "no changes": (lambda path: (path / BYTES).unlink(), f"{BYTES}: No such file"),
+    "no index": (lambda path: (path / INDEX).unlink(), f"{INDEX}: No such file"),
+    "wrong base": (lambda path: _with_index(path, base=1), "changes 0000000000000001 to"),
+    "wrong version": (lambda path: _with_index(path, digest=1), "to 0000000000000001"),
+    "left out": (lambda path: _with_index(path, changes=()), "tensor a: digest"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("late", [False, True], ids=["current", "late"])
+@pytest.mark.parametrize("link", [1, 2], ids=["middle", "last"])
+def test_faulty_chain_is_refused_and_the_engine_keeps_its_version(
+    tmp_path: Path, fault: str, late: bool, link: int
+) -> None:
+    sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
+    made, engine = list(versions(4)), Engine()
+    served = sender.publish("e1", 0, made[0].items())
+    engine.serve(served)
+    manifests = [sender.publish("e1", version, made[version].items()) for version in (1, 2, 3)]
+    reader = Engine() if late else engine
+    before, (spoil, words) = digest_of(reader.live), FAULTS[fault]
+    directory = Path(manifests[link - 1].location)
+    kept = {path.name: path.read_bytes() for path in directory.iterdir()}
+    spoil(directory)
+    with pytest.raises(WeightError, match=words):
+        reader.staging.fetch(manifests[1], 10)
+    assert digest_of(reader.live) == before
+    assert reader.staging.staged is None
+    with pytest.raises(WeightError, match="not staged"):
+        reader.staging.take(manifests[1])
+    for name, data in kept.items():  # a fault of the link, not of the trainer
+        (directory / name).write_bytes(data)
+    reader.serve(manifests[2])
+
+
+@pytest.mark.parametrize("fault", ["missing", "truncated", "flipped"])
+def test_faulty_anchor_is_refused_for_the_late_alone(tmp_path: Path, fault: str) -> None:
+    sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
+    made, current, late = list(versions(2)), Engine(), Engine()
+    anchor = sender.publish("e1", 0, made[0].items())
+    current.serve(anchor)
+    manifest = sender.publish("e1", 1, made[1].items())
+    bucket = Path(anchor.location) / "bucket_00000.bin"
+    if fault == "missing":
+        bucket.unlink()
+    elif fault == "truncated":
+        bucket.write_bytes(bucket.read_bytes()[:-1])
+    else:
+        _flip(bucket, 999)
+    with pytest.raises(WeightError, match="bucket_00000" if fault != "flipped" else "tensor a: digest"):
+        late.staging.fetch(manifest, 10)
+    current.serve(manifest)
+
+
+def test_chain_that_ends_with_another_version_is_refused(tmp_path: Path) -> None:
+    sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
+    made = list(versions(3))
+    manifests = [sender.publish("e1", version, made[version].items()) for version in range(3)]
+    wrong = replace(manifests[2], chain=manifests[1].chain)
+    with pytest.raises(WeightError, match="version 2: its chain ends with v00000001-e1"):
+        list(received(make_receiver("disk"), wrong, 30))
+    entries = (replace(manifests[2].tensors[0], digest=5), *manifests[2].tensors[1:])
+    forged = replace(manifests[2], tensors=entries, digest=manifest_digest(entries))
+    with pytest.raises(WeightError, match="its chain ends"):
+        list(received(make_receiver("disk"), forged, 30))

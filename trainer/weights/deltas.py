@@ -1,0 +1,113 @@
+"""Publishes the changes between versions as files; every so many versions one whole, an anchor.
+
+The newest version stays in host memory, to be compared with the next. A restarted trainer has none and begins
+with an anchor, so does the version after one that could not be published.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from protocol.errors import WeightError
+from protocol.messages import TensorEntry, WeightLink, WeightManifest
+from protocol.weights.deltas import BYTES, INDEX, Bits, Delta, TensorChange, bits, coded
+from trainer.config import WeightConfig
+from trainer.weights.bucket_writer import BucketContents, Named, checked_dtype, fill_buckets
+from trainer.weights.version_directories import bucket_path
+
+
+class DeltaWriter:
+    """Writes the changes since the version before, or all bytes of an anchor."""
+
+    def __init__(self, config: WeightConfig, require_space: Callable[[int], None]) -> None:
+        """Begin with an anchor.
+
+        Args:
+            config: section `[weights]`.
+            require_space: takes a number of bytes; raises WeightError if there is no room for them.
+        """
+        self._anchor_every = config.anchor_every
+        self._bucket_bytes = config.bucket_mb << 20
+        self._require_space = require_space
+        self._buckets: list[torch.Tensor] = []
+        """The newest version in host memory."""
+        self._newest: WeightManifest | None = None
+        """Its manifest; None: there is none to compare with, or a version is being written over it."""
+        self._base: WeightManifest | None = None
+        """Manifest of the version that the one in the making changes; None: that is an anchor."""
+        self._changes: list[TensorChange] = []
+
+    def write(self, tensors: Named, aside: Path) -> BucketContents:
+        """Write the bytes of a version into its directory.
+
+        Raises:
+            OSError: they cannot be written.
+            WeightError: they cannot be published; names the tensor. The next version is an anchor.
+        """
+        base, self._newest = self._newest, None
+        if base is None or len(base.chain) >= self._anchor_every:
+            self._base, self._buckets = None, []
+            contents = fill_buckets(tensors, self._bucket_bytes, self._allocate)
+            self._require_space(sum(contents.buckets))
+            for index, nbytes in enumerate(contents.buckets):
+                bucket_path(aside, index).write_bytes(self._buckets[index][:nbytes].numpy().data)
+            return contents
+        self._base, self._changes = base, []
+        with (aside / BYTES).open("wb") as file:
+            contents = fill_buckets(
+                self._coded(tensors, base, file), self._bucket_bytes, lambda index, _: self._buckets[index]
+            )
+        if len(contents.entries) != len(base.tensors):
+            raise WeightError(f"fewer tensors were published than in version {base.version}")
+        return contents
+
+    def completed(self, manifest: WeightManifest, aside: Path) -> WeightManifest:
+        """Return the manifest of the version that was written, with its chain. Raises OSError."""
+        base, name = self._base, Path(manifest.location).name
+        if base is None:
+            nbytes = sum(manifest.buckets)
+        else:
+            delta = Delta(base=base.digest, digest=manifest.digest, changes=tuple(self._changes))
+            (aside / INDEX).write_bytes(msgspec.msgpack.encode(delta))
+            nbytes = (aside / BYTES).stat().st_size
+        links = base.chain if base else ()
+        return replace(manifest, chain=(*links, WeightLink(name, manifest.digest, nbytes)))
+
+    def published(self, manifest: WeightManifest) -> None:
+        """Compare the next version with this one, which engines can read from now on."""
+        self._newest = manifest
+
+    def _allocate(self, index: int, size: int) -> torch.Tensor:
+        self._buckets.append(torch.empty(size, dtype=torch.uint8))
+        return self._buckets[index]
+
+    def _coded(
+        self, tensors: Named, base: WeightManifest, file: BinaryIO
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Write the changes of each tensor, and yield it to be copied over its bytes in the base."""
+        for number, (name, tensor) in enumerate(tensors):
+            entry = base.tensors[min(number, len(base.tensors) - 1)]
+            facts = (name, checked_dtype(name, tensor), tuple(tensor.shape))
+            if facts != (entry.name, entry.dtype, entry.shape):
+                raise WeightError(f"tensor {name} was not published so in version {base.version}")
+            new = tensor.detach().cpu().contiguous()
+            found = coded(bits(self._old(entry), new.element_size()), _bits_of(new))
+            if found is not None:
+                self._changes.append(TensorChange(number, found.width, found.elements, file.tell()))
+                for part in found.parts:
+                    file.write(part.data)
+            yield name, new
+
+    def _old(self, entry: TensorEntry) -> NDArray[np.uint8]:
+        return self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes].numpy()
+
+
+def _bits_of(tensor: torch.Tensor) -> Bits:
+    """Return the elements of a dense tensor in host memory."""
+    return bits(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.element_size())
