@@ -340,11 +340,9 @@ class WeightConfig:
     host: str = "127.0.0.1"
     """nccl and ipc: address on which the trainer listens for engines."""
     backend: str = ""
-    """nccl: backend of the process groups, "gloo" (CPU) or "nccl" (GPU). Empty: as the trainer's device
-    needs. ipc: "gloo" shares host memory instead of the GPUs'."""
+    """nccl: "gloo" (CPU) or "nccl" (GPU); empty: for the trainer's device. ipc: "gloo" shares host memory."""
     timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0
-    """Limit for one transfer, seconds. With shared also how long the trainer waits for the engine to serve a
-    version before it works on the next."""
+    """Limit for one transfer, seconds; with shared also for the engine to serve a version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +353,7 @@ class ClusterConfig:
     """Hosts of the trainer, each of which runs `python -m services.trainer`. 0: Slurm's number
     (SLURM_STEP_NUM_NODES, SLURM_NNODES) where `rendezvous` is set, else 1."""
     node_rank: Annotated[int, Interval(ge=-1, le=4095)] = -1
-    """Number of this host, from 0. Host 0 has rank 0 of the trainer. -1: what Slurm (SLURM_NODEID) or
-    Kubernetes (JOB_COMPLETION_INDEX) says."""
+    """Number of this host, from 0, which has rank 0. -1: by SLURM_NODEID or JOB_COMPLETION_INDEX."""
     rendezvous: str = ""
     """HOST:PORT at which host 0 listens and the others find it. Needed with more than one host."""
     join_timeout_s: Annotated[float, Interval(ge=1, le=1e6)] = 600.0

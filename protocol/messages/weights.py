@@ -49,7 +49,7 @@ class WeightLink(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One version of a chain: an anchor, which has all bytes, or the changes since the link before it."""
 
     directory: str
-    """Name of the version's directory, which lies beside that of the manifest's version."""
+    """Name of the version's directory, next to the directory of the manifest's version."""
     digest: int
     """Digest of the version's manifest."""
     nbytes: int

@@ -1,6 +1,6 @@
 """Codes the changes between two versions of a tensor, and reads and applies them.
 
-A delta is a directory of a version beside its anchor's:
+A delta is a directory of a version next to its anchor's:
 
     delta.bin       for one changed tensor after the other: gaps, then values
     delta.msgpack   `Delta`: which two versions, and where each tensor's changes are

@@ -23,10 +23,10 @@ class SandboxFull(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """SandboxCommand of a new sandbox."""
+    """Settings of a new sandbox."""
 
     lease_s: float
-    """How long it may live, seconds; it ends with its lease, whatever becomes of the worker."""
+    """How long it may live, seconds; it ends with its lease, also without its worker."""
     endpoint: str = ""
     """URL on this machine that it reaches, `http://127.0.0.1:PORT`, under the same URL; nowhere else. Empty:
     no network at all."""

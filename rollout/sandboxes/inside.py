@@ -84,7 +84,7 @@ def run(
 
 
 def exceeded(output: bool, late: bool, work: str, memory: int) -> str:
-    """Return the limit that is exceeded, or an empty text; those of the whole sandbox only with `memory`."""
+    """Return the limit that is exceeded, or an empty text; limits of the whole sandbox only with `memory`."""
     if output or late:
         return "output" if output else "time"
     if memory:

@@ -135,7 +135,7 @@ class LayeredPlan(LoaderTrace):
     def __init__(
         self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder
     ) -> None:
-        """Take the result of `record`; the arguments and errors are those of `LoaderTrace`."""
+        """Take the result of `record`; arguments and errors as in `LoaderTrace`."""
         super().__init__(live, shapes, recorder)
         self.releasable: list[torch.Tensor] = []
         """See `StagingPlan`: there is no copy."""

@@ -1,6 +1,6 @@
 """Holds the newest version in host memory, and brings it to the next by the changes that the trainer wrote.
 
-It is brought there beside the live weights and any staged copy, and counts only once the digest of every
+It is brought there apart from the live weights and any staged copy, and counts only once the digest of every
 whole tensor was compared. A chain that lacks a link, or has a wrong one, is refused before a byte of the
 image changes; an image that was changed and not verified is forgotten, and read from the anchor again.
 """

@@ -227,7 +227,7 @@ def replay_step(
     """Return everything that `tether replay` reports of a step.
 
     Args:
-        settings: those of the run.
+        settings: of the run.
         step: the step.
         train: whether to add `retrain`'s results, on as many ranks as the trainer has.
         overrides: settings under which it makes the step once more.

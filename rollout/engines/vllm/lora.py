@@ -35,7 +35,7 @@ def lora_arguments(lora: LoraConfig, model_dir: Path, named: int = 0) -> dict[st
     Args:
         lora: the adapter of the first slot.
         model_dir: the model's directory.
-        named: adapters beside it, each with a slot of its own.
+        named: further adapters, each with a slot of its own.
 
     Raises:
         EngineSettingsError: if the rank is above all of these.
