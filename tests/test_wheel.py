@@ -3,13 +3,15 @@
 That environment sees the libraries of this one, through a path file, and nothing else of it.
 """
 
+import re
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.changes import slow_unless_changed
 
 pytestmark = pytest.mark.xdist_group("wheel")  # one fixture for the module
 
@@ -73,7 +75,8 @@ def home(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     installed = call(sys.executable, *install, wheel, cwd=place)
     assert installed.returncode == 0, installed.stderr
     (packages,) = (place / "venv/lib").glob("python*/site-packages")
-    (packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    places = [path for path in sys.path if path.endswith("site-packages")]  # of environments in layers
+    (packages / "libraries.pth").write_text("\n".join(places) + "\n")
     return place
 
 
@@ -104,6 +107,18 @@ def test_the_wheel_runs_far_from_the_tree(home: Path) -> None:
     verified = call(home / "venv/bin/tether", "verify", home / "run", cwd=home)
     assert (verified.returncode, verified.stderr) == (0, "")
     assert "violations 0" in verified.stdout
+
+
+@slow_unless_changed("rollout/engines/contract/", "docs/own_code.md")
+def test_the_contract_of_engines_runs_from_the_wheel(home: Path) -> None:
+    page = (ROOT / "docs/own_code.md").read_text()
+    block = re.search(r'```python title="mine/test_my_engine.py"\n(.*?)```', page, re.DOTALL)
+    assert block is not None
+    (home / "test_my_engine.py").write_text(block[1].replace("my_engine:Gentle", "hf"))
+    suite = ("test_my_engine.py", "-q", "-p", "no:cacheprovider", "-k", "fresh_engine or abort_returns")
+    result = call(home / "venv/bin/python", "-m", "pytest", *suite, cwd=home)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 passed" in result.stdout
 
 
 @pytest.mark.parametrize("package", ["services", "trainer"])

@@ -61,16 +61,23 @@ class StepProfile:
         self._profile = _new_profile()
         self._profile.start()
 
-    def step(self) -> None:
-        """Count a step that begins; the one after the last that is watched ends the profile.
+    def step_begins(self) -> None:
+        """Count a step; the one after the last that is watched ends the profile, as `step_ended` does."""
+        if self._left:
+            self._left -= 1
+        else:
+            self._end_logged()
+
+    def step_ended(self) -> None:
+        """Count a step; the last one that is watched ends the profile.
 
         A trace that cannot be written is logged, and no reason to end the loop.
         """
-        if self._profile is None:
-            return
-        if self._left:
-            self._left -= 1
-            return
+        self._left -= 1
+        if self._left <= 0:
+            self._end_logged()
+
+    def _end_logged(self) -> None:
         try:
             self.end()
         except OSError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import head_dim_of
+from rollout.engines.sglang.arguments import check_environment
 from rollout.engines.sglang_jax.interpreter import check_interpreter
 from rollout.engines.sglang_jax.model_check import check_model
 from services.preflight.model import ModelFacts, engines_of
@@ -81,6 +82,8 @@ def kernel_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str]) 
         gpus: the GPUs that may be used, as `services.settings.automatic.visible_gpus` names them.
     """
     for engine in engines_of(settings):
+        if engine.name == "sglang":
+            yield from refusals(check_environment, engine)
         if engine.name == "vllm":
             yield from _adapter_rank_problems(settings)
             if not gpus:

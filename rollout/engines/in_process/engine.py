@@ -286,7 +286,7 @@ class InProcessEngine(Engine):
                 {} if self._frozen else dict(itertools.islice(self._rows.items(), self._config.max_running))
             )
         if rows:
-            self._profile.step()
+            self._profile.step_begins()
             self._model.decoder.step([row for row, _ in rows.values()], self._weights.served.version)
             with self._wake:
                 for number, (row, _) in rows.items():

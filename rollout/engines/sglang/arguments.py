@@ -11,8 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from protocol.errors import EngineSettingsError
 from rollout.engines.arguments import annotated_fields
 from rollout.engines.base import EngineConfig
+
+OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""Variable with which SGLang returns log-probabilities at temperature 1 for any sampling temperature."""
 
 _MODEL = "the engine serves the model that is trained: set it in [model]"
 _OTHER_MODEL = "the engine would compute another model than the trainer"
@@ -193,3 +197,16 @@ def _package(python: str) -> Path | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return Path(found.stdout.strip())
+
+
+def check_environment(config: EngineConfig) -> None:
+    """Check the variables of the server's process.
+
+    Raises:
+        EngineSettingsError: one of them has SGLang return other log-probabilities.
+    """
+    if OTHER_LOGPROBS in config.environment:
+        raise EngineSettingsError(
+            f"setting engine.environment: with {OTHER_LOGPROBS} SGLang returns log-probabilities of another "
+            "distribution than it samples from; leave it out"
+        )

@@ -24,7 +24,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
 from rollout.engines.requests import check_adapters, check_fits, read_config
-from rollout.engines.sglang.arguments import option_words
+from rollout.engines.sglang.arguments import OTHER_LOGPROBS, check_environment, option_words
 from rollout.engines.sglang.lora import NAME, first_adapter
 from rollout.engines.sglang.memory import check_memory_saver
 from rollout.engines.sglang.plugin import DIRECTORY
@@ -45,8 +45,6 @@ EXIT_USAGE = 2
 """Exit code of Python's argparse for arguments that it does not accept."""
 LOG_TAIL = 600
 """Characters of the server's log that an error quotes."""
-OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Variable with which SGLang returns log-probabilities at temperature 1 for any sampling temperature."""
 
 
 class SglangServer:
@@ -288,11 +286,7 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
         raise EngineSettingsError(
             "setting engine.dtype: SGLang's CUDA kernels compute in bfloat16 and float16, not in float32"
         )
-    if OTHER_LOGPROBS in config.environment:
-        raise EngineSettingsError(
-            f"setting engine.environment: with {OTHER_LOGPROBS} SGLang returns log-probabilities of another "
-            "distribution than it samples from; leave it out"
-        )
+    check_environment(config)
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
     check_fits(config, model, model_dir)

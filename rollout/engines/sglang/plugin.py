@@ -291,11 +291,10 @@ def _run_calls(process: Callable[..., Any], scheduler: Any, requests: list[Any])
 
 def _sample(forward: Callable[..., Any], sampler: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
     """Sample with SGLang's sampler, and record the live version with the tokens, and the step."""
-    if _ranks:
-        _ranks[0].profile.step()
     tokens = sample_with_dropped_tokens_masked(forward, sampler, output, *args, **kwargs)
     if _ranks:
         record_version(output, _ranks[0].weights.served.version)
+        _ranks[0].profile.step_ended()
     return tokens
 
 

@@ -237,7 +237,7 @@ def _record_steps(runner: Any, requests: ScheduledRequests, profile: StepProfile
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         requests.step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
-            profile.step()
+            profile.step_begins()
         return execute(scheduler_output, *args, **kwargs)
 
     runner.execute_model = execute_model

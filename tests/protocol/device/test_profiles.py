@@ -13,6 +13,7 @@ from rollout.engines.contract.models import tiny_model
 from rollout.engines.registry import make_engine
 from services.settings.load import load_settings
 from tests.changes import slow_unless_changed
+from tests.contracts.sglang_environment import sglang_settings
 
 STEPS = 3
 WATCHED_VLLM = ("rollout/engines/vllm/", "protocol/device/profiles")
@@ -35,16 +36,16 @@ async def generate(engine: Engine, name: str) -> None:
         "hf",
         pytest.param(
             "vllm",
-            marks=[
-                pytest.mark.engine,
-                slow_unless_changed("rollout/engines/vllm/", "protocol/device/profiles"),
-            ],
+            marks=[pytest.mark.engine, slow_unless_changed(*WATCHED_VLLM)],
         ),
+        pytest.param("sglang", marks=[pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param("megatron", marks=pytest.mark.slow),
     ],
 )
 async def test_an_engine_leaves_a_trace_of_the_decode_steps_asked_for(tmp_path: Path, name: str) -> None:
     tiny_model(1).save_pretrained(tmp_path / "model")
-    engine = make_engine(EngineConfig(name=name, max_model_len=64), tmp_path / "model", "e")
+    own = sglang_settings() if name == "sglang" else {}
+    engine = make_engine(EngineConfig(name=name, max_model_len=64, **own), tmp_path / "model", "e")
     try:
         await engine.start()
         await engine.profile(tmp_path / "profiles" / "version_7.e", STEPS)
@@ -77,8 +78,8 @@ def test_a_trace_that_cannot_be_written_ends_no_loop(
     (tmp_path / "file").touch()
     profile = StepProfile()
     profile.begin_or_end(str(tmp_path / "file" / "inside"), 0, 1)
-    profile.step()
-    profile.step()
+    profile.step_begins()
+    profile.step_begins()
     assert "profile.not_written" in caplog.text
 
 

@@ -66,6 +66,11 @@ def test_sglang_jax_refuses_other_families_and_interpreters_that_lack_it(tmp_pat
         (["engine.dtype=float32"], ["0"], None),
         (["engine.name=sglang"], ["0"], "setting engine.dtype = 'float32': SGLang's kernels"),
         (["engine.name=sglang"], [], None),
+        (
+            ["engine.name=sglang", "engine.environment={SGLANG_RETURN_ORIGINAL_LOGPROB='1'}"],
+            [],
+            "setting engine.environment: with SGLANG_RETURN_ORIGINAL_LOGPROB SGLang returns",
+        ),
     ],
 )
 def test_kernels_that_are_not_there_are_named(
