@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
-from reward.classifiers.sglang_engine import BIAS, BIAS_FILE, INDEX, write_model
+from reward.classifiers.sglang_engine import BIAS, BIAS_FILE, ENDED, INDEX, write_model
+from reward.combine import VerifierError
 from reward.config import RewardConfig, VerifierConfig
 from reward.verifiers.registry import make_verifier
 from reward.workers.pool import ScorePool
@@ -71,6 +72,8 @@ async def test_a_worker_whose_engine_is_killed_is_replaced(tmp_path: Path) -> No
         for process in killed:
             process.kill()
         psutil.wait_procs(killed, timeout=30)
+        with pytest.raises(VerifierError, match=f"the worker process ended, exit code {ENDED}"):
+            await pool.score(PROMPT, RESPONSES, {})
         assert (await pool.score(PROMPT, RESPONSES, {})).rewards == pytest.approx(found, abs=TOLERANCE)
 
 
