@@ -102,8 +102,9 @@ class EngineConfig:
     """vllm, sglang: arguments of vLLM's AsyncEngineArgs, or of SGLang's server, passed as they are.
     docs/engines.md lists the refused ones."""
     buffer_size_gb: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
-    """megatron: KV cache, GiB. Requests wait while it has no room, of which they take more as they grow; it
-    must hold one of `max_model_len`. 0: as much as `max_running` requests of `max_model_len` need."""
+    """megatron: KV cache of each rank, GiB. Requests wait while it has no room, of which they take more as
+    they grow; it must hold one of `max_model_len`. 0: as much as `max_running` requests of `max_model_len`
+    need."""
     max_batch_tokens: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """megatron: tokens of one forward pass, padding included. 0: 8192, or more if `max_model_len` or
     `max_running` is more."""

@@ -120,6 +120,11 @@ class AllRanksStaging:
         return ranks
 
     @property
+    def staged(self) -> Served | None:
+        """The version that all ranks hold; None if there is none."""
+        return self._staged
+
+    @property
     def is_staging(self) -> bool:
         """Whether a version is being staged."""
         return self._busy

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,12 +26,21 @@ from rollout.engines.in_process.running_request import Decoder, RunningRequest
 from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.engines.weight_state import WeightState
 from rollout.staging.in_process import InProcessStaging
-from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Committable, Staging
 
 T = TypeVar("T")
 NONE_NAMED: Mapping[str, Path] = {}
 """No adapters by name."""
+
+
+class Releasable(Protocol):
+    """Memory of a model, as `ReleasableMemory`."""
+
+    def release(self) -> None:
+        """Release it. Idempotent."""
+
+    def restore(self) -> None:
+        """Take it again. Idempotent. Raises EngineError: there is no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class LoadedModel:
     staging: Staging
     digest: Callable[[], int]
     """Returns the digest that a manifest of the live weights would have."""
-    memory: ReleasableMemory | None = None
+    memory: Releasable | None = None
     """What sleep releases; None: the engine cannot sleep."""
 
 
@@ -188,7 +197,8 @@ class InProcessEngine(Engine):
             await asyncio.to_thread(self._thread.join)
             self._staging.staging.close()
             if self._model.memory is not None and torch.cuda.is_available():
-                self._model.memory.release()  # this process may live on and use the device
+                # this process may live on and use the device
+                await asyncio.to_thread(self._model.memory.release)
         elif self._loading is not None:
             # `start` was cancelled: its thread runs on, and `_unload` releases what it takes
             await asyncio.wait({self._loading}, timeout=self._config.start_timeout_s)

@@ -8,18 +8,39 @@ becomes the first.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
+import torch
 
 from rollout.engines.in_process.running_request import RunningRequest
 from trainer.megatron.inference.cache import pages_for
-from trainer.megatron.inference.model import CachedModel
+
+
+class Paged(Protocol):
+    """Model whose KV cache has pages; see `CachedModel`."""
+
+    pages: int
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages before their first use by a sequence."""
+
+    def prefill(self, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Fill the cache with N sequences; returns logits [N, V] after the end of each."""
+
+    def decode(
+        self, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Append a token to each of B sequences; returns logits [B, V] after it."""
+
+    def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
+        """Return the experts of the last pass; None if they are not recorded."""
 
 
 class PagedDecoder:
     """Decoder whose rows hold numbers of pages, `row.kv`, for all their tokens but the last."""
 
-    def __init__(self, model: CachedModel, batch_tokens: int) -> None:
+    def __init__(self, model: Paged, batch_tokens: int) -> None:
         """Use all pages of `model`, with at most `batch_tokens` tokens in a prefill, padding included."""
         self._model = model
         self._batch_tokens = batch_tokens
@@ -69,7 +90,7 @@ class PagedDecoder:
                 grown.append(row)
             number += 1
         if added := [row.kv[-1] for row in grown if row.kv]:
-            self._model.cache.clear(added)
+            self._model.clear(added)
         return running
 
     def _start(
@@ -87,7 +108,7 @@ class PagedDecoder:
             self.running += 1
             started.append(row)
         if started:
-            self._model.cache.clear([page for row in started for page in row.kv])
+            self._model.clear([page for row in started for page in row.kv])
         return started
 
     def _record(self, rows: Sequence[RunningRequest], places: Sequence[tuple[int, int]]) -> None:

@@ -1,8 +1,8 @@
 """Serves the training model: megatron-core's GPTModel with a paged KV cache, in this process, on CPU or GPU.
 
 Log-probabilities are computed by the same layers that training runs. A request that arrives while others run
-joins them at the next step. There is one rank, and no CUDA graphs. Weights come through a transport, as to
-every engine, or the trainer computes with the live ones, too.
+joins them at the next step. Several tensor ranks are processes of their own (`ranks.py`). There are no CUDA
+graphs. Weights come through a transport, as to every engine, or the trainer computes with the live ones, too.
 """
 
 from dataclasses import replace
@@ -16,12 +16,15 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.megatron.decoder import PagedDecoder
+from rollout.engines.megatron.rank import TensorRankSettings
+from rollout.engines.megatron.ranks import RankedModel
 from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.staging.places import StagingRoom
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from rollout.staging.staging_plan import trace
+from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.inference.model import CachedModel
 
 DEFAULT_BATCH_TOKENS = 8192
@@ -49,7 +52,13 @@ class MegatronEngine(InProcessEngine):
         self._shared_memory: SharedTensors | None = None
         self.capabilities = Capabilities(sleep=shared is None)
         self._cached_model: CachedModel | None = None
+        self._ranked: RankedModel | None = None
         self._decoder: PagedDecoder | None = None
+
+    async def check(self) -> None:
+        await super().check()
+        if self._ranked is not None and self._ranked.processes.ended:
+            raise EngineError(f"engine {self._name}: {self._ranked.processes.ended}")
 
     async def occupancy(self) -> Occupancy:
         await self.check()
@@ -60,6 +69,8 @@ class MegatronEngine(InProcessEngine):
         config, batch_tokens = self._config, _batch_tokens(self._config)
         check_fits(config, read_config(self._model_dir), self._model_dir)
         check_adapters(self._lora, self._model_dir)
+        if config.tensor_parallel_size > 1:
+            return self._load_ranks(batch_tokens)
         try:
             model = self._cached_model = CachedModel(
                 self._model_dir,
@@ -101,6 +112,41 @@ class MegatronEngine(InProcessEngine):
             memory,
         )
 
+    def _load_ranks(self, batch_tokens: int) -> LoadedModel:
+        config = self._config
+        if self._shared is not None:
+            raise EngineSettingsError(
+                "engine megatron: tensor_parallel_size must be 1 where the trainer computes with its weights"
+            )
+        try:
+            architecture = read_architecture(self._model_dir)
+        except SettingsError as error:
+            raise EngineSettingsError(f"engine megatron: {error}") from error
+        if architecture.experts.count:
+            raise EngineSettingsError(
+                f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, and a model with "
+                "experts has one rank: set it to 1"
+            )
+        model = self._ranked = RankedModel(
+            config,
+            TensorRankSettings(
+                model_dir=str(self._model_dir),
+                dtype=config.dtype,
+                running=config.max_running,
+                length=config.max_model_len,
+                buffer_bytes=int(config.buffer_size_gb * 2**30),
+                adapters=self._lora,
+                staging=StagingRoom(config.staging, config.staging_mb),
+                threads=max(1, config.threads // config.tensor_parallel_size),
+                start_timeout_s=config.start_timeout_s,
+            ),
+            architecture.vocabulary,
+            self._name,
+            self._loop,
+        )
+        decoder = self._decoder = PagedDecoder(model, batch_tokens)
+        return LoadedModel(decoder, model, model.staging, model.digest, model)
+
     def _share(self, model: CachedModel, decoder: "PagedDecoder", path: Path) -> LoadedModel:
         self._shared_memory, buffers = share_parameters(model.module, model.buffers())
         describe(self._shared_memory, path, model.parameters, buffers)
@@ -122,6 +168,8 @@ class MegatronEngine(InProcessEngine):
             self._shared_memory.close()
         if self._cached_model is not None:
             self._cached_model.close()
+        if self._ranked is not None:
+            self._ranked.close()
 
 
 def _batch_tokens(config: EngineConfig) -> int:
@@ -130,10 +178,6 @@ def _batch_tokens(config: EngineConfig) -> int:
     Raises:
         EngineSettingsError: naming a setting that this engine does not support.
     """
-    if config.tensor_parallel_size != 1:
-        raise EngineSettingsError(
-            f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, only 1 is supported"
-        )
     if not config.enforce_eager:
         raise EngineSettingsError(
             "engine megatron: enforce_eager is false, but it has no CUDA graphs: set it to true"

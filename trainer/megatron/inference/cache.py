@@ -24,20 +24,20 @@ PAGE = 16
 """Tokens of a page."""
 
 
-def entry_shapes(architecture: Architecture) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a token's entries in each layer.
+def entry_shapes(architecture: Architecture, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a token's entries in each layer, on one of so many tensor ranks.
 
     These are its key, rotated, and its value; with latent attention the vector that both are made of, and
-    behind it the rotated part of the key.
+    behind it the rotated part of the key, which every rank has.
     """
     if (latent := architecture.latent) is not None:
         return ((1, latent.kv_rank + latent.rope),)
-    return ((architecture.kv_heads, architecture.head_dim),) * 2
+    return ((architecture.kv_heads // ranks, architecture.head_dim),) * 2
 
 
-def page_bytes(architecture: Architecture, itemsize: int) -> int:
-    """Return the bytes of a page in all layers."""
-    return PAGE * architecture.layers * itemsize * sum(map(math.prod, entry_shapes(architecture)))
+def page_bytes(architecture: Architecture, itemsize: int, ranks: int = 1) -> int:
+    """Return the bytes of a page in all layers, on one of so many tensor ranks."""
+    return PAGE * architecture.layers * itemsize * sum(map(math.prod, entry_shapes(architecture, ranks)))
 
 
 def pages_for(tokens: int) -> int:
@@ -51,7 +51,9 @@ class PagedCache(StaticInferenceContext):
     Contents of a page are undefined until `clear`; whoever hands it to a sequence clears it first.
     """
 
-    def __init__(self, pages: int, length: int, architecture: Architecture, like: torch.Tensor) -> None:
+    def __init__(
+        self, pages: int, length: int, architecture: Architecture, like: torch.Tensor, ranks: int = 1
+    ) -> None:
         """Allocate all of it.
 
         Args:
@@ -59,11 +61,13 @@ class PagedCache(StaticInferenceContext):
             length: tokens of the longest sequence.
             architecture: the model's.
             like: a tensor of its dtype, on its device.
+            ranks: tensor ranks, of which this is one.
         """
         super().__init__(pages, length)
         self.materialize_only_last_token_logits = False
         self.tensors = [
-            like.new_empty((architecture.layers, pages, PAGE, *shape)) for shape in entry_shapes(architecture)
+            like.new_empty((architecture.layers, pages, PAGE, *shape))
+            for shape in entry_shapes(architecture, ranks)
         ]
         """[layers, pages, PAGE, *E] for each entry."""
         self.positions = torch.empty(0)

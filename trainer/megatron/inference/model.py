@@ -20,6 +20,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig, as_scaled
 from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
+from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, OUTPUT_BIAS
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import export_plan, stage_rules
@@ -27,11 +28,13 @@ from trainer.megatron.inference.attention import CachedCore, CachedLatentAttenti
 from trainer.megatron.inference.cache import PagedCache, page_bytes, pages_for
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.replay import RouterRecorder
-from trainer.megatron.layout import Layout, Place
+from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.model import DTYPES, PackedModel, build_model, transformer_config
 from trainer.megatron.sharing import buffers_of, parts_of
 
+VOCABULARY = (EMBEDDING, OUTPUT, OUTPUT_BIAS)
+"""Tensors that are padded to a multiple of the ranks."""
 INITIAL_DEVIATION = 0.02
 """Standard deviation of the random weights of a model without a checkpoint."""
 
@@ -57,7 +60,10 @@ class OutputRows:
 
 
 class CachedModel:
-    """The whole model on one rank, alone or together with other users of megatron-core. Not thread-safe."""
+    """The model, or one tensor rank's part, beside other users of megatron-core. Not thread-safe.
+
+    Several ranks call the same methods with the same arguments in the same order, and get the same logits.
+    """
 
     def __init__(
         self,
@@ -69,6 +75,7 @@ class CachedModel:
         buffer_bytes: int = 0,
         records_experts: bool = False,
         adapters: LoraConfig = NO_ADAPTERS,
+        ranks: int = 1,
     ) -> None:
         """Load a checkpoint; a directory without one gives random weights.
 
@@ -77,45 +84,54 @@ class CachedModel:
             dtype: one of `DTYPES`.
             running: most sequences at a time.
             length: tokens of the longest sequence.
-            buffer_bytes: limit of the KV cache, which otherwise holds `running` sequences of `length`; 0 is
-                no limit.
+            buffer_bytes: limit of this rank's KV cache, which otherwise holds `running` sequences of
+                `length`; 0 is no limit.
             records_experts: whether `experts_of_pass` tells which experts were chosen.
             adapters: what versions bring, with the scaling in B; at first they change nothing.
+            ranks: tensor ranks; with several, torch.distributed is initialized.
 
         Raises:
             SettingsError: the model or adapters are not supported, or the buffer does not hold `length`.
             RuntimeError: there is no room for the parameters or the cache.
         """
         self.architecture = read_architecture(model_dir)
-        self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes)
+        self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes, ranks)
         """Pages of the KV cache, enough for one sequence of `length` at least."""
-        self._layout = Layout.of(ParallelConfig(), self.architecture.layers)
+        parts = ParallelConfig(tensor_model_parallel_size=ranks)
+        self._layout = Layout.of(parts, self.architecture.layers)
         self._plan = {plan.name: plan for plan in _plans(self.architecture, self._layout, adapters)}
         self.shapes = {name: plan.shape for name, plan in self._plan.items()}
         """Name in a version -> shape."""
         cpu.install()
-        position = parallel.initialize(ParallelConfig(), "auto", 0)
-        self._device, self._closed = position.device, False
+        position = parallel.initialize(parts, "auto", 0)
+        self._device, self._place, self._closed = position.device, position.place, False
         self._windows = set(map(self.architecture.window_of, range(self.architecture.layers)))
         try:
-            self.module = _build(self.architecture, position, DTYPES[dtype])
+            self._make(model_dir, position, DTYPES[dtype], adapters)
             self._recorder = RouterRecorder(self.module) if records_experts else None
-            self.base: dict[str, torch.Tensor] = dict(self.module.named_parameters())
-            self._fill(model_dir)
-            self.parameters = self._add(adapters, position) if adapters.rank else self.base
-            """Those that versions change; `base` are the model's own."""
-            self.cache = PagedCache(self.pages, length, self.architecture, next(iter(self.base.values())))
+            like = next(iter(self.base.values()))
+            self.cache = PagedCache(self.pages, length, self.architecture, like, ranks)
         except BaseException:
             self.close()
             raise
         self._rows = OutputRows(self.module)
 
+    def _make(
+        self, model_dir: Path, position: parallel.Position, dtype: torch.dtype, adapters: LoraConfig
+    ) -> None:
+        self.module = _build(self.architecture, position, dtype)
+        self.base: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+        self._fill(model_dir)
+        self.parameters = self._add(adapters, position) if adapters.rank else self.base
+        """Those that versions change; `base` are the model's own."""
+
     def _fill(self, model_dir: Path) -> None:
         if any(model_dir.glob("*.safetensors")):
-            load_checkpoint(model_dir, self.architecture, self.base, self._layout, Place())
+            load_checkpoint(model_dir, self.architecture, self.base, self._layout, self._place)
             return
+        generator = torch.Generator(self._device).manual_seed(0)  # ranks have the same norms
         for parameter in self.base.values():
-            parameter.normal_(0, INITIAL_DEVIATION)
+            parameter.normal_(0, INITIAL_DEVIATION, generator=generator)
 
     def _add(self, adapters: LoraConfig, position: parallel.Position) -> dict[str, torch.Tensor]:
         """Put adapters into the layers; returns their parameters."""
@@ -128,10 +144,15 @@ class CachedModel:
         """Copy whole tensors of a version into the parameters, by the plan of the trainer's export."""
         for name, tensor in tensors:
             plan = self._plan[name]
-            for piece in plan.pieces:
-                held = self.parameters[plan.parameter]
-                rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix)
-                rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix))
+            number = self._layout.number_of(self._place, expert=plan.expert)
+            held, end = self.parameters[plan.parameter], 0
+            for piece in (held_by for each in plan.pieces for held_by in (each, *each.copies)):
+                if piece.rank == number:
+                    rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix)
+                    rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix))
+                    end = piece.local_start + piece.length
+            if name in VOCABULARY and end < len(held):
+                held[end:].zero_()  # the padding of the last ranks
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Return checkpoint name -> the view of a parameter that is the tensor, see `matches_layout`."""
@@ -182,6 +203,10 @@ class CachedModel:
         """
         return None if self._recorder is None else self._recorder.take().unflatten(0, (-1, sequences))
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero pages before their first use by a sequence, see `PagedCache.clear`."""
+        self.cache.clear(pages)
+
     def close(self) -> None:
         """Leave the process groups. Idempotent."""
         if not self._closed:
@@ -192,7 +217,7 @@ class CachedModel:
         found: torch.Tensor = self.module(
             tokens, None, masks, inference_context=self.cache, runtime_gather_output=True
         )
-        return found
+        return found[..., : self.architecture.vocabulary]
 
 
 def _plans(architecture: Architecture, layout: Layout, adapters: LoraConfig) -> tuple[TensorPlan, ...]:
@@ -209,9 +234,11 @@ def _build(architecture: Architecture, position: parallel.Position, dtype: torch
     return model.eval().requires_grad_(False)
 
 
-def _pages(architecture: Architecture, itemsize: int, length: int, running: int, buffer_bytes: int) -> int:
+def _pages(
+    architecture: Architecture, itemsize: int, length: int, running: int, buffer_bytes: int, ranks: int
+) -> int:
     """Return how many pages the KV cache has."""
-    longest, each = pages_for(length), page_bytes(architecture, itemsize)
+    longest, each = pages_for(length), page_bytes(architecture, itemsize, ranks)
     if 0 < buffer_bytes < longest * each:
         raise SettingsError(
             f"the KV cache of one sequence of {length} tokens takes {longest * each / 2**30:.3g} GiB, the "

@@ -109,7 +109,6 @@ async def test_committed_adapter_computes_as_if_it_were_merged(name: str, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"enforce_eager": False}, "enforce_eager is false"),
         ({"max_batch_tokens": LENGTH - 1}, f"max_batch_tokens is {LENGTH - 1}.* at least {LENGTH}"),
         ({"max_batch_tokens": -1}, "max_batch_tokens is -1"),

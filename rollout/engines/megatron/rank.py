@@ -1,0 +1,201 @@
+"""Runs one tensor rank of the engine `megatron`: answers the engine's calls of its part of the model.
+
+The engine sends every call to every rank, in one order, so the ranks' collectives meet. Staging is asked for
+at any time and runs beside the steps; everything else is between two of them. All ranks have the same logits;
+rank 0 writes them to memory that it shares with the engine.
+"""
+
+import mmap
+import os
+import queue
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from protocol.messages import WeightManifest
+from protocol.weights.lora import LoraConfig
+from rollout.engines.multi_process.parent_watch import exit_with_parent
+from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
+from rollout.staging.places import StagingRoom
+from rollout.staging.rank import RankStaging
+from rollout.staging.rank_status import RankCommit, RankStatus
+from rollout.staging.releasable_memory import ReleasableMemory
+from rollout.staging.staging_plan import trace
+from trainer.megatron.inference.model import CachedModel
+from trainer.ranks.process_group import join_ranks
+
+ANYTIME = ("stage", "status", "cancel")
+"""Methods that concern the staging copy alone, and do not wait for a step."""
+
+
+class TensorRankSettings(msgspec.Struct, frozen=True):
+    """Settings of the engine that each rank needs."""
+
+    model_dir: str
+    dtype: str
+    running: int
+    """Most sequences of a pass."""
+    length: int
+    """Tokens of the longest sequence."""
+    buffer_bytes: int
+    adapters: LoraConfig
+    staging: StagingRoom
+    threads: int
+    start_timeout_s: float
+
+
+class RankLoaded(msgspec.Struct, frozen=True):
+    """Answer to `load`."""
+
+    pages: int
+    """Pages of the KV cache."""
+    unplaced: list[str]
+    """Tensors of a version of which the rank has no part."""
+
+
+class TensorRank:
+    """One rank's part of the model, with its staging copy."""
+
+    def __init__(self, directory: Path, file: int, rank: int, ranks: int) -> None:
+        """Load nothing yet; the arguments are as in `main`."""
+        self._directory, self._file, self._rank, self._ranks = directory, file, rank, ranks
+
+    def load(self, given: dict[str, Any]) -> RankLoaded:
+        """Join the other ranks and load this one's part.
+
+        Raises:
+            SettingsError: the model is not supported, or cannot be divided.
+            EngineError: its weights cannot be staged.
+            RuntimeError: there is no room.
+        """
+        settings = msgspec.convert(given, TensorRankSettings)
+        on_gpu = torch.cuda.is_available()
+        device = torch.device("cuda", self._rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(settings.threads)
+        store = dist.FileStore(str(self._directory / "ranks"), self._ranks)  # type: ignore[attr-defined]
+        join_ranks(device, self._ranks, settings.start_timeout_s, rank=self._rank, store=store)
+        model = self._model = CachedModel(
+            Path(settings.model_dir),
+            dtype=settings.dtype,
+            running=settings.running,
+            length=settings.length,
+            buffer_bytes=settings.buffer_bytes,
+            adapters=settings.adapters,
+            ranks=self._ranks,
+        )
+        dtype = getattr(torch, settings.dtype)
+        plan = trace(model.load, model.parameters.items(), model.shapes, dtype, settings.staging)
+        architecture = model.architecture
+        self._staging = RankStaging(plan, architecture=architecture.name, tied=architecture.tied)
+        lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
+        self._memory = ReleasableMemory(lost, kept=model.base.values())
+        if self._rank == 0:
+            count = settings.running * architecture.vocabulary
+            memory = mmap.mmap(self._file, 4 * count)
+            self._logits = torch.frombuffer(memory, dtype=torch.float32, count=count)
+        return RankLoaded(model.pages, self._staging.unplaced)
+
+    def divide(self, nowhere: Sequence[str]) -> None:
+        """See `RankStaging.divide`."""
+        self._staging.divide(nowhere)
+
+    def prefill(
+        self, clear: Sequence[int], sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]
+    ) -> None:
+        """Clear pages, then do as `CachedModel.prefill`, and show the logits."""
+        self._clear(clear)
+        self._show(self._model.prefill(sequences, tables))
+
+    def decode(
+        self,
+        clear: Sequence[int],
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+    ) -> None:
+        """Clear pages, then do as `CachedModel.decode`, and show the logits."""
+        self._clear(clear)
+        self._show(self._model.decode(tokens, lengths, tables))
+
+    def stage(self, manifest: bytes, deadline_s: float) -> str:
+        """See `RankStaging.stage`."""
+        return self._staging.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
+
+    def status(self) -> RankStatus:
+        """See `RankStaging.status`."""
+        return self._staging.status()
+
+    def cancel(self) -> RankStatus:
+        """See `RankStaging.cancel`."""
+        return self._staging.cancel()
+
+    def commit(self, manifest: bytes) -> RankCommit:
+        """See `RankStaging.commit`."""
+        return self._staging.commit(msgspec.msgpack.decode(manifest, type=WeightManifest))
+
+    def sleep(self) -> str:
+        """Release the memory of weights, cache and copy; return why not, or ""."""
+        refusal = self._staging.sleep()
+        if not refusal:
+            self._memory.release()
+        return refusal
+
+    def wake(self) -> str:
+        """Take the memory again; return why not, or ""."""
+        self._memory.restore()
+        return self._staging.wake()
+
+    def live_digest(self) -> tuple[bool, int]:
+        """See `RankStaging.live_digest`."""
+        return self._staging.live_digest()
+
+    def _clear(self, pages: Sequence[int]) -> None:
+        if pages:
+            self._model.clear(pages)
+
+    def _show(self, logits: torch.Tensor) -> None:
+        """Write logits [N, V] to the engine's memory, on rank 0."""
+        if self._rank == 0:
+            self._logits[: logits.numel()].copy_(logits.flatten())
+
+
+METHODS = (*ANYTIME, "load", "divide", "prefill", "decode", "commit", "sleep", "wake", "live_digest")
+
+
+def main(directory: Path, file: int, rank: int, ranks: int) -> None:
+    """Serve until the engine's process has ended.
+
+    Args:
+        directory: in which the ranks make their sockets and meet.
+        file: descriptor of the file that rank 0 shares with the engine.
+        rank: number of this rank.
+        ranks: number of ranks.
+    """
+    exit_with_parent(lambda _: os._exit(1))
+    part = TensorRank(directory, file, rank, ranks)
+    calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
+
+    def arrived(call: RankCall) -> None:
+        if call.method in ANYTIME:
+            server.carry_out(call, getattr(part, call.method))
+        else:
+            calls.put(call)
+
+    server = RankRpcServer(socket_path(directory, rank), arrived)
+    while True:
+        call = calls.get()
+        if call.method not in METHODS:
+            raise ValueError(f"no method {call.method}")
+        server.carry_out(call, getattr(part, call.method))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]))

@@ -1,0 +1,168 @@
+"""Generates and stages on several tensor ranks, each a process of its own (`rank.py`).
+
+This process schedules and samples, as with one rank: every pass is one call of all ranks.
+"""
+
+import asyncio
+import math
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from typing import Any
+
+import msgspec
+import torch
+
+from protocol.device.shared_tensors import reserved
+from protocol.errors import EngineError, EngineSettingsError, WeightError
+from protocol.messages import WeightManifest
+from rollout.engines.base import EngineConfig, Served
+from rollout.engines.megatron.rank import RankLoaded, TensorRankSettings
+from rollout.engines.multi_process.rank_processes import RankProcesses
+from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S
+from rollout.staging.ranks import AllRanksStaging
+from rollout.staging.staging import Staging
+
+MODULE = "rollout.engines.megatron.rank"
+
+
+class RankedModel:
+    """Model over several ranks, for a `PagedDecoder`, and what updates and sleep do with its weights."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        settings: TensorRankSettings,
+        vocabulary: int,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Start the ranks and load the model.
+
+        Args:
+            config: the engine's settings.
+            settings: of each rank.
+            vocabulary: tokens of the model.
+            name: the engine's, in errors.
+            loop: the engine's.
+
+        Raises:
+            EngineError: a rank refuses, or has ended.
+        """
+        self._to_clear: list[int] = []
+        """Pages that the next pass has to clear before it uses them."""
+        self._file = os.memfd_create("tether-megatron", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        memory = reserved(self._file, 4 * settings.running * vocabulary)
+        self._logits = torch.frombuffer(memory, dtype=torch.float32).view(settings.running, vocabulary)
+        self.processes = RankProcesses(MODULE, config, name, loop, self._file)
+        try:
+            loaded = msgspec.convert(
+                self.processes.call("load", msgspec.to_builtins(settings)), list[RankLoaded]
+            )
+        except EngineError as error:
+            kind = EngineSettingsError if "SettingsError" in str(error) else EngineError
+            raise kind(str(error)) from error
+        self.pages = min(rank.pages for rank in loaded)
+        self._all = AllRanksStaging(
+            self.processes.call_each,
+            self.processes.call_each,
+            stage_timeout_s=config.stage_timeout_s,
+            call_timeout_s=CALL_TIMEOUT_S,
+        )
+        self.processes.run(self._all.divide([rank.unplaced for rank in loaded]))
+        self.staging = StagedOnRanks(self._all, loop)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """See `CachedModel`: the next pass begins with it."""
+        self._to_clear += pages
+
+    def prefill(self, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> torch.Tensor:
+        """See `CachedModel`; the logits are overwritten by the next pass."""
+        return self._pass(len(sequences), "prefill", sequences, tables)
+
+    def decode(
+        self, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """See `CachedModel`; the logits are overwritten by the next pass."""
+        return self._pass(len(tokens), "decode", tokens, lengths, tables)
+
+    def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
+        """Return none: models with experts are refused."""
+        return None
+
+    def apply(self) -> None:
+        """Commit the version that was taken, on all ranks; see `Committable`."""
+        self.processes.run(self._all.commit(self.staging.taken))
+
+    def digest(self) -> int:
+        """Return the digest of the live weights of all ranks."""
+        return self.processes.run(self._all.live_digest())
+
+    def release(self) -> None:
+        """Release the memory of all ranks; see `ReleasableMemory`."""
+        if not self.processes.ended:
+            self.processes.run(self._all.sleep())
+
+    def restore(self) -> None:
+        """Take the memory of all ranks again."""
+        self.processes.run(self._all.wake())
+
+    def close(self) -> None:
+        """End the ranks. Idempotent."""
+        self.processes.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _pass(self, count: int, method: str, *arguments: Any) -> torch.Tensor:
+        clear, self._to_clear = self._to_clear, []
+        self.processes.call(method, clear, *arguments)
+        return self._logits[:count]
+
+
+class StagedOnRanks(Staging):
+    """Staging copies of all ranks, as one to `InProcessStaging`."""
+
+    def __init__(self, ranks: AllRanksStaging, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__({})
+        self._ranks, self._loop = ranks, loop
+        self._running: Future[None] | None = None
+        self._manifest: WeightManifest | None = None
+
+    @property
+    def taken(self) -> WeightManifest:
+        """The version that `take` returned last."""
+        assert self._manifest is not None
+        return self._manifest
+
+    def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
+        """Stage on all ranks, each of which has a deadline; see `Staging`."""
+        self._staged = None
+        ended = threading.Event()
+
+        async def stage() -> None:
+            try:
+                await self._ranks.stage(manifest)
+            finally:
+                ended.set()
+
+        running = self._running = asyncio.run_coroutine_threadsafe(stage(), self._loop)
+        try:
+            running.result()
+        except CancelledError:
+            ended.wait(2 * CALL_TIMEOUT_S)  # a cancelled call goes on until the ranks have discarded it
+            raise WeightError(f"staging of version {manifest.version} was cancelled") from None
+        finally:
+            self._running = None
+        self._staged = self._ranks.staged
+        return sum(math.prod(entry.shape) for entry in manifest.tensors)
+
+    def take(self, manifest: WeightManifest) -> Served:
+        taken = super().take(manifest)
+        self._manifest = manifest
+        return taken
+
+    def cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()

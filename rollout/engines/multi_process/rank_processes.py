@@ -1,0 +1,169 @@
+"""Starts the ranks of a model as processes of this host, and calls them from the decoding thread.
+
+A rank runs a `RankRpcServer` in the directory that it is given, and ends with this process. Once one has
+ended, all connections are closed, so that no call waits for the others, which may wait for it.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import rollout
+from protocol.errors import EngineError
+from rollout.engines.base import EngineConfig
+from rollout.engines.multi_process.parent_watch import OWNER
+from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path
+
+POLL_S = 0.05
+REASON_S = 2.0
+"""How long a rank whose connection has closed is waited for, to say how it ended."""
+LOG_TAIL = 600
+"""Characters of a rank's log that an error quotes."""
+NOT_OURS = ("TETHER_", "RANK", "WORLD_SIZE", "MASTER_")
+"""How the names of variables begin that a rank must not inherit."""
+
+T = TypeVar("T")
+
+
+class RankProcesses:
+    """Processes of one engine's ranks. No method but `close` may be called from the event loop's thread."""
+
+    def __init__(
+        self, module: str, config: EngineConfig, name: str, loop: asyncio.AbstractEventLoop, file: int
+    ) -> None:
+        """Start `python -m module DIRECTORY FILE RANK RANKS` for each rank, and connect.
+
+        Args:
+            module: serves a rank.
+            config: the engine's settings.
+            name: the engine's, in errors.
+            loop: runs the connections.
+            file: descriptor that the ranks inherit.
+
+        Raises:
+            EngineError: a rank ends, or is not there within `start_timeout_s`.
+        """
+        self._loop = loop
+        self.ended = ""
+        """Why the ranks cannot be called any more; empty while they can."""
+        self.directory = Path(tempfile.mkdtemp(prefix="tether-ranks-"))
+        self._client = RankRpcClient(name, self._lost, timeout_s=config.start_timeout_s)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(config.tensor_parallel_size):
+                self._processes.append(self._started(module, rank, config.tensor_parallel_size, file))
+            self._connect(config.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the event loop and return its value."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every rank and return their values.
+
+        Raises:
+            EngineError: a rank raises, or has ended.
+        """
+        try:
+            return self.run(self.call_each(method, *arguments))
+        except EngineError as error:
+            if not self.ended:
+                raise
+            raise EngineError(f"{error}; {self._reason()}") from error
+
+    async def call_each(self, method: str, *arguments: Any) -> list[Any]:
+        """Do as `call`, in the event loop."""
+        return await self._client.call_each(method, *arguments)
+
+    def close(self) -> None:
+        """End the processes and remove their files. Idempotent; may come from the event loop's thread."""
+        self.ended = self.ended or "the ranks are closed"
+        self._loop.call_soon_threadsafe(self._client.close)
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _started(self, module: str, rank: int, ranks: int, file: int) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", module, str(self.directory), str(file), str(rank), str(ranks)]
+        with self._log(rank).open("wb") as log:
+            return subprocess.Popen(
+                command,
+                env=_environment(rank),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(file,),
+                start_new_session=True,
+            )
+
+    def _connect(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        paths = [socket_path(self.directory, rank) for rank in range(len(self._processes))]
+        while not all(path.exists() for path in paths):
+            if why := self._dead():
+                raise EngineError(why)
+            if time.monotonic() > deadline:
+                raise EngineError(f"the ranks did not start within {timeout_s:g} s{self._log_tail(0)}")
+            time.sleep(POLL_S)
+        self.run(self._client.connect(paths))
+
+    def _lost(self) -> None:
+        """Note that a rank has ended, and end the calls that wait for the others."""
+        self.ended = self._dead() or "a rank has closed its connection"
+        self._client.close()
+
+    def _reason(self) -> str:
+        """Return which rank has ended: its connection closes a moment before the process has."""
+        deadline = time.monotonic() + REASON_S
+        while not (found := self._dead()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self.ended = found or self.ended
+        return self.ended
+
+    def _dead(self) -> str:
+        """Return which rank has ended, and the end of its log; empty if none has."""
+        for rank, process in enumerate(self._processes):
+            if (code := process.poll()) is not None:
+                return f"rank {rank} has ended with code {code}{self._log_tail(rank)}"
+        return ""
+
+    def _log(self, rank: int) -> Path:
+        return self.directory / f"rank{rank}.log"
+
+    def _log_tail(self, rank: int) -> str:
+        with suppress(OSError):
+            lines = self._log(rank).read_text(errors="replace").splitlines()
+            return f"; its log: {' / '.join(line.strip() for line in lines[-8:])[-LOG_TAIL:]}"
+        return ""
+
+
+def _environment(rank: int) -> dict[str, str]:
+    """Return a rank's environment: this process's, without our settings and other ranks' rendezvous."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
+    path = [str(Path(rollout.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {
+        **kept,
+        "LOCAL_RANK": str(rank),
+        OWNER: str(os.getpid()),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONUNBUFFERED": "1",
+    }
