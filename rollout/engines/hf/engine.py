@@ -16,6 +16,7 @@ from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.hf.decoder import PaddingDecoder
 from rollout.engines.hf.lora_merge import MergedStaging
 from rollout.engines.hf.routed_experts import ExpertRecorder
+from rollout.engines.hf.row_decoder import RowDecoder, has_state
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.requests import check_adapters
 from rollout.staging.releasable_memory import ReleasableMemory, check_room
@@ -75,9 +76,9 @@ class HFEngine(InProcessEngine):
         staging = SharedStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
         return LoadedModel(self._decoder(model), staging, staging, lambda: digest_of(live))
 
-    def _decoder(self, model: Any) -> PaddingDecoder:
+    def _decoder(self, model: Any) -> PaddingDecoder | RowDecoder:
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
-        return PaddingDecoder(model, recorder)
+        return (RowDecoder if has_state(model) else PaddingDecoder)(model, recorder)
 
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:
