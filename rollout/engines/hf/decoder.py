@@ -26,7 +26,6 @@ class PaddingDecoder:
         model: torch.nn.Module,
         recorder: ExpertRecorder | None = None,
         adapters: RowAdapters | None = None,
-        batch_rows: int | None = None,
     ) -> None:
         """Decode with a model.
 
@@ -34,12 +33,9 @@ class PaddingDecoder:
             model: of transformers.
             recorder: of its routers, if their choices are wanted.
             adapters: on its layers, if rows may name some.
-            batch_rows: most rows of one pass; None: all. Products of matrices round otherwise with other
-                numbers of rows, so only passes of 1 do not depend on what else runs.
         """
         self._model: Any = model
         self._recorder, self._adapters = recorder, adapters
-        self._batch_rows = batch_rows
         self._device = next(model.parameters()).device
 
     @torch.no_grad()
@@ -50,13 +46,12 @@ class PaddingDecoder:
             (fresh, self._prefill),
             ([row for row in rows if row.kv is not None], self._decode),
         ):
-            size = self._batch_rows or len(batch)
-            for first in range(0, len(batch), size or 1):
-                part = batch[first : first + size]
-                if self._adapters is not None:
-                    self._adapters.choose([row.request.adapter for row in part])
-                for row, logits in zip(part, forward(part), strict=True):
-                    row.take(logits, version)
+            if not batch:
+                continue
+            if self._adapters is not None:
+                self._adapters.choose([row.request.adapter for row in batch])
+            for row, logits in zip(batch, forward(batch), strict=True):
+                row.take(logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""

@@ -17,6 +17,7 @@ from rollout.engines.hf.decoder import PaddingDecoder
 from rollout.engines.hf.lora_merge import MergedStaging
 from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
+from rollout.engines.hf.row_decoder import RowDecoder, has_state
 from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
 from rollout.engines.named_adapters import read_named
 from rollout.engines.requests import check_adapters
@@ -86,11 +87,12 @@ class HFEngine(InProcessEngine):
         staging = SharedStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
         return LoadedModel(self._decoder(model), staging, staging, lambda: digest_of(live))
 
-    def _decoder(self, model: Any) -> PaddingDecoder:
+    def _decoder(self, model: Any) -> PaddingDecoder | RowDecoder:
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
         found = read_named(self._named, self._model_dir)
         adapters = RowAdapters(model, found.values()) if found else None
-        return PaddingDecoder(model, recorder, adapters, 1 if self._config.batch_invariant else None)
+        alone = self._config.batch_invariant or has_state(model)
+        return (RowDecoder if alone else PaddingDecoder)(model, recorder, adapters)
 
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:
