@@ -19,7 +19,7 @@ from protocol.weights.deltas import BYTES, Delta, apply_change, bits, chain_afte
 from rollout.weights.verification import Deadline
 
 READ_BYTES = 64 << 20
-"""Bytes that are read between two looks at the deadline."""
+"""Bytes of a file that are read before the deadline is checked again."""
 
 
 class VersionImage:
@@ -67,7 +67,7 @@ class VersionImage:
         self._digest = manifest.digest
 
     def _read_anchor(self, directory: Path, buckets: Sequence[int], deadline: Deadline) -> None:
-        """Read all bytes of an anchor over those of the image, which are the same memory where they fit."""
+        """Read all bytes of an anchor; into the memory of the image, where they fit."""
         if [len(bucket) for bucket in self._buckets] != list(buckets):
             self._buckets = []  # before the others are allocated
             self._buckets = [np.empty(nbytes, np.uint8) for nbytes in buckets]
