@@ -17,6 +17,7 @@ from protocol.messages import WeightManifest
 from rollout.staging.loader_trace import LoaderTrace, Recorder
 from rollout.staging.placement import ExpectedTensor, SlicePlacement
 from rollout.staging.places import BUFFERS
+from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Staging
 from rollout.weights.base import ReceivedSlice, WeightReceiver
 
@@ -32,7 +33,8 @@ class PieceBuffer:
             device: of the live parameters.
         """
         on_gpu = device.type == "cuda"
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        """On the device; an engine that sleeps releases its storage."""
         self._pinned = [
             torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS if on_gpu else 0)
         ]
@@ -43,7 +45,7 @@ class PieceBuffer:
     def through(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a dense tensor of the host on the device, valid until the next call."""
         raw = tensor.reshape(-1).view(torch.uint8)
-        copy = self._memory[: raw.numel()]
+        copy = self.memory[: raw.numel()]
         if self._pinned:
             turn, self._next = self._next, (self._next + 1) % len(self._pinned)
             self._read[turn].synchronize()
@@ -76,7 +78,7 @@ class LayeredStaging(Staging):
         super().__init__(sources, architecture=architecture, tied=tied)
         device = next((part.target.device for one in sources.values() for part in one.slices), None)
         largest = max((_nbytes(one) for one in sources.values()), default=0)
-        self._buffer = PieceBuffer(largest, device or torch.device("cpu"))
+        self.buffer = PieceBuffer(largest, device or torch.device("cpu"))
         self._pieces: list[ReceivedSlice] = []
         """Whole tensors of the staged version, where its files have them."""
         self._into = SlicePlacement({})
@@ -97,7 +99,7 @@ class LayeredStaging(Staging):
         assert manifest is not None
         with torch.no_grad():
             for piece in self._pieces:
-                tensor = self._buffer.through(piece.tensor)
+                tensor = self.buffer.through(piece.tensor)
                 digests.add(tensor)
                 digests.launch()  # before the next tensor overwrites this one
                 if not tensor.is_cuda:
@@ -137,20 +139,26 @@ class LayeredPlan(LoaderTrace):
     ) -> None:
         """Take the result of `record`; arguments and errors as in `LoaderTrace`."""
         super().__init__(live, shapes, recorder)
-        self.releasable: list[torch.Tensor] = []
-        """See `StagingPlan`: there is no copy."""
         self._staging: LayeredStaging | None = None
+
+    @property
+    def releasable(self) -> list[torch.Tensor]:
+        """See `StagingPlan`: the buffer, once there is a staging."""
+        return [self._staging.buffer.memory] if self._staging else []
 
     def staging(self, *, architecture: str, tied: bool) -> LayeredStaging:
         """Create the staging that `apply` commits from."""
         self._staging = LayeredStaging(self.sources_in(self.live), architecture=architecture, tied=tied)
+        self._memory = ReleasableMemory(self.releasable)
         return self._staging
 
     def release(self) -> None:
-        """Return at once: there is no copy to release."""
+        """Release the buffer's memory on the device. Idempotent."""
+        self._memory.release()
 
     def restore(self) -> None:
-        """Return at once: no memory was released."""
+        """Take the memory again. Raises EngineError: there is no room. Idempotent."""
+        self._memory.restore()
 
     def apply(self) -> None:
         """Commit the version that was taken from the staging. Raises WeightError, see `LayeredStaging`."""

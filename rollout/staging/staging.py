@@ -23,7 +23,7 @@ class Committable(Protocol):
     def apply(self) -> None:
         """Copy the version that `take` returned last over the live weights.
 
-        It does no allocation on the device, no I/O and no communication.
+        It does no communication, and where there is a copy no I/O and no allocation on the device.
         """
 
 

@@ -5,6 +5,7 @@ whole tensor was compared. A chain that lacks a link, or has a wrong one, is ref
 image changes; an image that was changed and not verified is forgotten, and read from the anchor again.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.errors import WeightError
-from protocol.messages import WeightManifest
+from protocol.messages import WeightLink, WeightManifest
 from protocol.weights.buckets import layout_digest
-from protocol.weights.deltas import BYTES, apply_change, bits, chain_after, read_delta
+from protocol.weights.deltas import BYTES, Delta, apply_change, bits, chain_after, read_delta
 from rollout.weights.verification import Deadline
+
+READ_BYTES = 64 << 20
+"""Bytes of a file that are read before the deadline is checked again."""
 
 
 class VersionImage:
@@ -39,28 +43,22 @@ class VersionImage:
         if links[-1].directory != Path(manifest.location).name or links[-1].digest != manifest.digest:
             raise WeightError(f"version {manifest.version}: its chain ends with {links[-1].directory}")
         layout, self.read = layout_digest(manifest), 0
-        first = chain_after(links, self._digest) if layout == self._layout else -1
-        pairs = zip(links[max(first, 0) :], links[max(first, 0) + 1 :], strict=False)
-        deltas = [
-            (read_delta(place / link.directory, base, link, len(manifest.tensors)), place / link.directory)
-            for base, link in pairs
-        ]
-        contents = [self._bytes_of(directory / BYTES) for _, directory in deltas]
-        if first < 0:
-            anchor = [
-                self._bytes_of(place / links[0].directory / f"bucket_{index:05d}.bin", nbytes)
-                for index, nbytes in enumerate(manifest.buckets)
-            ]
-            self._digest, self._buckets = None, anchor
-        if deltas:
+        known = chain_after(links, self._digest) if layout == self._layout else -1
+        anchor = place / links[0].directory
+        if known < 0:
+            for index, nbytes in enumerate(manifest.buckets):
+                _check_size(anchor / f"bucket_{index:05d}.bin", nbytes)
+        first = max(known, 0)
+        deltas = []
+        for base, link in zip(links[first:], links[first + 1 :], strict=False):
+            deltas.append(read_delta(place / link.directory, base, link, len(manifest.tensors)))
+            _check_size(place / link.directory / BYTES, link.nbytes)
+        if known < 0 or deltas:
             self._digest = None
-        for (delta, directory), data in zip(deltas, contents, strict=True):
-            deadline.remaining(f"applying {directory.name}")
-            for change in delta.changes:
-                entry = manifest.tensors[change.tensor]
-                target = self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-                itemsize = getattr(torch, entry.dtype).itemsize
-                apply_change(change, data, bits(target, itemsize), entry)
+        if known < 0:
+            self._read_anchor(anchor, manifest.buckets, deadline)
+        for delta, link in zip(deltas, links[first + 1 :], strict=True):
+            self._apply(delta, link, manifest, deadline)
         self._layout = layout
         return [torch.from_numpy(bucket) for bucket in self._buckets]
 
@@ -68,13 +66,43 @@ class VersionImage:
         """Count the buckets as a version: every tensor's digest was compared."""
         self._digest = manifest.digest
 
-    def _bytes_of(self, path: Path, nbytes: int | None = None) -> NDArray[np.uint8]:
-        """Read a file. Raises WeightError if it is missing, or has not so many bytes."""
+    def _read_anchor(self, directory: Path, buckets: Sequence[int], deadline: Deadline) -> None:
+        """Read all bytes of an anchor; into the memory of the image, where they fit."""
+        if [len(bucket) for bucket in self._buckets] != list(buckets):
+            self._buckets = []  # before the others are allocated
+            self._buckets = [np.empty(nbytes, np.uint8) for nbytes in buckets]
+        for index, bucket in enumerate(self._buckets):
+            self._read(directory / f"bucket_{index:05d}.bin", bucket, deadline)
+
+    def _apply(self, delta: Delta, link: WeightLink, manifest: WeightManifest, deadline: Deadline) -> None:
+        data = np.empty(link.nbytes, np.uint8)
+        self._read(Path(manifest.location).parent / link.directory / BYTES, data, deadline)
+        for change in delta.changes:
+            entry = manifest.tensors[change.tensor]
+            target = self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+            apply_change(change, data, bits(target, getattr(torch, entry.dtype).itemsize), entry)
+
+    def _read(self, path: Path, target: NDArray[np.uint8], deadline: Deadline) -> None:
+        """Read a file. Raises WeightError if it cannot be read, or in time."""
         try:
-            data = np.fromfile(path, np.uint8)
+            with path.open("rb", buffering=0) as file:
+                done = 0
+                while done < len(target):
+                    deadline.remaining(f"reading {path}")
+                    count = file.readinto(target[done : done + READ_BYTES].data)
+                    if not count:
+                        raise WeightError(f"{path}: {done} bytes, expected {len(target)}")
+                    done += count
         except OSError as error:
             raise WeightError(f"{path}: {error.strerror or error}") from error
-        if nbytes is not None and len(data) < nbytes:
-            raise WeightError(f"{path}: {len(data)} bytes, the manifest says {nbytes}")
-        self.read += len(data)
-        return data
+        self.read += done
+
+
+def _check_size(path: Path, nbytes: int) -> None:
+    """Compare a file with the manifest, before anything is read. Raises WeightError."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise WeightError(f"{path}: {error.strerror or error}") from error
+    if size != nbytes:
+        raise WeightError(f"{path}: {size} bytes, the manifest says {nbytes}")

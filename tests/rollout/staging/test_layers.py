@@ -118,7 +118,7 @@ def test_layers_stage_and_commit_within_the_largest_tensor(tmp_path: Path) -> No
         layers.take(manifest)
         layers.apply()
     assert found.nbytes.get("cpu", 0) == 0
-    assert layers._buffer._memory.nbytes == 64 * 64 * 4
+    assert layers.buffer.memory.nbytes == 64 * 64 * 4
     assert digest_of(target) == manifest.digest
 
 
@@ -200,6 +200,23 @@ def test_layers_refuse_a_transport_that_sends_once(tmp_path: Path, transport: st
         layers.fetch(msgspec.structs.replace(manifest, transport=transport), 10)
     assert torch.equal(target, torch.zeros(4))
     assert layers.staged is None
+
+
+def test_sleep_releases_the_buffer_of_layers(tmp_path: Path) -> None:
+    plan = traced(Fused(), place=StagingPlace.LAYERS)
+    share = RankStaging(plan, architecture="", tied=False)
+    (buffer,) = plan.releasable
+    assert buffer.untyped_storage().nbytes() == max(one.nbytes for one in plan.live.values()) - 3 * 4 * 4
+    for number in (1, 2):
+        new, manifest = new_version(tmp_path, number)
+        assert staged(share, manifest) == RankState.STAGED
+        assert share.commit(manifest).applied
+        assert share.sleep() == share.sleep() == ""
+        assert buffer.untyped_storage().nbytes() == 0
+        assert share.wake() == share.wake() == ""
+    assert staged(share, manifest) == RankState.STAGED
+    assert share.commit(manifest).applied
+    assert share.live_digest() == (True, digest_of(new))
 
 
 def test_discarded_layers_keep_no_file_mapped(tmp_path: Path) -> None:

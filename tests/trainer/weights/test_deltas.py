@@ -203,7 +203,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped gap": (lambda path: _flip(path / BYTES, 1), "tensor a: digest"),
     "truncated": (
         lambda path: (path / BYTES).write_bytes((path / BYTES).read_bytes()[:-1]),
-        "leave the delta",
+        "bytes, the manifest says",
     ),
     "no changes": (lambda path: (path / BYTES).unlink(), f"{BYTES}: No such file"),
     "no index": (lambda path: (path / INDEX).unlink(), f"{INDEX}: No such file"),
