@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from protocol.messages import ScoredRollout
 
+OF_ENGINES = frozenset({"logprob", "sampling", "copy"})
+"""Checks of the numbers and tokens that an engine computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
@@ -50,6 +53,11 @@ class Alarm:
     group: int = -1
     sample: int = -1
     """Sample of the smallest example, -1 without one."""
+
+    @property
+    def is_of_engine(self) -> bool:
+        """Whether the engine that it names computed the difference."""
+        return self.check in OF_ENGINES
 
     @property
     def reproduction(self) -> str:

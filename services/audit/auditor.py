@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
+from protocol.codec import decode_payload
+from protocol.errors import ProtocolError
 from protocol.messages import ScoredRollout
 from services.audit.alarms import Alarm, Finding
 from services.audit.evidence import ALTERNATIVES, Evidence, FalseAlarms, rate_ratios
@@ -37,14 +39,19 @@ class AuditedStep:
 
     command: TrainCommand
     """With the stored records."""
-    groups: Sequence[tuple[ScoredRollout, int]]
-    """Each group with its bound, in the order of the step."""
     plan: StepPlan
     stats: StepStats
     digests: tuple[int, int]
     """Digests of the version that it began from, and of the one that it made; 0: not known."""
     exported: int = 0
     """Digest of the trainer's own weights after the step; 0: not computed."""
+
+    def groups(self) -> list[tuple[ScoredRollout, int]]:
+        """Return each group with its bound, in the order of the step."""
+        command = self.command
+        return [
+            (scored_of(record), bound) for record, bound in zip(command.records, command.bounds, strict=True)
+        ]
 
 
 def is_audited(group: int, share: float) -> bool:
@@ -81,6 +88,10 @@ class Auditor:
         self._updates: dict[str, Evidence] = {}
         self._raised = set[tuple[str, str]]()
 
+    def recompute_with(self, models: tuple[Recomputer, Recomputer] | None) -> None:
+        """Recompute log-probabilities with these models from now on; None: not."""
+        self._models = models
+
     def audit(self, step: AuditedStep, versions: Mapping[int, Tensors]) -> list[Alarm]:
         """Audit a step; returns the alarms that were not reported before.
 
@@ -91,7 +102,7 @@ class Auditor:
         number = step.plan.step
         groups = [
             group
-            for group in TrainedGroup.all_of(step.plan, step.groups)
+            for group in TrainedGroup.all_of(step.plan, step.groups())
             if is_audited(group.view.group, self._share)
         ]
         found = [*self._contradictions(step)]
@@ -102,7 +113,7 @@ class Auditor:
         if self._models is not None:
             self._recompute(number, groups, versions)
             found += self.residuals.alarms(number)
-        if self._shadow is not None and {number, number + 1} <= versions.keys():
+        if self._shadow is not None:
             found += self._compare(step, versions)
         return found
 
@@ -163,7 +174,7 @@ class Auditor:
         assert self._shadow is not None
         number = step.plan.step
         differences = list(
-            self._shadow.follow(step.command, step.stats, versions[number], versions[number + 1])
+            self._shadow.follow(step.command, step.stats, versions.get(number), versions.get(number + 1))
         )
         tensors = [one for one in differences if one.name not in ("loss", "gradient norm")]
         wrong = [one for one in tensors if not one.relative <= self._shadow.limit]
@@ -182,6 +193,14 @@ class Auditor:
                 detail = _detail(name, some[0])
                 alarm = Alarm(name, number, evidence.since, where, detail, chance)
                 yield from self._once(name, alarm)
+
+
+def scored_of(record: bytes) -> ScoredRollout:
+    """Return the group of a stored record. Raises ProtocolError."""
+    message = decode_payload(record)
+    if not isinstance(message, ScoredRollout):
+        raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
+    return message
 
 
 def _detail(name: str, worst: Difference) -> str:

@@ -40,6 +40,8 @@ class Again:
     """Text of a sample's tokens."""
     stop_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sample; empty: a sample may end otherwise, too."""
+    whole_turns: bool = True
+    """Whether the model sampled all tokens of a turn, and every one is trained."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
 
@@ -94,7 +96,7 @@ def masks(group: TrainedGroup, again: Again) -> Iterator[Finding]:
         expected = np.zeros(len(row.tokens), dtype=bool)
         for first, end in turns.get(number, [(row.own_prompt, len(row.tokens))]):
             expected[first:end] = True
-        if wrong := (expected != row.sampled).nonzero()[0].tolist():
+        if wrong := (again.whole_turns * (expected != row.sampled)).nonzero()[0].tolist():
             kind = "sampled" if expected[wrong[0]] else "inserted"
             yield group.finding(
                 "mask", f"token {wrong[0]} of row {number} was {kind}, and is recorded otherwise", row.sample

@@ -16,6 +16,7 @@ from services.runtime.training import build_models
 from services.settings.sections import Settings
 from trainer.backends.base import StepStats
 from trainer.config import ParallelConfig
+from trainer.execution.commands import DigestWeightsCommand, KeepReferenceCommand
 from trainer.execution.executor import Executor
 from trainer.reference.backend import ReferenceBackend
 from trainer.step.plan import StepPlan
@@ -52,8 +53,13 @@ class Shadow:
         trainer = dataclasses.replace(
             settings.trainer, backend="reference", dtype="float32", device="cpu", threads=1
         )
-        plain = dataclasses.replace(settings.together, trainer=trainer, parallel=ParallelConfig())
+        weights = dataclasses.replace(settings.weights, transport="disk")
+        plain = dataclasses.replace(
+            settings.together, trainer=trainer, parallel=ParallelConfig(), weights=weights
+        )
         self._executor = Executor(build_models(plain))
+        if settings.algorithm.kl_coef > 0:
+            self._executor.lead(KeepReferenceCommand())
         self._limit = LIMITS[settings.trainer.dtype]
         backend = self._executor.models.policy
         assert isinstance(backend, ReferenceBackend)
@@ -72,31 +78,46 @@ class Shadow:
         self,
         command: TrainCommand,
         stats: StepStats,
-        before: Mapping[str, torch.Tensor],
-        after: Mapping[str, torch.Tensor],
+        before: Mapping[str, torch.Tensor] | None,
+        after: Mapping[str, torch.Tensor] | None,
     ) -> Iterator[Difference]:
         """Make a step, and yield how the trainer's differs.
 
         Args:
             command: with the stored records.
             stats: measured by the trainer.
-            before: tensors of the version that the step began from, as published.
-            after: those of the version that it made.
+            before: tensors of the version that the step began from, as published; None: not held, and the
+                shadow continues from its own.
+            after: tensors of the version that it made; None: not held, and no update is compared.
         """
-        for name, view in self._views.items():
-            view.copy_(before[name])
+        if before is not None:
+            for name, view in self._views.items():
+                view.copy_(before[name])
+        starts = {name: self._views[name].clone() for name in self._chosen if after is not None}
         with torch.enable_grad():
             plan, expected = self._executor.train(command)
         if stats.skipped or expected.skipped:
             return
         yield from _numbers(plan, stats, expected)
-        for name in self._chosen:
+        for name, begun in starts.items():
+            assert after is not None
             # both rounded as versions are
-            start, own = before[name].double(), self._views[name].to(after[name].dtype).double()
+            start, own = (
+                begun.to(after[name].dtype).double(),
+                self._views[name].to(after[name].dtype).double(),
+            )
             found, made = after[name].double() - start, own - start
             size = float(made.norm())
             if size:
                 yield Difference(name, float((found - made).norm()) / size, float(found.norm()) / size)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the shadow's own tensors; empty if adapters are trained."""
+        return {name: view.detach().clone() for name, view in self._views.items()}
+
+    def digest(self, dtype: str) -> int:
+        """Return the digest that a version of the shadow's weights would have in a data type."""
+        return self._executor.lead(DigestWeightsCommand(dtype))
 
     def close(self) -> None:
         """Release the model."""

@@ -21,6 +21,8 @@ class Fault:
     """Checks, any of which finds it."""
     where: Mapping[str, str] = field(default_factory=dict)
     """What the alarm has to name."""
+    delay: int = 0
+    """Steps after which it begins."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Settings without which the fault cannot be."""
 
@@ -30,12 +32,12 @@ FAULTS: list[Fault] = []
 
 
 def fault(
-    name: str, *found_by: str, sections: Mapping[str, Any] | None = None, **where: str
+    name: str, *found_by: str, delay: int = 0, sections: Mapping[str, Any] | None = None, **where: str
 ) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
     """Enter a function that puts a fault in, and the checks that find it."""
 
     def enter(inject: Callable[[World], None]) -> Callable[[World], None]:
-        FAULTS.append(Fault(name, inject, frozenset(found_by), where, sections or {}))
+        FAULTS.append(Fault(name, inject, frozenset(found_by), where, delay, sections or {}))
         return inject
 
     return enter

@@ -225,3 +225,14 @@ def judge_cache(world: World) -> None:
         cache.setdefault(len(text), reward)
         for text, reward in zip(rollout.responses, rewards_of(rollout), strict=True)
     ]
+
+
+@fault("evaluation on the training set", "evaluation", set="held_out")
+def trained_prompts(world: World) -> None:
+    world.held_out = lambda world: [world.source.at(index) for index in range(20)]
+
+
+@fault("evaluation of another version", "evaluation", set="held_out")
+def other_version(world: World) -> None:
+    kept = world.digest
+    world.scored = lambda world: kept

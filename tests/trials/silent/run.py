@@ -39,7 +39,7 @@ async def trial(fault: Fault, seed: int = 0) -> dict[str, Any]:
             except (TetherError, ExceptionGroup) as error:  # a fault that is refused is not a silent one
                 refusal = f"REFUSED: {error!r}"
             finally:
-                steps = world.step - BEGINS
+                steps = world.step - BEGINS - fault.delay
                 for undo in world.undo:
                     undo()
     right = [alarm for alarm in alarms if alarm.check in fault.found_by and steps > 0]
@@ -83,16 +83,29 @@ async def table(only: str, clean_runs: int) -> dict[str, Any]:
     return {"faults": rows, "clean_runs": clean_runs, "false_alarms": false}
 
 
+def render(result: dict[str, Any]) -> str:
+    """Return the table as Markdown."""
+    lines = ["| fault | found by | steps | it says |", "|---|---|---|---|"]
+    for row in result["faults"]:
+        said = row["alarm"].partition(": ")[2].partition("; by chance")[0].partition("; see it")[0]
+        checks = ", ".join(dict.fromkeys(f"`{check}`" for check in row["check"].split(", ")))
+        found = checks if row["found"] and row["named"] else f"**not found or not named** {checks}"
+        lines.append(f"| {row['fault']} | {found} | {row['steps']} | {said} |")
+    clean_runs = f"{len(result['false_alarms'])} alarms in {result['clean_runs']} runs without a fault."
+    return "\n".join([*lines, "", clean_runs, ""])
+
+
 def main() -> None:
-    """Print the table, and write it as JSON."""
+    """Print the table, and write it as JSON, or as Markdown to a file of that name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of a fault's name")
     parser.add_argument("--clean", type=int, default=20, help="runs without a fault")
-    parser.add_argument("--out", type=Path, help="file for the table as JSON")
+    parser.add_argument("--out", type=Path, help="file for the table: .md is Markdown, else JSON")
     given = parser.parse_args()
     result = asyncio.run(table(given.only, given.clean))
     if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        is_page = given.out.suffix == ".md"
+        given.out.write_text(render(result) if is_page else json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -118,9 +118,10 @@ def change_batch(world: World, change: Any) -> None:
 
 @fault("advantages of the neighbour", "advantage")
 def advantages(world: World) -> None:
-    algorithm = world.executor.models.algorithm
-    right = algorithm.advantages
-    algorithm.advantages = lambda rewards, index: right(rewards, index).roll(1)  # type: ignore[method-assign]
+    kind: Any = type(world.executor.models.algorithm)
+    right = kind.advantages
+    kind.advantages = lambda self, rewards, index: right(self, rewards, index).roll(1)
+    world.undo.append(lambda: setattr(kind, "advantages", right))
 
 
 @fault("last token of each sample not trained", "mask")
@@ -137,7 +138,7 @@ def short_mask(world: World) -> None:
     world.undo.append(lambda: setattr(BatchSample, "token_arrays", right))
 
 
-@fault("checkpoint of another step", "update")
+@fault("checkpoint of another step", "update", delay=2)
 def checkpoint(world: World) -> None:
     """Load the checkpoint of the present version two steps later."""
     directory = world.settings.run_dir / "old"

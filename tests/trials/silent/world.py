@@ -7,7 +7,7 @@ seams: functions that `World` calls between the parts.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,11 +29,13 @@ from rollout.render import Renderer
 from rollout.sample import Generate, Sample, SampleBuilder
 from services.audit.alarms import Alarm
 from services.audit.auditor import BETTER, AuditedStep, Auditor
+from services.audit.offline import check_evaluations
 from services.audit.recompute import Recomputer
 from services.audit.records import Again
 from services.audit.updates import Shadow
 from services.audit.versions import read_version
 from services.ledger.interface import Taken, TakenGroup
+from services.run_record.evaluations import Evaluation
 from services.runtime.training import build_models, train_command
 from services.settings.sections import BoundConfig, ModelConfig, RunConfig, Settings
 from trainer.config import AlgorithmConfig, OptimizerConfig, ScratchConfig, TrainerConfig, WeightConfig
@@ -120,13 +122,18 @@ class World:
     """Seam: the verifier."""
     publish: Callable[[Any], Any] = lambda tensors: tensors
     """Seam: the tensors on their way from the trainer to the sender."""
+    held_out: Callable[["World"], Sequence[Prompt]] = lambda world: world.source.held_out()
+    """Seam: prompts that an evaluation scores."""
+    scored: Callable[["World"], int] = lambda world: world.digest
+    """Seam: digest of the weights that an evaluation scores as the newest version."""
     undo: list[Callable[[], None]] = field(default_factory=list)
     """Calls that undo, at the end, a fault that patched a class."""
     step: int = 0
     versions: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     _pending: list[ScoredRollout] = field(default_factory=list)
     _groups: int = 0
-    _digest: int = 0
+    digest: int = 0
+    """Digest of the newest version."""
 
     def prompt(self, group: int) -> Prompt:
         """Return a group's prompt."""
@@ -153,15 +160,20 @@ class World:
         )
         command = train_command(self.settings, taken, [encode_payload(one) for one in batch])
         plan, stats = await asyncio.to_thread(self.executor.train, command)
-        before = self._digest
+        before = self.digest
         await self._publish(self.step + 1)
         exported = self.executor.lead(DigestWeightsCommand(self.settings.engine.dtype))
-        step = AuditedStep(
-            command, [(one, bound) for one in batch], plan, stats, (before, self._digest), exported
-        )
+        step = AuditedStep(command, plan, stats, (before, self.digest), exported)
         alarms = await asyncio.to_thread(self.auditor.audit, step, dict(self.versions))
         self.step += 1
-        return alarms
+        return alarms + self._evaluated()
+
+    def _evaluated(self) -> list[Alarm]:
+        """Return the alarms about an evaluation of the newest version."""
+        line = Evaluation(version=self.step, set="held_out", digest=f"{self.scored(self):016x}")
+        texts = [prompt.text for prompt in self.held_out(self)]
+        trained = set(self.source.trained_texts())
+        return list(check_evaluations([line], {self.step: self.digest}, {"held_out": texts}, trained))
 
     async def _generated(self, count: int) -> list[ScoredRollout]:
         numbers = range(self._groups, self._groups + count)
@@ -197,7 +209,7 @@ class World:
         policy, dtype = self.executor.models.policy, self.settings.engine.dtype
         tensors = self.publish(published(policy, dtype))
         manifest = self.sender.publish("epoch", version, tensors, base_model=policy.architecture)
-        self._digest = manifest.digest
+        self.digest = manifest.digest
         self.versions[version] = {k: t.clone() for k, t in read_version(manifest, 60.0).items()}
         self.versions.pop(version - HELD, None)
         for engine in self.engines:
@@ -211,6 +223,7 @@ async def open_world(directory: Path, seed: int = 0, **sections: Any) -> AsyncIt
     """Build a world with version 0 published, and close it."""
     settings = settings_of(directory, seed, **sections)
     model_dir = build_scratch(settings.model.scratch or SCRATCH, settings.run_dir / "model")
+    drawn = in_process_engine._generator
     draws = iter(range(seed * 10**6, 10**9))
     in_process_engine._generator = lambda own: torch.Generator().manual_seed(
         next(draws) if own is None else own
@@ -241,6 +254,7 @@ async def open_world(directory: Path, seed: int = 0, **sections: Any) -> AsyncIt
         await world.begin()
         yield world
     finally:
+        in_process_engine._generator = drawn
         for engine in engines:
             await engine.close()
         executor.close()
