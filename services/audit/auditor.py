@@ -30,6 +30,9 @@ LEARN_ROWS = 2
 """Rows of each version from which the noise floor is learnt."""
 BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Engine's data type -> the one that is computed beside float32, to measure rounding."""
+UNCHANGED = {"bfloat16": 8, "float16": 8}
+"""Data type of versions -> audited steps without a change that are one too many: small changes are rounded
+away there. In float32 it is one."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -43,6 +46,8 @@ class AuditedStep:
     stats: StepStats
     digests: tuple[int, int]
     """Digests of the version that it began from, and of the one that it made; 0: not known."""
+    learns: bool = True
+    """Whether the step's learning rate is above 0."""
     exported: int = 0
     """Digest of the trainer's own weights after the step; 0: not computed."""
 
@@ -87,6 +92,8 @@ class Auditor:
         self.residuals = Residuals(self._chances, NoiseFloor(), dtype)
         self._updates: dict[str, Evidence] = {}
         self._raised = set[tuple[str, str]]()
+        self._unchanged = 0
+        """Audited steps in a row that changed no weight, though they should have."""
 
     def recompute_with(self, models: tuple[Recomputer, Recomputer] | None) -> None:
         """Recompute log-probabilities with these models from now on; None: not."""
@@ -120,7 +127,9 @@ class Auditor:
     def _contradictions(self, step: AuditedStep) -> Iterator[Alarm]:
         """Yield alarms of digests."""
         number, (before, after) = step.plan.step, step.digests
-        if before and before == after and not step.stats.skipped and step.stats.grad_norm:
+        idle = before == after and not step.stats.skipped and step.learns and bool(step.stats.grad_norm)
+        self._unchanged = self._unchanged + 1 if before and idle else 0
+        if self._unchanged >= UNCHANGED.get(self._dtype, 1):
             detail = f"version {number + 1} is bit for bit version {number}, though its gradient was not 0"
             yield from self._once(
                 "no_op", Alarm("no_op", number, number, {"version": str(number + 1)}, detail)

@@ -17,6 +17,7 @@ import torch
 from protocol.errors import TetherError
 from protocol.host.memory import memory_available
 from protocol.messages import WeightManifest
+from rollout.engines.base import KvPolicy
 from rollout.render import Renderer
 from services.audit.alarms import Alarm
 from services.audit.auditor import BETTER, AuditedStep, Auditor, Tensors, is_audited
@@ -25,6 +26,7 @@ from services.audit.records import Again
 from services.audit.versions import READ, read_version
 from services.settings.sections import Settings
 from trainer.backends.base import StepStats
+from trainer.functional.learning_rate import learning_rate
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
 
@@ -55,8 +57,20 @@ def again_of(settings: Settings, stop_token_ids: frozenset[int]) -> Again:
     )
 
 
+def is_learning(settings: Settings, step: int) -> bool:
+    """Return whether a step's learning rate is above 0, and its loss trains the policy."""
+    updates = step * settings.trainer.epochs_per_batch * settings.trainer.num_mini_batches
+    warm = settings.needs_critic and step < settings.critic.critic_warmup_steps
+    return not warm and learning_rate(settings.optimizer, updates) > 0
+
+
 def recomputers(settings: Settings, parameters: int) -> tuple[Recomputer, Recomputer] | None:
-    """Load the models that recompute log-probabilities; None if the host lacks the memory for them."""
+    """Load the models that recompute log-probabilities.
+
+    None if the host lacks the memory for them, or `engine.kv` = keep has tokens rest on older versions' KV.
+    """
+    if settings.engine.kv is KvPolicy.KEEP:
+        return None
     free = memory_available()
     if parameters * MODEL_BYTES > MEMORY_SHARE * free:
         log.warning("audit.no_recompute parameters=%d free_mb=%d", parameters, free >> 20)
@@ -77,6 +91,8 @@ class LiveAudit:
         self._work: asyncio.Queue[AuditedStep | WeightManifest] = asyncio.Queue(MOST_WAITING)
         """Left by `audit_loop`; of a full one the next step, or version, is not audited."""
         self._held: tuple[int, Tensors] | None = None
+        self._epoch = ""
+        """Epoch of the version that is held."""
         self._auditor: Auditor | None = None
         self._loaded = False
         """Whether it was tried to load the models."""
@@ -84,7 +100,9 @@ class LiveAudit:
 
     def hold(self, manifest: WeightManifest) -> None:
         """Hold a version that was published, unless another one is held whose groups may still be trained."""
-        last = -1 if self._held is None else self._held[0] + self._settings.bound.max_staleness
+        last = -1
+        if self._held is not None and self._epoch == manifest.epoch:
+            last = self._held[0] + self._settings.bound.max_staleness
         if self._share and manifest.transport in READ and manifest.version > last and not self._work.full():
             self._work.put_nowait(manifest)
 
@@ -124,6 +142,7 @@ class LiveAudit:
     def _carry_out(self, work: AuditedStep | WeightManifest) -> list[Alarm]:
         if isinstance(work, AuditedStep):
             return self._audit(work, dict([self._held]) if self._held else {})
+        self._epoch = work.epoch
         self._held = work.version, read_version(work, self._settings.weights.timeout_s)
         return []
 
@@ -136,7 +155,8 @@ class LiveAudit:
             self._loaded = True
             parameters = sum(tensor.numel() for tensors in held.values() for tensor in tensors.values())
             self._auditor.recompute_with(recomputers(self._settings, parameters))
-        found = self._auditor.audit(step, held)
+        learns = is_learning(self._settings, step.plan.step)
+        found = self._auditor.audit(dataclasses.replace(step, learns=learns), held)
         append_alarms(self._path, found)
         return found
 

@@ -21,7 +21,7 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.audit.alarms import Alarm
 from services.audit.auditor import AuditedStep, Auditor, Tensors
-from services.audit.live import PLAIN_TURNS, again_of, line_of, recomputers
+from services.audit.live import PLAIN_TURNS, again_of, is_learning, line_of, recomputers
 from services.audit.records import Again
 from services.audit.updates import Shadow
 from services.ledger.event_log.reader import LoggedStep
@@ -136,7 +136,9 @@ def _audit_steps(recorded: Recorded, rewards: Callable[[Rollout], Sequence[float
         if (export := _export(settings, step + 1)) is not None:
             known[step + 1] = export
         held = {version: tensors for version, tensors in known.items() if version > step - 8}
-        found.alarms += auditor.audit(AuditedStep(command, plan, stats, pair), held)
+        found.alarms += auditor.audit(
+            AuditedStep(command, plan, stats, pair, is_learning(settings, step)), held
+        )
         if exact and shadow.digest(dtype) == digests[step + 1]:
             found.exact += 1
             known[step + 1] = _in_dtype(shadow.tensors(), dtype)

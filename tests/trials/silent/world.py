@@ -163,7 +163,7 @@ class World:
         before = self.digest
         await self._publish(self.step + 1)
         exported = self.executor.lead(DigestWeightsCommand(self.settings.engine.dtype))
-        step = AuditedStep(command, plan, stats, (before, self.digest), exported)
+        step = AuditedStep(command, plan, stats, (before, self.digest), exported=exported)
         alarms = await asyncio.to_thread(self.auditor.audit, step, dict(self.versions))
         self.step += 1
         return alarms + self._evaluated()
