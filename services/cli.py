@@ -193,18 +193,16 @@ def monitor(
 @app.command()
 def verify(
     run_dir: RunDir,
-    files: Annotated[
-        bool,
-        typer.Option("--files", help="also compare every file with its checksums; name what is damaged"),
-    ] = False,
+    files: Annotated[bool, typer.Option("--files", help="also compare files with their checksums")] = False,
+    numerics: Annotated[bool, typer.Option("--numerics", help="also compute records again")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check a run's log and calls against lifecycle and bound; exit code 1 if anything is wrong."""
     from services.tools.verification import render_verification, verify_run
 
-    facts = verify_run(run_dir, files=files)
+    facts = verify_run(run_dir, files=files, numerics=numerics)
     _show(facts, as_json, render_verification)
-    if facts["violations"] or facts.get("damaged"):
+    if facts["violations"] or facts.get("damaged") or facts.get("alarms"):
         raise typer.Exit(1)
 
 

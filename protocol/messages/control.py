@@ -53,6 +53,7 @@ class Action(StrEnum):
     """Instruction of the trainer to rollout workers."""
 
     ABORT = "abort"  # stop generating these groups: they were dropped
+    QUARANTINE = "quarantine"  # end the process of an engine that an audit refuted
     TURN = "turn"  # read in the registry whose turn it is on the GPU that trainer and engine share
 
 
@@ -64,4 +65,6 @@ class Control(Message, tag="control", frozen=True, kw_only=True):
 
     action: Action
     groups: tuple[int, ...] = ()
-    """The groups to abort; empty for TURN."""
+    """The groups to abort; empty for the others."""
+    engine: str = ""
+    """Incarnation of the engine whose process is to end, for QUARANTINE."""

@@ -85,7 +85,11 @@ class WeightUpdater:
         self._updating = asyncio.Lock()  # held during an update, and while the engine goes to sleep
 
     async def listen_loop(self) -> None:
-        """Take manifests and instructions from the trainer until cancelled."""
+        """Take manifests and instructions from the trainer until cancelled.
+
+        Raises:
+            PoisonedError: an audit refutes the engine.
+        """
         while True:
             _, message = await self._listener.receive()
             if isinstance(message, WeightManifest):
@@ -96,6 +100,8 @@ class WeightUpdater:
                 self._on_abort(message.groups)
             elif isinstance(message, Control) and message.action is Action.TURN and self._on_turn:
                 self._on_turn()
+            elif isinstance(message, Control) and message.engine == self._process.incarnation:
+                raise PoisonedError("an audit refutes this engine (audit.action = quarantine)")
 
     async def poll_loop(self) -> None:
         """Read the current manifest from the ledger, at the start and then regularly, until cancelled."""

@@ -7,7 +7,7 @@ field (`protocol.validation`), its meaning in the string below. `docs/settings.m
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 from pydantic import AfterValidator
@@ -200,6 +200,18 @@ class ColocatedConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditConfig:
+    """Section `[audit]`: a share of the run is computed again by another party, and compared."""
+
+    share: Annotated[float, Interval(ge=0, le=1)] = 0.01
+    """Share of the groups that are audited, always the same ones. 0: none. docs/audit.md has the checks."""
+    action: Literal["warn", "stop", "quarantine"] = "warn"
+    """What an alarm does besides being shown and written to RUN_DIR/alarms.jsonl. `warn`: nothing more.
+    `stop`: the run halts. `quarantine`: the process of an engine that disagrees ends, and its unfinished
+    groups are leased again; other alarms warn."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All sections of a run."""
 
@@ -231,6 +243,7 @@ class Settings:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
 
     @property
     def run_dir(self) -> Path:

@@ -13,12 +13,13 @@ MAX_SHOWN = 50
 """Violations, and damaged places, in the text."""
 
 
-def verify_run(run_dir: Path, *, files: bool = False) -> dict[str, Any]:
+def verify_run(run_dir: Path, *, files: bool = False, numerics: bool = False) -> dict[str, Any]:
     """Check the event log against lifecycle and bound, and stored records against it and journalled calls.
 
     Args:
         run_dir: of the run.
-        files: also compare all files that have checksums with them; adds what `CheckedFiles` has.
+        files: also compare all files that have checksums with them; adds the fields of `CheckedFiles`.
+        numerics: also compute the records again; adds the fields of `Numerics`.
 
     Raises:
         SettingsError: there is no log.
@@ -31,6 +32,12 @@ def verify_run(run_dir: Path, *, files: bool = False) -> dict[str, Any]:
         from services.run_record.damage import check_files
 
         facts |= dataclasses.asdict(check_files(run_dir))
+    if numerics:
+        from services.audit.offline import STEPS, audit_recorded
+        from services.settings.load import run_settings
+        from services.tools.replay import RecordedRun
+
+        facts |= audit_recorded(RecordedRun(run_settings(run_dir), range(STEPS))).facts()
     if not (run_dir / "spool.sqlite").is_file() and not (run_dir / "archive").is_dir():
         return facts
     from services.run_record.call_audit import audit_calls  # numpy; a log alone needs none
@@ -50,6 +57,7 @@ def render_verification(facts: dict[str, Any]) -> str:
         (
             "  ".join(f"{name} {value}" for name, value in counts.items()),
             *(f"violation: {violation}" for violation in facts["violations"][:MAX_SHOWN]),
+            *(f"alarm: {alarm['sentence']}" for alarm in facts.get("alarms", ())[:MAX_SHOWN]),
             *(f"damaged: {place}" for place in facts.get("damaged", ())[:MAX_SHOWN]),
             *([f"not covered: {', '.join(facts['not_covered'])}"] if not_covered else ()),
         )

@@ -123,7 +123,10 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     reports = await process.ledger.reports(0)
     await until_written(process, lambda: run.steps.backfill(reports))
     async with asyncio.TaskGroup() as tasks:
-        beside = [tasks.create_task(loop.answers_loop(), name="weights.answers")]
+        beside = [
+            tasks.create_task(loop.answers_loop(), name="weights.answers"),
+            tasks.create_task(loop.audit_loop(), name="audit"),
+        ]
         if runner.shared_engine is not None:
             beside.append(tasks.create_task(runner.shared_engine.watch_loop(), name="engine.watch"))
         await loop.run()

@@ -19,6 +19,7 @@ from trainer.config import TrainerConfig
 from trainer.data.batch_stats import BatchStats
 from trainer.peak_flops import model_flops_utilization
 from trainer.step.plan import StepPlan
+from trainer.step.train_command import TrainCommand
 
 log = logging.getLogger("tether.trainer")
 
@@ -86,6 +87,8 @@ class TrainedStep:
     """FLOPs that the model needs for all epochs of the batch, if the backend counts them."""
     dropped_lengths: Sequence[Sequence[int]] = ()
     """Tokens of each sample, for each group that the take dropped and whose record was there."""
+    command: TrainCommand | None = None
+    """Command that it carried out; None: it is not audited."""
 
 
 class StepReporter:

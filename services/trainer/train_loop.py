@@ -27,6 +27,8 @@ from protocol.messages import (
 )
 from protocol.staleness import Bound, Policy, is_published
 from protocol.topics import Role
+from services.audit.alarms import Alarm
+from services.audit.live import LiveAudit
 from services.ledger.interface import LedgerStatus, Peer, Taken
 from services.ledger_recovery.journal_entries import commit_entry
 from services.runtime.writing import until_written
@@ -68,6 +70,7 @@ class TrainLoop:
         self._clock = StepClock()
         self._reporter = StepReporter(run.process, runner.device_name)
         self._skips = SkipLimit(run.process.settings.trainer.max_skipped_steps)
+        self._audit = LiveAudit(run.process.settings)
 
     async def answers_loop(self) -> None:
         """Note what engines answer, until cancelled."""
@@ -76,10 +79,15 @@ class TrainLoop:
             registered = {peer.incarnation for peer in await self._process.ledger.peers(Role.ROLLOUT)}
             self._reporter.note_answer(message, registered)
 
+    async def audit_loop(self) -> None:
+        """Audit steps that were made, until cancelled."""
+        await self._audit.audit_loop()
+
     async def run(self) -> None:
         """Make steps until the run is done or the process is to stop."""
         status = await self._process.ledger.status()
         self._reporter.start(status)
+        self._audit.hold(self._model.published)
         if not status.done:
             await self._runner.engine_ready(self._model.published)
         while not status.done and not self._process.stop.is_set():
@@ -162,6 +170,7 @@ class TrainLoop:
             with self._clock.part("wait"):
                 if not await generated_before(self._process, version):
                     return None
+        alarms = self._audit.take_alarms()
         peers = await self._process.ledger.peers()
         before = await self._process.ledger.status()
         report = self._reporter.report(
@@ -170,9 +179,10 @@ class TrainLoop:
             times=self._clock.lap(),
             status=before,
             peers=peers,
-            warnings=self._checkpointer.warnings(),
+            warnings=(*self._checkpointer.warnings(), *(alarm.sentence() for alarm in alarms)),
         )
         status = await self._commit(step, digest, manifest, report)
+        self._audit_step(step, digest, manifest)
         self._model = ModelVersion(version, digest, manifest or self._model.published)
         await self._announce(manifest, report, status, peers)
         with self._clock.part("checkpoint"):
@@ -187,7 +197,28 @@ class TrainLoop:
             await self._halt(mismatch)
         if cause := self._skips.cause_after(report.skipped):
             await self._halt(cause)
+        await self._act_on(alarms)
         return status
+
+    def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
+        """Have a committed step audited, and the version that it made held."""
+        if step.command is not None:
+            self._audit.observe(step.command, step.plan, step.stats, (self._model.digest, digest))
+        if manifest is not None:
+            self._audit.hold(manifest)
+
+    async def _act_on(self, alarms: Sequence[Alarm]) -> None:
+        """Do what `audit.action` says about alarms; they are shown already."""
+        action = self._process.settings.audit.action
+        for alarm in alarms:
+            engine = alarm.where.get("engine", "")
+            if action == "stop":
+                await self._halt(alarm.sentence())
+            elif action == "quarantine" and engine and alarm.is_of_engine:
+                await self._process.ledger.unregister(engine)  # its leases expire: they are leased again
+                self._run.broadcaster.publish(
+                    Control(action=Action.QUARANTINE, engine=engine), epoch=self._run.epoch
+                )
 
     async def _halt(self, cause: str) -> None:
         """Halt the run; returns when leases are granted again, or the process is to stop."""
@@ -222,7 +253,7 @@ class TrainLoop:
             except ProtocolError as error:  # the batch was refused before any rank began
                 raise await asyncio.to_thread(self._run.unreadable, batch, error) from error
         flops = await asyncio.to_thread(self._runner.flops, plan, command.epochs)
-        return TrainedStep(batch, plan, stats, flops, dropped_lengths)
+        return TrainedStep(batch, plan, stats, flops, dropped_lengths, command)
 
     def _is_published(self, version: int, bound: Bound) -> bool:
         settings = self._process.settings

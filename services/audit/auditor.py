@@ -1,0 +1,226 @@
+"""Audits the steps of a run: recomputes a share of the groups, tests in sequence, and raises alarms.
+
+The auditor gets the run's records and the published tensors of versions. It takes no part in
+training: it may be late, or leave a step out, and changes nothing.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from protocol.codec import decode_payload
+from protocol.errors import ProtocolError
+from protocol.messages import ScoredRollout
+from services.audit.alarms import Alarm, Finding
+from services.audit.evidence import ALTERNATIVES, Evidence, FalseAlarms, rate_ratios
+from services.audit.recompute import Recomputer, RowScores
+from services.audit.records import Again, TrainedGroup, check_group
+from services.audit.residuals import RATE, NoiseFloor, Residuals
+from services.audit.updates import Difference, Shadow
+from trainer.backends.base import StepStats
+from trainer.step.plan import StepPlan
+from trainer.step.train_command import TrainCommand
+
+FALSE_ALARM_RATE = 1e-3
+"""Bound on the probability that a run without a fault has an alarm of a sequential test."""
+LEARN_ROWS = 2
+"""Rows of each version from which the noise floor is learnt."""
+BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Engine's data type -> the one that is computed beside float32, to measure rounding."""
+UNCHANGED = {"bfloat16": 8, "float16": 8}
+"""Data type of versions -> audited steps without a change that are one too many: small changes are rounded
+away there. In float32 it is one."""
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedStep:
+    """Record of a committed step."""
+
+    command: TrainCommand
+    """With the stored records."""
+    plan: StepPlan
+    stats: StepStats
+    digests: tuple[int, int]
+    """Digests of the version that it began from, and of the one that it made; 0: not known."""
+    learns: bool = True
+    """Whether the step's learning rate is above 0."""
+    exported: int = 0
+    """Digest of the trainer's own weights after the step; 0: not computed."""
+
+    def groups(self) -> list[tuple[ScoredRollout, int]]:
+        """Return each group with its bound, in the order of the step."""
+        command = self.command
+        return [
+            (scored_of(record), bound) for record, bound in zip(command.records, command.bounds, strict=True)
+        ]
+
+
+def is_audited(group: int, share: float) -> bool:
+    """Return whether a group is audited: always the same groups, about a `share` of them."""
+    return xxhash.xxh3_64_intdigest(b"audit %d" % group) < share * 2**64
+
+
+class Auditor:
+    """The state of an audit: versions that are held, evidence, and alarms that were reported."""
+
+    def __init__(
+        self,
+        recomputer: tuple[Recomputer, Recomputer] | None,
+        *,
+        share: float,
+        dtype: str,
+        again: Again,
+        shadow: Shadow | None = None,
+    ) -> None:
+        """Begin without evidence.
+
+        Args:
+            recomputer: the model in float32, and in the data type beside it; None: no log-probability is
+                recomputed.
+            share: of the groups that are audited, 0 to 1.
+            dtype: of the engines.
+            again: parties that compute records again.
+            shadow: makes the steps again; None: they are not.
+        """
+        self._models, self._share, self._again, self._shadow = recomputer, share, again, shadow
+        self._dtype = dtype
+        self._chances = FalseAlarms(FALSE_ALARM_RATE)
+        self.residuals = Residuals(self._chances, NoiseFloor(), dtype)
+        self._updates: dict[str, Evidence] = {}
+        self._raised = set[tuple[str, str]]()
+        self._unchanged = 0
+        """Audited steps in a row that changed no weight, though they should have."""
+
+    def recompute_with(self, models: tuple[Recomputer, Recomputer] | None) -> None:
+        """Recompute log-probabilities with these models from now on; None: not."""
+        self._models = models
+
+    def audit(self, step: AuditedStep, versions: Mapping[int, Tensors]) -> list[Alarm]:
+        """Audit a step; returns the alarms that were not reported before.
+
+        Args:
+            step: the step; they come in order, and some may be left out.
+            versions: tensors, as published, of the versions that are still held.
+        """
+        number = step.plan.step
+        groups = [
+            group
+            for group in TrainedGroup.all_of(step.plan, step.groups())
+            if is_audited(group.view.group, self._share)
+        ]
+        found = [*self._contradictions(step)]
+        for group in groups:
+            found += [
+                alarm for finding in check_group(group, self._again) if (alarm := self._of(finding, number))
+            ]
+        if self._models is not None:
+            self._recompute(number, groups, versions)
+            found += self.residuals.alarms(number)
+        if self._shadow is not None:
+            found += self._compare(step, versions)
+        return found
+
+    def _contradictions(self, step: AuditedStep) -> Iterator[Alarm]:
+        """Yield alarms of digests."""
+        number, (before, after) = step.plan.step, step.digests
+        idle = before == after and not step.stats.skipped and step.learns and bool(step.stats.grad_norm)
+        self._unchanged = self._unchanged + 1 if before and idle else 0
+        if self._unchanged >= UNCHANGED.get(self._dtype, 1):
+            detail = f"version {number + 1} is bit for bit version {number}, though its gradient was not 0"
+            yield from self._once(
+                "no_op", Alarm("no_op", number, number, {"version": str(number + 1)}, detail)
+            )
+        if step.exported and after and step.exported != after:
+            detail = (
+                f"published version {number + 1} is not the trainer's: digests {after:x}, {step.exported:x}"
+            )
+            where = {"version": str(number + 1)}
+            yield from self._once("published", Alarm("published", number, number, where, detail))
+
+    def _of(self, finding: Finding, step: int) -> Alarm | None:
+        place = finding.place
+        where = {"engine": place.engine} | ({"scorer": place.scorer} if finding.check == "reward" else {})
+        alarm = Alarm(
+            finding.check, step, step, where, finding.detail, group=place.group, sample=place.sample
+        )
+        return next(self._once(f"{finding.check} {place.engine}", alarm), None)
+
+    def _once(self, key: str, alarm: Alarm) -> Iterator[Alarm]:
+        if (alarm.check, key) not in self._raised:
+            self._raised.add((alarm.check, key))
+            yield alarm
+
+    def _recompute(self, step: int, groups: Sequence[TrainedGroup], versions: Mapping[int, Tensors]) -> None:
+        """Recompute the rows of groups under every held version that sampled some of their tokens."""
+        assert self._models is not None
+        model, better = self._models
+        for version in sorted(
+            {int(v) for g in groups for row in g.view.rows for v in row.versions[row.sampled]}
+        ):
+            if version not in versions:
+                continue
+            model.serve(versions[version])
+            better.serve(versions[version])
+            learnt = 0
+            for group in groups:
+                temperature, scores = group.plan.temperature, dict[int, RowScores]()
+                for number, row in enumerate(group.view.rows):
+                    if version not in row.versions[row.sampled]:
+                        continue
+                    scores[number] = model.score(group.view.prompt, row, temperature)
+                    if learnt < LEARN_ROWS:
+                        learnt += 1
+                        again = better.score(group.view.prompt, row, temperature, powers=False)
+                        self.residuals.noise.learn(self._dtype, again, scores[number])
+                self.residuals.add(step, group, version, scores)
+
+    def _compare(self, step: AuditedStep, versions: Mapping[int, Tensors]) -> Iterator[Alarm]:
+        """Make the step again; yield the numbers and tensors whose differences are no rounding any more."""
+        assert self._shadow is not None
+        number = step.plan.step
+        differences = list(
+            self._shadow.follow(step.command, step.stats, versions.get(number), versions.get(number + 1))
+        )
+        tensors = [one for one in differences if one.name not in ("loss", "gradient norm")]
+        wrong = [one for one in tensors if not one.relative <= self._shadow.limit]
+        for name, some in (
+            ("loss", [one for one in differences if one.name == "loss"]),
+            ("gradient", [one for one in differences if one.name == "gradient norm"]),
+            ("update", [max(tensors, key=lambda one: one.relative)] if tensors else []),
+        ):
+            evidence = self._updates.setdefault(name, Evidence(len(ALTERNATIVES)))
+            for one in some:
+                hit = not one.relative <= self._shadow.limit
+                evidence.add(number, rate_ratios(int(hit), 1, RATE))
+            if some and evidence.log >= self._chances.limit(name):
+                where = _tensors(wrong, tensors) if name == "update" else {}
+                chance = math.exp(-min(evidence.log, 700.0))
+                detail = _detail(name, some[0])
+                alarm = Alarm(name, number, evidence.since, where, detail, chance)
+                yield from self._once(name, alarm)
+
+
+def scored_of(record: bytes) -> ScoredRollout:
+    """Return the group of a stored record. Raises ProtocolError."""
+    message = decode_payload(record)
+    if not isinstance(message, ScoredRollout):
+        raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
+    return message
+
+
+def _detail(name: str, worst: Difference) -> str:
+    return (
+        f"the {name} differs from the stored batch's: {worst.name} is {worst.relative:.2g} off, and "
+        f"{worst.ratio:.3g} times as large"
+    )
+
+
+def _tensors(wrong: Sequence[Difference], every: Sequence[Difference]) -> dict[str, str]:
+    """Name the tensors whose update differs, or say that all do."""
+    if len(wrong) == len(every):
+        return {"tensors": "all"}
+    return {"tensors": " ".join(sorted(one.name for one in wrong)[:4]) + (" ..." if len(wrong) > 4 else "")}

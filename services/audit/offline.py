@@ -1,0 +1,222 @@
+"""Computes a run's records again from its directory, for `tether verify --numerics`.
+
+The steps are made again by the plain backend, from the initial model on. Where its weights are bit for bit a
+version's, that version's log-probabilities are recomputed, too; exports are versions that are known anyway.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import load_file
+
+from protocol.errors import SettingsError
+from protocol.messages import Rollout, ScoredRollout
+from reward.score import score_rollout
+from reward.workers.pool import ScorePool
+from rollout.prompts.held_out import held_out_sets
+from rollout.prompts.registry import make_source
+from rollout.render import Renderer
+from services.audit.alarms import Alarm
+from services.audit.auditor import AuditedStep, Auditor, Tensors
+from services.audit.live import PLAIN_TURNS, again_of, is_learning, line_of, recomputers
+from services.audit.records import Again
+from services.audit.updates import Shadow
+from services.ledger.event_log.reader import LoggedStep
+from services.run_record.evaluations import Evaluation, read_evaluations
+from services.runtime.user_modules import add_user_modules
+from services.settings.sections import Settings
+from trainer.algorithms.registry import make_algorithm
+from trainer.backends.base import StepStats
+from trainer.step.train_command import TrainCommand, plan_command
+
+SCORE_S = 600.0
+"""Limit of scoring one group again, seconds."""
+STEPS = 10**9
+
+
+class Recorded(Protocol):
+    """Steps of a run as its directory records them, see `services.tools.replay`."""
+
+    settings: Settings
+
+    def step(self, step: int) -> LoggedStep:
+        """Return the log's record of a step. Raises SettingsError: there is none."""
+
+    def command(self, step: int) -> TrainCommand:
+        """Return the command of a step, with its records. Raises SettingsError: they are not held."""
+
+    def report(self, step: int) -> Mapping[str, Any]:
+        """Return the step's line in metrics.jsonl; empty if there is none."""
+
+
+@dataclass(slots=True)
+class Numerics:
+    """Results of an audit of a run that is read from its directory."""
+
+    steps: int = 0
+    """Steps that were made again."""
+    exact: int = 0
+    """Those after which the plain backend's weights were the version's, bit for bit."""
+    tokens: int = 0
+    """Sampled tokens of the steps."""
+    not_held: str = ""
+    """Why the next step could not be read; empty: all were."""
+    alarms: list[Alarm] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the results as `tether verify --numerics --json` prints them."""
+        return {
+            "numerics_steps": self.steps,
+            "numerics_exact": self.exact,
+            "numerics_tokens": self.tokens,
+            **({"numerics_not_held": self.not_held} if self.not_held else {}),
+            "alarms": [line_of(alarm) for alarm in self.alarms],
+        }
+
+
+def audit_recorded(recorded: Recorded) -> Numerics:
+    """Compute all records of a run again.
+
+    Raises:
+        SettingsError: the run, its model or its prompts cannot be read.
+    """
+    return asyncio.run(_audit(recorded))
+
+
+async def _audit(recorded: Recorded) -> Numerics:
+    settings = recorded.settings
+    loop = asyncio.get_running_loop()
+    async with ScorePool(settings.reward, add_user_modules(settings)) as pool:
+
+        def rewards(rollout: Rollout) -> Sequence[float]:
+            scored = asyncio.run_coroutine_threadsafe(score_rollout(rollout, pool, "audit"), loop)
+            found = scored.result(SCORE_S)
+            if not isinstance(found, ScoredRollout):
+                raise SettingsError(f"group {rollout.group} could not be scored again: {found.error}")
+            values: list[float] = found.rewards.numpy().tolist()
+            return values
+
+        return await asyncio.to_thread(_audit_steps, recorded, rewards)
+
+
+def _audit_steps(recorded: Recorded, rewards: Callable[[Rollout], Sequence[float]]) -> Numerics:
+    settings = recorded.settings
+    shadow, algorithm, found = Shadow(settings), make_algorithm(settings.algorithm), Numerics()
+    dtype, digests = settings.engine.dtype, {}
+    exact = shadow.tensors()
+    parameters = sum(tensor.numel() for tensor in exact.values())
+    auditor = Auditor(
+        recomputers(settings, parameters) if exact else None,
+        share=1.0,
+        dtype=dtype,
+        again=_again(settings, rewards),
+        shadow=shadow,
+    )
+    known: dict[int, Tensors] = {0: _in_dtype(exact, dtype)} if exact else {}
+    for step in _logged(recorded):
+        try:
+            command = recorded.command(step)
+        except SettingsError as error:
+            found.not_held = str(error)
+            break
+        plan, report = plan_command(command, algorithm), recorded.report(step)
+        digests[step + 1] = recorded.step(step).record.digest
+        if report.get("batch_digest", plan.digest) != plan.digest:
+            found.alarms.append(Alarm("batch", step, step, {}, "the stored batch is not the trained one"))
+        stats = StepStats(
+            int(report.get("trained_tokens", 0)),
+            skipped=report.get("skipped", ""),
+            loss=report.get("loss"),
+            grad_norm=report.get("grad_norm"),
+        )
+        pair = digests.get(step, 0), digests[step + 1]
+        if (export := _export(settings, step + 1)) is not None:
+            known[step + 1] = export
+        held = {version: tensors for version, tensors in known.items() if version > step - 8}
+        found.alarms += auditor.audit(
+            AuditedStep(command, plan, stats, pair, is_learning(settings, step)), held
+        )
+        if exact and shadow.digest(dtype) == digests[step + 1]:
+            found.exact += 1
+            known[step + 1] = _in_dtype(shadow.tensors(), dtype)
+        known.pop(step - 8, None)
+        found.steps += 1
+        found.tokens += sum(int(sample.sampled.sum()) for sample in plan.samples)
+    found.alarms += _evaluations(settings, digests)
+    shadow.close()
+    return found
+
+
+def _logged(recorded: Recorded) -> Iterator[int]:
+    """Yield the numbers of the steps that the log has, from 0 on."""
+    for step in range(STEPS):
+        try:
+            recorded.step(step)
+        except SettingsError:
+            return
+        yield step
+
+
+def _again(settings: Settings, rewards: Callable[[Rollout], Sequence[float]]) -> Again:
+    """Return all parties that a run directory has."""
+    renderer, source = Renderer(settings.model_dir, settings.rendering), make_source(settings.prompts)
+    again = again_of(settings, frozenset(renderer.stop_token_ids))
+    if settings.environment.name not in PLAIN_TURNS:
+        return again
+    scores = any("judge" in verifier.name for verifier in settings.reward.verifiers)
+    return replace(
+        again,
+        prompt=lambda group: renderer.prompt_tokens(source.at(group)),
+        rewards=None if scores else rewards,  # a judge's answers cost money, and need not be the same
+        text=renderer.text if again.stop_token_ids else None,
+    )
+
+
+def _export(settings: Settings, version: int) -> Tensors | None:
+    """Return the tensors of a version that was exported, if it was, in the data type of engines."""
+    path = settings.run_dir / "exports" / f"step_{version:08d}" / "model.safetensors"
+    return _in_dtype(load_file(path), settings.engine.dtype) if path.is_file() else None
+
+
+def _in_dtype(tensors: Tensors, dtype: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+
+
+def _evaluations(settings: Settings, digests: dict[int, int]) -> Iterator[Alarm]:
+    lines = list(read_evaluations(settings.run_dir))
+    if not lines and not settings.prompts.held_out:
+        return
+    source = make_source(settings.prompts)
+    sets = held_out_sets(source, settings.prompts, settings.eval.sets, STEPS)
+    texts = {name: [prompt.text for prompt in prompts] for name, prompts in sets.items()}
+    yield from check_evaluations(lines, digests, texts, set(source.trained_texts()))
+
+
+def check_evaluations(
+    lines: Iterable[Evaluation],
+    digests: Mapping[int, int],
+    held_out: Mapping[str, Collection[str]],
+    trained: Collection[str],
+) -> Iterator[Alarm]:
+    """Yield the contradictions in the evaluations of a run.
+
+    Args:
+        lines: of eval.jsonl.
+        digests: version -> digest of its weights, as the event log has it.
+        held_out: set -> texts of its prompts.
+        trained: texts of the prompts that are trained.
+    """
+    for line in lines:
+        expected = digests.get(line.version)
+        if expected is not None and line.digest and line.digest != f"{expected:016x}":
+            where = {"set": line.set, "version": str(line.version)}
+            detail = f"weights of digest {line.digest} were scored as version {line.version}"
+            yield Alarm("evaluation", line.version, line.version, where, detail)
+    known = frozenset(trained)
+    for name, texts in held_out.items():
+        if both := sorted(known.intersection(texts)):
+            detail = f"{len(both)} prompts that are scored are trained, too, the first is {both[0][:40]!r}"
+            yield Alarm("evaluation", 0, 0, {"set": name}, detail)

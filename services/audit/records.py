@@ -1,0 +1,225 @@
+"""Checks recorded groups without a model: prompt, mask, ends, rewards, advantages, weights.
+
+A check is a function of a trained group and of the parties that compute it again; a row of `CHECKS`. It
+goes by the records as they were received, and shares no arithmetic with what it checks.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from protocol.messages import Rollout, ScoredRollout
+from protocol.rollout_view import RolloutView, decode_rollout
+from services.audit.alarms import Culprit, Finding
+from trainer.config import AlgorithmConfig
+from trainer.step.plan import StepPlan
+
+TOLERANCE = 1e-4
+"""Allowed difference of a reward, an advantage or a weight, relative to the larger of its size and 1."""
+ADVANTAGES: dict[str, Callable[[Sequence[float], float], list[float]]] = {
+    "grpo": lambda rewards, eps: [(x - _mean(rewards)) / (_std(rewards) + eps) for x in rewards],
+    "dr_grpo": lambda rewards, eps: [x - _mean(rewards) for x in rewards],
+    "rloo": lambda rewards, eps: [
+        (x - _mean(rewards)) * len(rewards) / max(1, len(rewards) - 1) for x in rewards
+    ],
+}
+"""Advantages of a group's samples, by the formula of the algorithm's paper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Parties that compute a record again; None: it is not checked."""
+
+    prompt: Callable[[int], Sequence[int]] | None = None
+    """Group -> tokens of its prompt, by source and template."""
+    rewards: Callable[[Rollout], Sequence[float]] | None = None
+    """Rewards of a group's samples, by a second call of the verifiers."""
+    text: Callable[[tuple[int, ...]], str] | None = None
+    """Text of a sample's tokens."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sample; empty: a sample may end otherwise, too."""
+    whole_turns: bool = True
+    """Whether the model sampled all tokens of a turn, and every one is trained."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """A group as it was recorded, and the step that trained it."""
+
+    scored: ScoredRollout
+    view: RolloutView
+    bound: int
+    """max_staleness of its lease."""
+    plan: StepPlan
+    rows: tuple[int, ...]
+    """Its rows within the step."""
+
+    @classmethod
+    def all_of(cls, plan: StepPlan, groups: Sequence[tuple[ScoredRollout, int]]) -> list["TrainedGroup"]:
+        """Return the groups of a step, given with their bounds in the order of the step."""
+        rows: dict[int, list[int]] = {}
+        for index, sample in enumerate(plan.samples):
+            rows.setdefault(sample.row, []).append(index)
+        return [
+            cls(scored, decode_rollout(scored.rollout), bound, plan, tuple(rows[index]))
+            for index, (scored, bound) in enumerate(groups)
+        ]
+
+    def finding(self, check: str, detail: str, sample: int = -1) -> Finding:
+        """Return a finding of this group."""
+        return Finding(check, Culprit.of(self.scored, sample), detail)
+
+
+def prompts(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+    """Compare the prompt's tokens with those of source and template."""
+    if again.prompt is None:
+        return
+    expected = list(again.prompt(group.view.group))
+    for row in group.view.rows:
+        found = [*group.view.prompt.tolist(), *row.tokens[: row.own_prompt].tolist()]
+        if row.own_prompt == 0 and not len(row.context) and found != expected:
+            at = next(
+                (i for i, pair in enumerate(zip(found, expected, strict=False)) if len({*pair}) > 1), -1
+            )
+            place = f"token {at} differs" if at >= 0 else f"{len(found)} tokens, not {len(expected)}"
+            yield group.finding("prompt", f"the recorded prompt differs from the template's: {place}")
+            return
+
+
+def masks(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+    """Compare the mask with the turns of the record, and the trained tokens with mask, versions and bound."""
+    turns = turns_of(group)
+    for number, row in enumerate(group.view.rows):
+        expected = np.zeros(len(row.tokens), dtype=bool)
+        for first, end in turns.get(number, [(row.own_prompt, len(row.tokens))]):
+            expected[first:end] = True
+        if wrong := (again.whole_turns * (expected != row.sampled)).nonzero()[0].tolist():
+            kind = "sampled" if expected[wrong[0]] else "inserted"
+            yield group.finding(
+                "mask", f"token {wrong[0]} of row {number} was {kind}, and is recorded otherwise", row.sample
+            )
+        part = group.plan.part([group.rows[number]])
+        trained = part.loss_mask.numpy()[-len(row.tokens) :] if len(row.tokens) else np.zeros(0, dtype=bool)
+        lags = group.plan.step - row.versions
+        masked = again.algorithm.truncated == "mask" and row.finish_reason == "length"
+        if (trained != (row.sampled & (lags <= group.bound) & (not masked))).any():
+            yield group.finding(
+                "mask", f"row {number} is not trained on the tokens that were sampled", row.sample
+            )
+        ids = np.concatenate([group.view.prompt, row.context, row.tokens])
+        if not np.array_equal(part.tokens.numpy(), ids):
+            yield group.finding(
+                "tokens", f"row {number} is not trained on the tokens of its record", row.sample
+            )
+
+
+def ends(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+    """Compare why a sample ended with the token that it ended with."""
+    for row in group.view.rows:
+        if not again.stop_token_ids or not row.sampled.any():
+            continue
+        last = int(row.tokens[row.sampled.nonzero()[0][-1]])
+        if row.finish_reason == "stop" and last not in again.stop_token_ids:
+            yield group.finding(
+                "end", f"recorded as finished, but its last token {last} is no end", row.sample
+            )
+        if row.finish_reason == "length" and last in again.stop_token_ids:
+            yield group.finding(
+                "end", f"recorded as truncated, but its last token {last} is an end", row.sample
+            )
+
+
+def responses(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+    """Compare the text that verifiers read with the tokens that are trained, where they are all of it."""
+    rollout = group.scored.rollout
+    if again.text is None or rollout.row_texts or len(group.view.rows) > group.view.samples:
+        return
+    for row in group.view.rows:
+        if again.text(tuple(row.tokens[row.own_prompt :].tolist())) != row.response:
+            yield group.finding("response", "the text that was scored is not the tokens' text", row.sample)
+
+
+def rewards(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+    """Compare rewards with a second call of the verifiers."""
+    if again.rewards is None:
+        return
+    recorded = group.scored.rewards.numpy().tolist()
+    for sample, (found, expected) in enumerate(
+        zip(recorded, again.rewards(group.scored.rollout), strict=True)
+    ):
+        if _differ(found, expected):
+            detail = f"reward {found:g} is recorded, the verifiers give {expected:g}"
+            yield group.finding("reward", detail, sample)
+
+
+def advantages(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+    """Compare advantages with the formula of the algorithm on the recorded rewards."""
+    config, plan = again.algorithm, group.plan
+    formula = ADVANTAGES.get(config.name)
+    if formula is None or plan.turns is not None or config.truncated == "shape":
+        return
+    expected = formula(group.scored.rewards.numpy().astype(float).tolist(), config.advantage_eps)
+    for row in group.rows:
+        sample, found = plan.samples[row].sample, float(plan.advantages[row])
+        if _differ(found, expected[sample]):
+            detail = f"advantage {found:.5g} is trained, the rewards give {expected[sample]:.5g}"
+            yield group.finding("advantage", detail, sample)
+
+
+def weights(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+    """Compare weights in the loss with GRPO's: one over the samples of the step times a sample's tokens."""
+    plan = group.plan
+    if again.algorithm.name != "grpo" or plan.mini_batches.order(1) != (0,):
+        return
+    tokens: dict[int, int] = {}
+    for row in group.rows:
+        sample = plan.samples[row]
+        tokens[sample.sample] = tokens.get(sample.sample, 0) + int(sample.sampled.sum())
+    samples = len({(sample.row, sample.sample) for sample in plan.samples})
+    for row in group.rows:
+        number = plan.samples[row].sample
+        found, expected = float(plan.weights[row]), 1 / (samples * tokens[number])
+        if _differ(found / expected, 1):
+            yield group.finding("weight", f"weight {found:.4g} is trained, not {expected:.4g}", number)
+
+
+CHECKS: tuple[Callable[[TrainedGroup, Again], Iterator[Finding]], ...] = (
+    prompts,
+    masks,
+    ends,
+    responses,
+    rewards,
+    advantages,
+    weights,
+)
+"""The checks of a trained group."""
+
+
+def check_group(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+    """Yield what contradicts a group's record."""
+    for check in CHECKS:
+        yield from check(group, again)
+
+
+def turns_of(group: TrainedGroup) -> dict[int, list[tuple[int, int]]]:
+    """Return row -> places (first, end) of the turns that the record names; empty if it names none."""
+    named: dict[int, list[tuple[int, int]]] = {}
+    if group.scored.rollout.turns is not None:
+        for _, row, first, end in group.scored.rollout.turns.numpy().tolist():
+            named.setdefault(row, []).append((first, end))
+    return named
+
+
+def _differ(found: float, expected: float) -> bool:
+    return not abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _std(values: Sequence[float]) -> float:
+    return math.sqrt(sum((x - _mean(values)) ** 2 for x in values) / len(values))

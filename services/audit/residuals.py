@@ -1,0 +1,191 @@
+"""Compares recorded log-probabilities with recomputed ones, and tests in sequence whether they differ.
+
+Three hypotheses for each engine: its log-probabilities are the version's but for rounding; its tokens are
+drawn from them; its samples are drawn one by one. How large rounding is, is measured: Hugging Face's model is
+computed in the engine's data type and in a better one, on the same rows.
+
+Shapes: T own tokens of a row.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.audit.alarms import Alarm
+from services.audit.evidence import ALTERNATIVES, Evidence, FalseAlarms, rate_ratios
+from services.audit.recompute import POWERS, RowScores
+from services.audit.records import TrainedGroup, turns_of
+
+RATE = 0.002
+"""Largest share of tokens whose difference is over the limit while there is no fault."""
+MARGIN = 8.0
+"""Limit of a difference, as a multiple of the largest one that rounding gave in Hugging Face's model."""
+SMALLEST = 1e-6
+"""Nats; of a limit."""
+COPIED = (0.05, 0.5)
+"""Alternatives to samples that are drawn one by one: shares of copies of earlier samples of the group."""
+CONFINED = 0.9
+"""A value of an axis is named if it has this share of the differing tokens, and not of all tokens."""
+AXES = ("version", "lag", "position", "turn", "sample")
+MOST_STEPS = 64
+"""Steps of which the places of tokens are kept."""
+
+
+@dataclass(slots=True)
+class NoiseFloor:
+    """Largest differences that rounding gives, by data type."""
+
+    largest: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, dtype: str, found: RowScores, better: RowScores) -> None:
+        """Learn from a row that was computed in the engine's data type and in a better one."""
+        apart = float(np.abs(found.logprobs - better.logprobs).max(initial=0.0))
+        self.largest[dtype] = max(self.largest.get(dtype, 0.0), apart)
+
+    def limit(self, dtype: str) -> float:
+        """Return the limit of a difference, nats; infinite before anything was learnt."""
+        return max(SMALLEST, MARGIN * self.largest[dtype]) if dtype in self.largest else math.inf
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens of one engine by axis and value, in one step."""
+
+    trials: Counter[tuple[str, str]] = field(default_factory=Counter)
+    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def confined(tallies: Iterable[Tally]) -> dict[str, str]:
+    """Return the axes on which differing tokens are confined to one value, though others have tokens."""
+    trials, hits, found = Counter[tuple[str, str]](), Counter[tuple[str, str]](), dict[str, str]()
+    for tally in tallies:
+        trials += tally.trials
+        hits += tally.hits
+    for axis in AXES:
+        own = {value: count for (name, value), count in hits.items() if name == axis}
+        every = {value: count for (name, value), count in trials.items() if name == axis}
+        most = max(own, key=lambda value: own[value], default="")
+        if own and own[most] >= CONFINED * sum(own.values()) and every[most] < CONFINED * sum(every.values()):
+            found[axis] = most
+    return found
+
+
+class Residuals:
+    """Evidence of all engines, and where tokens differ."""
+
+    def __init__(self, alarms: FalseAlarms, noise: NoiseFloor, dtype: str) -> None:
+        """Test within the allowed false alarms; engines compute in `dtype`."""
+        self._alarms, self.noise, self._dtype = alarms, noise, dtype
+        self._evidence: dict[tuple[str, str], Evidence] = {}
+        self._tallies: dict[tuple[str, int], Tally] = defaultdict(Tally)
+        """(engine, step) -> its tokens."""
+        self._example: dict[tuple[str, str], tuple[int, int]] = {}
+        self._largest: dict[str, float] = {}
+        self._raised = set[tuple[str, str]]()
+
+    def add(self, step: int, group: TrainedGroup, version: int, scores: Mapping[int, RowScores]) -> None:
+        """Add a group's rows; `scores` are of the row with that number, under `version`."""
+        engine, limit = group.scored.rollout.engine, self.noise.limit(self._dtype)
+        ratios = {
+            "logprob": np.zeros(len(ALTERNATIVES)),
+            "sampling": np.zeros(len(POWERS)),
+            "copy": np.zeros(len(COPIED)),
+        }
+        earlier: list[tuple[int, ...]] = []
+        for number, found in scores.items():
+            row = group.view.rows[number]
+            chosen = row.sampled & (row.versions == version)
+            if not chosen.any():
+                continue
+            apart = np.abs(row.logprobs - found.logprobs)
+            over = chosen & ~(apart <= limit)
+            ratios["logprob"] += rate_ratios(int(over.sum()), int(chosen.sum()), RATE)
+            ratios["sampling"] += found.tempered[chosen].sum(0)
+            if (row.versions[row.sampled] == version).all():
+                sampled = tuple(row.tokens[row.sampled].tolist())
+                copies = _copy_ratio(sampled, earlier, float(found.logprobs[chosen].sum()))
+                ratios["copy"] += copies
+                if copies[0] > 0:
+                    self._example["copy", engine] = (group.view.group, row.sample)
+                earlier.append(sampled)
+            self._count(group, number, chosen, over)
+            if over.any():
+                self._example["logprob", engine] = (group.view.group, row.sample)
+                self._largest[engine] = max(self._largest.get(engine, 0.0), float(apart[over].max()))
+        for name, values in ratios.items():
+            key = (name, engine)
+            self._evidence.setdefault(key, Evidence(len(values))).add(step, values)
+
+    def alarms(self, step: int) -> Iterator[Alarm]:
+        """Yield the hypotheses that are refuted now and were not before."""
+        for key, evidence in self._evidence.items():
+            name, engine = key
+            if key in self._raised or evidence.log < self._alarms.limit(f"{name} {engine}"):
+                continue
+            self._raised.add(key)
+            group, sample = self._example.get(key, (-1, -1))
+            where = {"engine": engine} | (self._where(engine, evidence.since) if name == "logprob" else {})
+            detail, chance = self._detail(name, engine), math.exp(-min(evidence.log, 700.0))
+            yield Alarm(name, step, evidence.since, where, detail, chance, group, sample)
+
+    def _where(self, engine: str, since: int) -> dict[str, str]:
+        return confined(
+            tally for (name, step), tally in self._tallies.items() if name == engine and step >= since
+        )
+
+    def _detail(self, name: str, engine: str) -> str:
+        if name == "logprob":
+            return (
+                f"log-probabilities are up to {self._largest[engine]:.2g} nats from the version's, rounding "
+                f"gives {self.noise.largest[self._dtype]:.1g}"
+            )
+        if name == "sampling":
+            return "tokens are not drawn from the recorded distribution: temperature, top-p or seed"
+        return "samples of a group are copies of each other, which they are not by chance"
+
+    def _count(
+        self, group: TrainedGroup, number: int, chosen: NDArray[np.bool_], over: NDArray[np.bool_]
+    ) -> None:
+        row, engine = group.view.rows[number], group.scored.rollout.engine
+        tally = self._tallies[engine, group.plan.step]
+        before = len(group.view.prompt) + len(row.context)
+        # a turn begins where the record says so, and behind tokens that were inserted
+        begins = (
+            np.concatenate([[True], row.sampled[1:] & ~row.sampled[:-1]]) if len(row.tokens) else row.sampled
+        )
+        begins[[first for first, _ in turns_of(group).get(number, [])]] = True
+        turns = begins.cumsum()
+        for place in chosen.nonzero()[0].tolist():
+            values = (
+                str(int(row.versions[place])),
+                str(group.plan.step - int(row.versions[place])),
+                _power(before + place),
+                str(turns[place]),
+                f"{group.view.group}/{row.sample}",
+            )
+            keys = list(zip(AXES, values, strict=True))
+            tally.trials.update(keys)
+            tally.hits.update(keys if over[place] else ())
+        for key in [key for key in self._tallies if key[1] <= group.plan.step - MOST_STEPS]:
+            del self._tallies[key]
+
+
+def _copy_ratio(
+    sampled: tuple[int, ...], earlier: list[tuple[int, ...]], logprob: float
+) -> NDArray[np.float64]:
+    """Return the log-ratios of a sample, for shares of copies of earlier ones, against drawn by itself."""
+    if not earlier:
+        return np.zeros(len(COPIED))
+    copied, shares = earlier.count(sampled) / len(earlier), np.array(COPIED)
+    found: NDArray[np.float64] = np.log(1 - shares + shares * copied / math.exp(max(logprob, -600.0)))
+    return found
+
+
+def _power(position: int) -> str:
+    """Return the range of positions that a position is in, from a power of two to the next."""
+    low = 1 << max(position, 1).bit_length() - 1
+    return f"{low}-{2 * low - 1}"

@@ -1,0 +1,147 @@
+"""Makes the steps of a run again with the plain backend, and compares loss, gradient and update.
+
+The shadow trains the recorded groups from the weights that were published for the version before, with
+moments of its own, in float32 on the CPU. It has to have followed every step since its start.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
+from services.runtime.training import build_models
+from services.settings.sections import Settings
+from trainer.backends.base import StepStats
+from trainer.config import ParallelConfig
+from trainer.execution.commands import DigestWeightsCommand, KeepReferenceCommand
+from trainer.execution.executor import Executor
+from trainer.reference.backend import ReferenceBackend
+from trainer.step.plan import StepPlan
+from trainer.step.train_command import TrainCommand
+
+PARAMETERS = 1 << 22
+"""Elements of the tensors whose updates are compared, at most, but for the first tensor."""
+LIMITS = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.1}
+"""Trainer's data type -> allowed difference of loss, gradient norm and update, relative to the expected one.
+
+Rounding changes the sign of Adam's first update of an element whose gradient is close to 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Distance of a number or a tensor of a step from the shadow's."""
+
+    name: str
+    """loss, gradient norm, or the tensor that was updated."""
+    relative: float
+    ratio: float
+    """Size of the trainer's, relative to the shadow's."""
+
+
+class Shadow:
+    """A backend that follows the trainer."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Load the run's initial model.
+
+        Raises:
+            SettingsError: the plain backend cannot load it, or cannot train it under these settings.
+        """
+        trainer = dataclasses.replace(
+            settings.trainer, backend="reference", dtype="float32", device="cpu", threads=1
+        )
+        weights = dataclasses.replace(settings.weights, transport="disk")
+        plain = dataclasses.replace(
+            settings.together, trainer=trainer, parallel=ParallelConfig(), weights=weights
+        )
+        self._executor = Executor(build_models(plain))
+        if settings.algorithm.kl_coef > 0:
+            self._executor.lead(KeepReferenceCommand())
+        self._limit = LIMITS[settings.trainer.dtype]
+        backend = self._executor.models.policy
+        assert isinstance(backend, ReferenceBackend)
+        views = {} if settings.lora.rank else checkpoint_views(backend.model, model_tensors(backend.model))
+        self._views = views
+        """Tensors that versions replace; none if adapters are trained: the shadow continues by itself."""
+        self._chosen = _chosen(self._views)
+
+    @property
+    def limit(self) -> float:
+        """Allowed relative difference."""
+        return self._limit
+
+    @torch.no_grad()
+    def follow(
+        self,
+        command: TrainCommand,
+        stats: StepStats,
+        before: Mapping[str, torch.Tensor] | None,
+        after: Mapping[str, torch.Tensor] | None,
+    ) -> Iterator[Difference]:
+        """Make a step, and yield how the trainer's differs.
+
+        Args:
+            command: with the stored records.
+            stats: measured by the trainer.
+            before: tensors of the version that the step began from, as published; None: not held, and the
+                shadow continues from its own.
+            after: tensors of the version that it made; None: not held, and no update is compared.
+        """
+        if before is not None:
+            for name, view in self._views.items():
+                view.copy_(before[name])
+        starts = {name: self._views[name].clone() for name in self._chosen if after is not None}
+        with torch.enable_grad():
+            plan, expected = self._executor.train(command)
+        if stats.skipped or expected.skipped:
+            return
+        yield from _numbers(plan, stats, expected)
+        for name, begun in starts.items():
+            assert after is not None
+            # both rounded as versions are
+            start, own = (
+                begun.to(after[name].dtype).double(),
+                self._views[name].to(after[name].dtype).double(),
+            )
+            found, made = after[name].double() - start, own - start
+            size = float(made.norm())
+            if size:
+                yield Difference(name, float((found - made).norm()) / size, float(found.norm()) / size)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return copies of the shadow's own tensors; empty if adapters are trained."""
+        return {name: view.detach().clone() for name, view in self._views.items()}
+
+    def digest(self, dtype: str) -> int:
+        """Return the digest that a version of the shadow's weights would have in a data type."""
+        return self._executor.lead(DigestWeightsCommand(dtype))
+
+    def close(self) -> None:
+        """Release the model."""
+        self._executor.close()
+
+
+def _numbers(plan: StepPlan, stats: StepStats, expected: StepStats) -> Iterator[Difference]:
+    """Yield the differences of loss and gradient norm; the loss relative to the sum of its terms' sizes."""
+    sizes = (plan.advantages * plan.weights).abs()
+    tokens = torch.tensor([float(sample.sampled.sum()) for sample in plan.samples])
+    scale = float((sizes * tokens).sum())
+    if stats.loss is not None and expected.loss is not None and scale:
+        apart = abs(stats.loss - expected.loss) / scale
+        yield Difference("loss", apart, stats.loss / expected.loss if expected.loss else 1.0)
+    if stats.grad_norm is not None and expected.grad_norm:
+        ratio = stats.grad_norm / expected.grad_norm
+        yield Difference("gradient norm", abs(ratio - 1), ratio)
+
+
+def _chosen(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the names of some tensors, always the same ones, with `PARAMETERS` elements in all."""
+    room, chosen = PARAMETERS, list[str]()
+    for name in sorted(tensors, key=lambda name: xxhash.xxh3_64_intdigest(name.encode())):
+        if tensors[name].numel() <= room or not chosen:
+            room -= tensors[name].numel()
+            chosen.append(name)
+    return chosen

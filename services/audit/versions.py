@@ -1,0 +1,42 @@
+"""Reads the tensors of versions as they were published."""
+
+from collections.abc import Mapping
+
+import torch
+
+from protocol.messages import WeightManifest
+from protocol.weights.lora import LoraConfig, adapter_targets
+from rollout.weights.files import FileReceiver
+
+READ = ("shm", "disk")
+"""Transports whose versions are files that another party can read."""
+
+
+def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.Tensor]:
+    """Return a version's tensors as they were published, by their Hugging Face names.
+
+    Raises:
+        WeightError: bytes are missing, or not as the manifest says.
+    """
+    wanted = {entry.name: (tuple((0, n) for n in entry.shape),) for entry in manifest.tensors}
+    found = FileReceiver().slices(manifest, wanted, timeout_s)
+    return {piece.entry.name: piece.tensor for pieces in found for piece in pieces}
+
+
+def merged_version(
+    base: Mapping[str, torch.Tensor], published: Mapping[str, torch.Tensor], lora: LoraConfig
+) -> dict[str, torch.Tensor]:
+    """Return the whole model of a version: published tensors, or W + B A of adapters, which come scaled.
+
+    Args:
+        base: tensors of the initial model.
+        published: tensors of the version.
+        lora: the run's adapters.
+    """
+    if not lora.rank:
+        return dict(published)
+    whole = dict(base)
+    for target in adapter_targets({name: tuple(tensor.shape) for name, tensor in base.items()}, lora):
+        change = published[target.b].float() @ published[target.a].float()
+        whole[target.weight] = (base[target.weight].float() + change).to(base[target.weight].dtype)
+    return whole

@@ -1,0 +1,62 @@
+"""Tests the audit of whole runs: an engine that computes wrongly, and records of one that does not."""
+
+import json
+from pathlib import Path
+
+from services.audit.live import FILE
+from tests.changes import slow_unless_changed
+from tests.integration.command import tether
+from tests.integration.loop import ROOT
+
+CONFIG = str(ROOT / "deploy/configs/demo.toml")
+ENGINE = """
+from rollout.engines.hf.engine import HFEngine
+
+class Turned(HFEngine):
+    def _load(self):
+        loaded = super()._load()
+        loaded.decoder._model.model.rotary_emb.inv_freq.mul_(1.1)
+        return loaded
+"""
+COMMON = (
+    "run.steps=6", "bound.groups_per_step=4", "sampling.max_tokens=6", "trainer.backend=reference",
+    "monitor.enabled=false", "eval.at_end=false", "audit.share=1", "rollout.groups_in_flight=8",
+)  # fmt: skip
+pytestmark = slow_unless_changed("services/audit/", "services/trainer/train_loop.py", "services/rollout/")
+
+
+def up(tmp_path: Path, *settings: str) -> tuple[int, str]:
+    """Run the demo's job on the reference engine; returns the exit code and all that it printed."""
+    (tmp_path / "turned.py").write_text(ENGINE)
+    given = [*COMMON, f'run.modules=["{tmp_path}"]', *settings]
+    overrides = [part for setting in given for part in ("--set", setting)]
+    ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+def alarms(tmp_path: Path) -> list[dict[str, object]]:
+    """The lines of alarms.jsonl."""
+    path = tmp_path / "run" / FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def test_run_without_a_fault_is_made_again_bit_for_bit_without_an_alarm(tmp_path: Path) -> None:
+    code, said = up(tmp_path, "engine.name=hf")
+    assert code == 0, said
+    assert alarms(tmp_path) == []
+    verified = tether("verify", str(tmp_path / "run"), "--numerics", "--json")
+    assert verified.returncode == 0, verified.stdout
+    facts = json.loads(verified.stdout)
+    assert (facts["numerics_steps"], facts["numerics_exact"], facts["alarms"]) == (6, 6, [])
+
+
+def test_engine_that_computes_wrongly_halts_the_run_and_is_named(tmp_path: Path) -> None:
+    code, said = up(tmp_path, "engine.name=turned:Turned", "audit.action=stop", "run.steps=200")
+    found = alarms(tmp_path)
+    assert code == 1, said
+    assert "audit.logprob" in said
+    assert found[0]["check"] == "logprob"
+    assert "engine" in found[0]["where"]
+    verified = tether("verify", str(tmp_path / "run"), "--numerics")
+    assert verified.returncode == 1
+    assert "alarm: audit.logprob" in verified.stdout

@@ -1,0 +1,83 @@
+"""Tests recomputed log-probabilities against a pass for each prefix, and their e-values by expectation."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from protocol.errors import SettingsError
+from protocol.rollout_view import RowView
+from rollout.engines.contract.models import tiny_model
+from services.audit.recompute import Recomputer
+
+PROMPT = np.array([5, 17, 20], dtype=np.int32)
+
+
+def row_of(tokens: list[int]) -> RowView:
+    """A row whose tokens were all sampled under version 0."""
+    own = np.array(tokens, dtype=np.int32)
+    return RowView(
+        sample=0,
+        context=np.array([7], dtype=np.int32),
+        tokens=own,
+        logprobs=np.zeros(len(own), dtype=np.float32),
+        sampled=np.ones(len(own), dtype=bool),
+        versions=np.zeros(len(own), dtype=np.int32),
+        finish_reason="length",
+        response="",
+        environment_reward=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model(0).save_pretrained(directory)
+    return directory
+
+
+@torch.no_grad()
+def test_scores_are_the_log_probabilities_of_each_prefix_under_the_version(model_dir: Path) -> None:
+    other, tokens = tiny_model(3), [40, 2, 2, 511, 9]
+    recomputer = Recomputer(model_dir)
+    recomputer.serve(dict(other.state_dict()))
+    found = recomputer.score(PROMPT, row_of(tokens), 0.7)
+    before = [*PROMPT.tolist(), 7]
+    for place, token in enumerate(tokens):
+        logits = other(torch.tensor([[*before, *tokens[:place]]])).logits[0, -1].double() / 0.7
+        assert found.logprobs[place] == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-5)
+
+
+def test_e_values_of_other_temperatures_have_expectation_one(model_dir: Path) -> None:
+    recomputer = Recomputer(model_dir)
+    scores = [recomputer.score(PROMPT, row_of([token]), 1.0) for token in range(512)]
+    chances = np.exp([score.logprobs[0] for score in scores])
+    ratios = np.exp([score.tempered[0] for score in scores])
+    assert chances.sum() == pytest.approx(1)
+    assert (chances[:, None] * ratios).sum(0) == pytest.approx(np.ones(ratios.shape[1]))
+
+
+def test_version_that_lacks_a_tensor_is_refused_and_changes_nothing(model_dir: Path) -> None:
+    recomputer = Recomputer(model_dir)
+    before = recomputer.score(PROMPT, row_of([1, 2]), 1.0).logprobs
+    tensors = dict(tiny_model(3).state_dict())
+    del tensors["model.norm.weight"]
+    with pytest.raises(SettingsError, match=r"model\.norm\.weight"):
+        recomputer.serve(tensors)
+    assert (recomputer.score(PROMPT, row_of([1, 2]), 1.0).logprobs == before).all()
+
+
+def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="transformers cannot load it"):
+        Recomputer(tmp_path)
+
+
+def test_half_precision_is_another_model_by_rounding_alone(model_dir: Path) -> None:
+    single = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
+    pair = [Recomputer(model_dir, dtype) for dtype in (torch.float32, torch.float64)]
+    for recomputer in pair:
+        recomputer.serve(single)
+    first, second = (recomputer.score(PROMPT, row_of([4, 5, 6]), 1.0).logprobs for recomputer in pair)
+    assert 0 < np.abs(first - second).max() < 1e-4
