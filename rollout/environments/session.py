@@ -15,7 +15,7 @@ from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
 from rollout.environments.base import Environment
 from rollout.off_loop import TOKEN, off_loop
-from rollout.programs.outcome import Answer, Outcome
+from rollout.programs.outcome import AnswerText, Outcome
 from rollout.programs.program import ProgramKilled
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
@@ -190,13 +190,13 @@ class SessionEnvironment(Environment):
             )  # fmt: skip
         if record is not None:
             record.warn_of_remaining()
-        reward = None if isinstance(outcome, Answer) else outcome
+        reward = None if isinstance(outcome, AnswerText) else outcome
         if reward is not None and not math.isfinite(reward):
             raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
         answered = session.tree.calls
         tokens = sum(len(call.inserted) + len(call.completion.tokens) for call in answered)
         sample = await off_loop(TOKEN * tokens * len(answered), lambda: sample_of(session, reward))
-        return replace(sample, response=outcome.text) if isinstance(outcome, Answer) else sample
+        return replace(sample, response=outcome.text) if isinstance(outcome, AnswerText) else sample
 
     async def _acted(self, task: Task, end: Callable[[], None]) -> Outcome:
         """Let the harness work; once that is cancelled, `end` its session, and wait `END_S` for it to end."""

@@ -8,13 +8,13 @@ MAX_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerText:
     """Text that verifiers score in the place of the model's last answer."""
 
     text: str
 
 
-Outcome = float | Answer | None
+Outcome = float | AnswerText | None
 """The reward of a sample; else verifiers score it, by an answer or by the model's last one."""
 
 
@@ -36,4 +36,4 @@ def outcome_of(fields: Any) -> Outcome:
         return None
     if not isinstance(answer, str) or len(answer) > MAX_ANSWER:
         raise ValueError(f"the outcome's answer is no text of at most {MAX_ANSWER} characters")
-    return Answer(answer)
+    return AnswerText(answer)
