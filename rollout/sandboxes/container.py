@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +32,8 @@ LABEL = "tether.folder"
 HEADER = struct.Struct(">BxxxL")
 """Before each piece of output: 1 for standard output, 2 for standard error; its bytes."""
 MAX_SAID = 300
+REMOVALS = 6
+"""Times that a removal is tried, within some seconds."""
 CALL_S = 60
 """Seconds for a call of the service."""
 
@@ -70,8 +73,7 @@ class ContainerChannel:
             self._reading.cancel()
         self.kill()
         try:
-            with suppress(docker.errors.NotFound):
-                await asyncio.to_thread(self._container.remove, force=True, v=True)
+            await asyncio.to_thread(_remove, self._container)
         finally:
             self._folder.close()
 
@@ -205,6 +207,19 @@ def _attached(container: Any) -> socket.socket:
     found = container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
     raw = getattr(found, "_sock", found)
     return socket.socket(raw.family, raw.type, fileno=raw.detach())
+
+
+def _remove(container: Any) -> None:
+    """Remove a container; a service may refuse while it ends by itself."""
+    for attempt in range(REMOVALS):
+        try:
+            with suppress(docker.errors.NotFound):
+                container.remove(force=True, v=True)
+            return
+        except docker.errors.APIError:
+            if attempt == REMOVALS - 1:
+                raise
+            time.sleep(0.1 * 2**attempt)
 
 
 async def _closed(folder: ProgramFolder, relay: Relay | None) -> None:
