@@ -189,8 +189,8 @@ class ContainerProvider:
         """Remove containers of this user whose folders are not locked any more."""
         clear_left_folders()
         count, here = 0, str(programs_directory())
-        for container in self._client.containers.list(all=True, filters={"label": LABEL}):
-            folder = container.labels.get(LABEL, "")
+        for container in self._client.containers.list(all=True, sparse=True, filters={"label": LABEL}):
+            folder = (container.attrs.get("Labels") or {}).get(LABEL, "")
             if os.path.dirname(folder) == here and not os.path.exists(folder):
                 with suppress(docker.errors.APIError):  # another worker removes it
                     container.remove(force=True, v=True)
