@@ -73,7 +73,7 @@ class Command(SessionEnvironment):
         """Learn where the endpoint listens, and where programs run.
 
         Raises:
-            SettingsError: there is no such sandbox, or it does not have what an option asks for.
+            SettingsError: there is no such sandbox, or it lacks a thing that an option asks for.
         """
         super().configured(config)
         if config.sandbox.name != PROCESS:

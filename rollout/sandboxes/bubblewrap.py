@@ -6,26 +6,23 @@ model's endpoint is a Unix socket that is mounted, and a port on the sandbox's o
 """
 
 import asyncio
-import base64
 import json
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
 from rollout.programs.folder import clear_left_folders
 from rollout.programs.left_processes import Sweeper
 from rollout.programs.program import Launch, Program
-from rollout.sandboxes.base import Executed, SandboxCommand, SandboxDied, SandboxFull, Start
+from rollout.sandboxes.base import Start
 from rollout.sandboxes.relay import Relay
+from rollout.sandboxes.served import FIRST_UID, INSIDE, SOCKET, SOCKET_FILE, WORK, ServedSandbox
 
-WORK, SOCKET, SOCKET_FILE = "/sandbox", "/run/endpoint.sock", "endpoint.sock"
 ROOT = (
     "--cap-drop",
     "ALL",
@@ -33,13 +30,6 @@ ROOT = (
 )
 """As root: it needs no namespace of users, and keeps what it takes to be another user for commands."""
 USER = ("--unshare-user", "--disable-userns")
-INSIDE = Path(__file__).with_name("inside.py").read_text()
-FIRST_UID = 1 << 20
-"""As root, the commands of a sandbox run as a user above it that no other sandbox has."""
-START_S = 60.0
-"""Seconds for a sandbox to start on a busy machine."""
-GRACE_S = 30.0
-"""Seconds beyond a command's own for the answer to come."""
 SYSTEM = (
     "/usr",
     "/bin",
@@ -53,87 +43,30 @@ SYSTEM = (
 """Paths of the machine that can be read in a sandbox, as far as they exist."""
 
 
-class BubblewrapSandbox:
-    """A `bwrap` that serves one episode."""
+class ProgramChannel:
+    """The pipes of a `bwrap`."""
 
-    def __init__(self, program: Program, relay: Relay | None, pack: int) -> None:
-        self._program, self._relay, self._pack = program, relay, pack
-        self._busy = asyncio.Lock()
+    def __init__(self, program: Program) -> None:
+        self._program = program
 
-    async def exec(self, order: SandboxCommand) -> Executed:
-        fields, output = await self._asked(
-            {
-                "do": "exec",
-                "command": [part.replace("\0", "") for part in order.command],
-                "wall_s": order.wall_s,
-                "output": order.output,
-                "variables": dict(order.variables),
-            },
-            wall_s=order.wall_s + GRACE_S,
-        )
-        return Executed(output, fields["ended"], fields["status"])
+    @property
+    def source(self) -> asyncio.StreamReader:
+        assert self._program.process.stdout is not None  # it was started with pipes
+        return self._program.process.stdout
 
-    async def write(self, path: str, data: bytes) -> None:
-        await self._asked({"do": "write", "path": path}, data)
+    @property
+    def sink(self) -> asyncio.StreamWriter:
+        assert self._program.process.stdin is not None
+        return self._program.process.stdin
 
-    async def read(self, path: str, most: int) -> bytes | None:
-        fields, data = await self._asked({"do": "read", "path": path, "most": most})
-        return data if fields["found"] else None
+    def kill(self) -> None:
+        self._program.kill()
 
-    async def snapshot(self) -> str:
-        _, archive = await self._asked({"do": "pack", "most": self._pack})
-        return base64.b64encode(archive).decode()
+    def said(self) -> str:
+        return self._program.said()
 
-    async def stop(self) -> None:
-        try:
-            await self._program.close()
-        finally:
-            if self._relay is not None:
-                await self._relay.close()
-
-    async def begin(self, snapshot: str) -> None:
-        """Wait until it serves, and unpack a snapshot."""
-        async with self._busy:
-            try:
-                async with asyncio.timeout(START_S):
-                    await self._answer()
-            except TimeoutError:
-                raise SandboxDied(f"it did not start within {START_S:g} s") from None
-        if snapshot:
-            await self._asked({"do": "unpack"}, base64.b64decode(snapshot))
-
-    async def _asked(
-        self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S
-    ) -> tuple[dict[str, Any], bytes]:
-        """Return the answer to a request. Cancelled or late, it kills the sandbox, whose state is unknown."""
-        async with self._busy:
-            sink = self._program.process.stdin
-            assert sink is not None  # it was started with pipes
-            try:
-                async with asyncio.timeout(wall_s):
-                    sink.write(json.dumps({**request, "bytes": len(data)}).encode() + b"\n" + data)
-                    with suppress(ConnectionError):  # `_answer` says why
-                        await sink.drain()
-                    fields, found = await self._answer()
-            except TimeoutError:
-                self._program.kill()
-                raise SandboxDied(f"it did not answer within {wall_s:g} s") from None
-            except asyncio.CancelledError:
-                self._program.kill()
-                raise
-        if "error" in fields:
-            raise SandboxFull(fields["error"])
-        return fields, found
-
-    async def _answer(self) -> tuple[dict[str, Any], bytes]:
-        source = self._program.process.stdout
-        assert source is not None
-        try:
-            fields = json.loads(await source.readline())
-            return fields, await source.readexactly(fields["bytes"])
-        except (ValueError, TypeError, KeyError, asyncio.IncompleteReadError):
-            said = self._program.said()
-            raise SandboxDied(f"the sandbox has ended: {said or 'killed, without a word'}") from None
+    async def close(self) -> None:
+        await self._program.close()
 
 
 class BubblewrapProvider:
@@ -142,7 +75,7 @@ class BubblewrapProvider:
     def __init__(self, config: SandboxConfig) -> None:
         self._config, self._sweeper = config, Sweeper()
 
-    async def start(self, start: Start) -> BubblewrapSandbox:
+    async def start(self, start: Start) -> ServedSandbox:
         binary = shutil.which("bwrap")
         if binary is None:
             raise SettingsError(
@@ -152,7 +85,7 @@ class BubblewrapProvider:
         relay = Relay(start.endpoint) if start.endpoint else None
         launch = Launch((binary, *self._arguments(start, relay)), sweeper=self._sweeper)
         program = Program(launch)
-        sandbox = BubblewrapSandbox(program, relay, self._config.disk_mb << 20)
+        sandbox = ServedSandbox(ProgramChannel(program), relay, self._config.disk_mb << 20)
         try:
             if relay is not None:
                 await relay.open(program.folder / SOCKET_FILE)
@@ -191,10 +124,10 @@ class BubblewrapProvider:
             "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net", "--unshare-ipc",
             "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox", "--clearenv",
             *(ROOT if is_root else USER),
-            *_mounts(config.read_only),
             "--proc", "/proc", "--dev", "/dev",
             "--perms", "1777", "--size", size, "--tmpfs", "/tmp",
             "--perms", "1777", "--size", size, "--tmpfs", WORK,
+            *_mounts(config.read_only),
             *_mounted("--ro-bind", "inside.py", "/run/inside.py"),
             *([] if relay is None else ["--ro-bind", SOCKET_FILE, SOCKET]),
             "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK,

@@ -13,6 +13,7 @@ PROVIDERS = Registry(
     {
         PROCESS: Entry("rollout.sandboxes.process:make"),
         "bubblewrap": Entry("rollout.sandboxes.bubblewrap:BubblewrapProvider"),
+        "container": Entry("rollout.sandboxes.container:ContainerProvider"),
     },
     own=Entry,
 )

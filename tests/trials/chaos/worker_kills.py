@@ -9,6 +9,7 @@ the first and the last five steps. The exit code is 1 if there are violations, o
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shutil
 import signal
@@ -75,7 +76,9 @@ async def run(config: Path, run_dir: Path, every_s: float, words: Iterable[str])
             killing = tasks.create_task(killing_loop(up, run_dir, every_s))
             code = await up.wait()
     wrong = [f"`tether up` ended with exit code {code}"] if code else []
-    wrong += [f"process {child.pid} is left: {' '.join(child.cmdline())}" for child in living_children()]
+    for child in living_children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was about to end
+            wrong.append(f"process {child.pid} is left: {' '.join(child.cmdline())}")
     return killing.result(), wrong
 
 

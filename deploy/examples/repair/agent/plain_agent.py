@@ -1,0 +1,83 @@
+"""Repairs a file by commands of the model, with the standard library alone; runs in a sandbox.
+
+The model is asked in turns. A turn may have a block that begins with ```bash, which is run; its output is
+the next message. A turn with ```submit, or the last one, ends the episode. The verifiers get the repaired
+file, or for a task without one the model's last turn.
+"""
+
+import json
+import os
+import re
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+TURNS = int(os.environ.get("REPAIR_TURNS", "100"))
+COMMAND_S = 60
+MOST = 1000
+"""Characters of an output that the model gets."""
+BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
+RULES = "Write a command in a block that begins with ```bash, or ```submit if you are done."
+
+
+def ask(messages: list[dict[str, str]]) -> str | None:
+    """Return the model's next turn; None if the episode has no room for one."""
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "policy", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return str(json.load(answer)["choices"][0]["message"]["content"] or "")
+    except urllib.error.HTTPError as error:
+        if json.load(error)["error"]["code"] == "episode_over":
+            return None
+        raise
+
+
+def run(command: str) -> str:
+    """Return the output of a command and its status."""
+    try:
+        ended = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, errors="replace", timeout=COMMAND_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"[ended after {COMMAND_S} s]"
+    said = (ended.stdout + ended.stderr)[-MOST:]
+    return f"{said}[exit status {ended.returncode}]"
+
+
+def converse(text: str) -> str:
+    """Let the model work on a task; return its last turn."""
+    messages = [{"role": "user", "content": f"{text}\n{RULES}"}]
+    said = ""
+    for _ in range(TURNS):
+        turn = ask(messages)
+        if turn is None:
+            break
+        said = turn
+        if "```submit" in turn:
+            break
+        blocks = BLOCK.findall(turn)
+        shown = run(blocks[-1]) if blocks else f"No command found. {RULES}"
+        messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": shown}]
+    return said
+
+
+def main() -> None:
+    """Work on the task of `TETHER_TASK`, and write the answer to `TETHER_OUTCOME`."""
+    task: dict[str, Any] = json.loads(Path(os.environ["TETHER_TASK"]).read_text())
+    outcome = Path(os.environ["TETHER_OUTCOME"]).absolute()
+    for name, text in task["metadata"]["files"].items():
+        Path(name).write_text(text)
+    said = converse(task["text"])
+    solution = Path("solution.py")
+    repaired = solution.read_text() if solution.is_file() and task["metadata"]["rung"] != "line" else said
+    outcome.write_text(json.dumps({"reward": None, "answer": repaired}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Scores a repair: the hidden line, or the hidden tests, which never were in the agent's sandbox."""
+
+from typing import Any
+
+from reward.verifiers import python_tests
+
+
+def score(*, response: str, metadata: dict[str, Any]) -> float:
+    """Return 1 for the right line, or for a file that passes all hidden tests."""
+    if metadata["rung"] == "line":
+        lines = [line.strip() for line in response.strip().splitlines() if line.strip()]
+        return float(bool(lines) and lines[-1] == metadata["hidden_line"])
+    if response.strip() == metadata["files"]["solution.py"].strip():
+        return 0.0  # as it was
+    options = python_tests.Options(key="hidden_tests")
+    return python_tests.score("", response, metadata, options)

@@ -1,0 +1,89 @@
+"""Writes tasks of repair, each a program with one injected bug and hidden tests.
+
+    python deploy/examples/repair/make_tasks.py [--out runs/repair-tasks] [--tasks 1000] [--seed 0]
+
+The rungs of the ladder: `line`, print the line with the bug, which is named beside another one; `one`, repair
+a program of one function; `many`, one of four functions. The same seed writes the same tasks.
+"""
+
+import argparse
+import ast
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from mutations import mutant
+from programs import inputs, program
+
+RUNGS = {"line": 1, "one": 1, "many": 4}
+"""Rung -> functions of its programs."""
+TESTS = 12
+ASKED = {
+    "line": "One line of solution.py is wrong. The wrong line is one of these two:\n{lines}\nPrint it.",
+    "one": "solution.py has one wrong line. Repair the file.\n{example}",
+    "many": "solution.py has one wrong line, in any of its functions. Repair the file.\n{example}",
+}
+
+
+def results(source: str, values: list[list[int]]) -> list[Any]:
+    """Return the results of a program's `solve`, or the names of its exceptions."""
+    scope: dict[str, Any] = {}
+    exec(compile(source, "solution.py", "exec"), scope)
+    found: list[Any] = []
+    for value in values:
+        try:
+            found.append(scope["solve"](value))
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def task(seed: str, rung: str) -> dict[str, Any]:
+    """Return a task: a program whose bug changes what at least a third of its hidden tests return."""
+    for attempt in range(1000):
+        generator = random.Random(f"{seed} {attempt}")
+        right = ast.unparse(ast.parse(program(generator, RUNGS[rung])))
+        values = inputs(generator, TESTS)
+        wrong, line = mutant(right, generator)
+        expected, found = results(right, values), results(wrong, values)
+        failing = [i for i in range(TESTS) if expected[i] != found[i]]
+        if len(failing) >= TESTS // 3 and not any(isinstance(value, str) for value in expected):
+            break
+    else:
+        raise ValueError(f"seed {seed}: no bug of 1000 shows in the tests")
+    example = values[failing[0]]
+    lines = wrong.splitlines()
+    other = generator.choice([i for i, text in enumerate(lines, 1) if text.strip() and i != line])
+    asked = ASKED[rung].format(
+        lines="\n".join(lines[i - 1].strip() for i in sorted((line, other))),
+        example=f"solve({example}) returns {found[failing[0]]}; it should return {expected[failing[0]]}.",
+    )
+    return {
+        "prompt": f"solution.py:\n```python\n{wrong}\n```\n{asked}",
+        "rung": rung,
+        "files": {"solution.py": wrong},
+        "hidden_line": lines[line - 1].strip(),
+        "hidden_tests": [
+            {"call": "solve", "args": [value], "returns": result}
+            for value, result in zip(values, expected, strict=True)
+        ],
+    }
+
+
+def main() -> None:
+    """Write a file of tasks for each rung."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("runs/repair-tasks"))
+    parser.add_argument("--tasks", type=int, default=1000, help="of each rung")
+    parser.add_argument("--seed", type=int, default=0)
+    words = parser.parse_args()
+    words.out.mkdir(parents=True, exist_ok=True)
+    for rung in RUNGS:
+        lines = [json.dumps(task(f"{words.seed} {rung} {number}", rung)) for number in range(words.tasks)]
+        (words.out / f"{rung}.jsonl").write_text("\n".join(lines) + "\n")
+        print(f"{len(set(lines))} tasks in {words.out / f'{rung}.jsonl'}")
+
+
+if __name__ == "__main__":
+    main()

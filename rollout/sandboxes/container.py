@@ -1,0 +1,228 @@
+"""Runs an episode's commands in a container of Docker, or of Podman by its Docker API, through `docker-py`.
+
+The container has no network, no capabilities for commands, a read-only image with a directory in memory, and
+limits of memory and processes of all that runs in it. Its first process is `inside.py`, as in bubblewrap, so
+the image needs Python. A label names the folder that the worker has locked: a container whose folder's lock
+is free belongs to a worker that has died.
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import Any
+
+import docker
+import docker.errors
+import docker.types
+
+from protocol.errors import SettingsError
+from rollout.config import SandboxConfig
+from rollout.programs.folder import ProgramFolder, clear_left_folders, programs_directory
+from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.relay import Relay
+from rollout.sandboxes.served import FIRST_UID, INSIDE, SOCKET, SOCKET_FILE, WORK, ServedSandbox
+
+LABEL = "tether.folder"
+"""Label of a container: the folder that its worker has locked."""
+HEADER = struct.Struct(">BxxxL")
+"""Before each piece of output: 1 for standard output, 2 for standard error; its bytes."""
+MAX_SAID = 300
+REMOVALS = 6
+"""Times that a removal is tried, within some seconds."""
+CALL_S = 60
+"""Seconds for a call of the service."""
+
+
+class ContainerChannel:
+    """The attached standard input and output of a container."""
+
+    def __init__(self, container: Any, folder: ProgramFolder) -> None:
+        self._container, self._folder = container, folder
+        self.source = asyncio.StreamReader()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._errors = b""
+
+    @property
+    def sink(self) -> asyncio.StreamWriter:
+        assert self._writer is not None  # it was opened
+        return self._writer
+
+    async def open(self, attached: socket.socket) -> None:
+        """Begin to read; the container is not started yet."""
+        attached.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=attached)
+        # in no group: it reads until `close`
+        self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="sandbox.container")
+
+    def kill(self) -> None:
+        """Close its standard input, which ends it; `close` removes it."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    def said(self) -> str:
+        return self._errors.decode(errors="replace").strip()
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+        self.kill()
+        try:
+            await asyncio.to_thread(_remove, self._container)
+        finally:
+            self._folder.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Divide what the container writes into output and errors."""
+        try:
+            while True:
+                kind, size = HEADER.unpack(await reader.readexactly(HEADER.size))
+                data = await reader.readexactly(size)
+                if kind == 1:
+                    self.source.feed_data(data)
+                else:
+                    self._errors = (self._errors + data)[-MAX_SAID:]
+        except (asyncio.IncompleteReadError, OSError):
+            self.source.feed_eof()
+
+
+class ContainerProvider:
+    """Provider `container`."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        """Connect.
+
+        Raises:
+            SettingsError: there is no service, or no image is named.
+        """
+        self._config = config
+        if not config.image:
+            raise SettingsError("setting environment.sandbox.image: 'container' needs the name of an image")
+        try:
+            if config.service:
+                self._client = docker.DockerClient(base_url=config.service, timeout=CALL_S)
+            else:
+                self._client = docker.from_env(timeout=CALL_S)
+            self._client.ping()
+        except (docker.errors.DockerException, OSError) as error:
+            raise SettingsError(
+                f"setting environment.sandbox.service: Docker or Podman do not answer at "
+                f"{config.service or 'DOCKER_HOST'}: {str(error)[:200]}"
+            ) from None
+
+    async def start(self, start: Start) -> ServedSandbox:
+        folder = ProgramFolder()
+        relay = Relay(start.endpoint) if start.endpoint else None
+        sandbox: ServedSandbox | None = None
+        try:
+            if relay is not None:
+                await relay.open(folder.path / SOCKET_FILE)
+            container = await asyncio.to_thread(self._create, start, folder, relay)
+            channel = ContainerChannel(container, folder)
+            sandbox = ServedSandbox(channel, relay, self._config.disk_mb << 20)
+            await channel.open(await asyncio.to_thread(_attached, container))
+            await asyncio.to_thread(container.start)
+            await sandbox.begin(start.snapshot)
+        except docker.errors.ImageNotFound as error:
+            raise SettingsError(f"setting environment.sandbox.image: {error.explanation}") from None
+        except docker.errors.APIError as error:
+            raise SandboxDied(f"the container did not start: {str(error)[-300:]}") from None
+        finally:
+            if sandbox is None or not sandbox.began:
+                await (sandbox.stop() if sandbox is not None else _closed(folder, relay))
+        return sandbox
+
+    async def clear_left(self) -> int:
+        return await asyncio.to_thread(self._clear)
+
+    async def forget(self, snapshot: str) -> None:
+        pass  # it is the files themselves
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._client.close)
+
+    def _create(self, start: Start, folder: ProgramFolder, relay: Relay | None) -> Any:
+        config = self._config
+        settings = {
+            "lease_s": start.lease_s,
+            "port": 0 if relay is None else relay.port,
+            "socket": SOCKET,
+            "work": WORK,
+            "uid": FIRST_UID + secrets.randbelow(1 << 24),
+            "cpu_s": config.cpu_s,
+            "processes": config.processes,
+            "memory_mb": config.memory_mb,
+        }
+        mounts = {path: {"bind": path, "mode": "ro"} for path in config.read_only}
+        if relay is not None:
+            mounts[str(folder.path / SOCKET_FILE)] = {"bind": SOCKET, "mode": "ro"}
+        in_memory = f"rw,exec,nosuid,nodev,size={config.disk_mb}m,mode=1777"
+        return self._client.containers.create(
+            config.image,
+            ["python3", "-I", "-c", INSIDE, "serve", json.dumps(settings)],
+            stdin_open=True,
+            user="0:0",
+            environment={"HOME": WORK, "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
+            labels={LABEL: str(folder.path)},
+            working_dir="/",
+            network_mode="none",
+            read_only=True,
+            tmpfs={WORK: in_memory, "/tmp": in_memory},
+            volumes=mounts,
+            mem_limit=f"{config.memory_mb + 2 * config.disk_mb + INSIDE_MB}m",
+            pids_limit=config.processes + 16,
+            cap_drop=["ALL"],
+            cap_add=["SETUID", "SETGID", "KILL"],
+            security_opt=["no-new-privileges"],
+            ulimits=[
+                docker.types.Ulimit(name=name, soft=limit, hard=limit)
+                for name, limit in (("nofile", 1024), ("nproc", config.processes + 16))
+            ],
+        )
+
+    def _clear(self) -> int:
+        """Remove containers of this user whose folders are not locked any more."""
+        clear_left_folders()
+        count, here = 0, str(programs_directory())
+        for container in self._client.containers.list(all=True, sparse=True, filters={"label": LABEL}):
+            folder = (container.attrs.get("Labels") or {}).get(LABEL, "")
+            if os.path.dirname(folder) == here and not os.path.exists(folder):
+                with suppress(docker.errors.APIError):  # another worker removes it
+                    container.remove(force=True, v=True)
+                    count += 1
+        return count
+
+
+INSIDE_MB = 64
+"""Memory of the program that serves, MiB; files in memory count, too."""
+
+
+def _attached(container: Any) -> socket.socket:
+    """Return a connection with a container's standard input, output and error."""
+    found = container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
+    raw = getattr(found, "_sock", found)
+    return socket.socket(raw.family, raw.type, fileno=raw.detach())
+
+
+def _remove(container: Any) -> None:
+    """Remove a container; a service may refuse while it ends by itself."""
+    for attempt in range(REMOVALS):
+        try:
+            with suppress(docker.errors.NotFound):
+                container.remove(force=True, v=True)
+            return
+        except docker.errors.APIError:
+            if attempt == REMOVALS - 1:
+                raise
+            time.sleep(0.1 * 2**attempt)
+
+
+async def _closed(folder: ProgramFolder, relay: Relay | None) -> None:
+    folder.close()
+    if relay is not None:
+        await relay.close()

@@ -1,0 +1,127 @@
+"""Asks the program `inside.py`, which serves the commands of one sandbox, by a pipe or a connection."""
+
+import asyncio
+import base64
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollout.sandboxes.base import Executed, SandboxCommand, SandboxDied, SandboxFull
+from rollout.sandboxes.relay import Relay
+
+INSIDE = Path(__file__).with_name("inside.py").read_text()
+WORK, SOCKET, SOCKET_FILE = "/sandbox", "/run/endpoint.sock", "endpoint.sock"
+"""Working directory, and where the endpoint is, in the sandbox and in the folder that is mounted."""
+FIRST_UID = 1 << 20
+"""Where the program may be another user, the commands of a sandbox run as one above it that no other has."""
+START_S = 60.0
+"""Seconds for a sandbox to start on a busy machine."""
+GRACE_S = 30.0
+"""Seconds beyond a command's own for the answer to come."""
+
+
+class Channel(Protocol):
+    """Connection with the program in a sandbox, and the power to end it."""
+
+    @property
+    def source(self) -> asyncio.StreamReader:
+        """What the program writes."""
+
+    @property
+    def sink(self) -> asyncio.StreamWriter:
+        """What the program reads."""
+
+    def kill(self) -> None:
+        """End the sandbox at once, or begin to."""
+
+    def said(self) -> str:
+        """Return the end of the errors that the program has written."""
+
+    async def close(self) -> None:
+        """End the sandbox, and remove what it has left. Idempotent."""
+
+
+class ServedSandbox:
+    """Sandbox whose program serves one episode."""
+
+    def __init__(self, channel: Channel, relay: Relay | None, pack: int) -> None:
+        self._channel, self._relay, self._pack = channel, relay, pack
+        self._busy = asyncio.Lock()
+        self.began = False
+        """Whether it serves, with the files of its snapshot."""
+
+    async def exec(self, order: SandboxCommand) -> Executed:
+        fields, output = await self._asked(
+            {
+                "do": "exec",
+                "command": [part.replace("\0", "") for part in order.command],
+                "wall_s": order.wall_s,
+                "output": order.output,
+                "variables": dict(order.variables),
+            },
+            wall_s=order.wall_s + GRACE_S,
+        )
+        return Executed(output, fields["ended"], fields["status"])
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._asked({"do": "write", "path": path}, data)
+
+    async def read(self, path: str, most: int) -> bytes | None:
+        fields, data = await self._asked({"do": "read", "path": path, "most": most})
+        return data if fields["found"] else None
+
+    async def snapshot(self) -> str:
+        _, archive = await self._asked({"do": "pack", "most": self._pack})
+        return base64.b64encode(archive).decode()
+
+    async def stop(self) -> None:
+        try:
+            await self._channel.close()
+        finally:
+            if self._relay is not None:
+                await self._relay.close()
+
+    async def begin(self, snapshot: str) -> None:
+        """Wait until it serves, and unpack a snapshot."""
+        async with self._busy:
+            try:
+                async with asyncio.timeout(START_S):
+                    await self._answer()
+            except TimeoutError:
+                raise SandboxDied(f"it did not start within {START_S:g} s") from None
+        if snapshot:
+            await self._asked({"do": "unpack"}, base64.b64decode(snapshot))
+        self.began = True
+
+    async def _asked(
+        self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S
+    ) -> tuple[dict[str, Any], bytes]:
+        """Return the answer to a request. Cancelled or late, it kills the sandbox, whose state is unknown."""
+        async with self._busy:
+            sink = self._channel.sink
+            try:
+                async with asyncio.timeout(wall_s):
+                    sink.write(json.dumps({**request, "bytes": len(data)}).encode() + b"\n" + data)
+                    with suppress(ConnectionError):  # `_answer` says why
+                        await sink.drain()
+                    fields, found = await self._answer()
+            except TimeoutError:
+                self._channel.kill()
+                raise SandboxDied(f"it did not answer within {wall_s:g} s") from None
+            except asyncio.CancelledError:
+                self._channel.kill()
+                raise
+        if "error" in fields:
+            raise SandboxFull(fields["error"])
+        return fields, found
+
+    async def _answer(self) -> tuple[dict[str, Any], bytes]:
+        source = self._channel.source
+        try:
+            fields = json.loads(await source.readline())
+            return fields, await source.readexactly(fields["bytes"])
+        except (ValueError, TypeError, KeyError, asyncio.IncompleteReadError):
+            said = self._channel.said()
+            raise SandboxDied(f"the sandbox has ended: {said or 'killed, without a word'}") from None

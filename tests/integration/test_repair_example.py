@@ -1,0 +1,76 @@
+"""The example deploy/examples/repair: its tasks can be solved, its hidden tests decide, its agents run."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.rollout_view import decode_rollout
+from reward.verifiers import python_tests
+from rollout.config import EnvironmentConfig, SandboxConfig
+from rollout.prompts.base import Prompt
+from services.tools.check import check_configuration
+from tests.integration.loop import ROOT
+from tests.rollout.environments.groups import generated
+
+EXAMPLE = ROOT / "deploy/examples/repair"
+
+
+def make(folder: Path, tasks: int = 3) -> dict[str, list[dict[str, Any]]]:
+    command = [sys.executable, str(EXAMPLE / "make_tasks.py"), "--tasks", str(tasks), "--out", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return {
+        path.stem: list(map(json.loads, path.read_text().splitlines())) for path in folder.glob("*.jsonl")
+    }
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return make(tmp_path_factory.mktemp("tasks"))
+
+
+def test_the_same_seed_makes_the_same_tasks(tasks: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
+    assert make(tmp_path) == tasks
+    assert set(tasks) == {"line", "one", "many"}
+
+
+def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
+    tasks: dict[str, list[dict[str, Any]]],
+) -> None:
+    options = python_tests.Options(key="hidden_tests")
+    for rung, rows in tasks.items():
+        for row in rows:
+            wrong = row["files"]["solution.py"]
+            ast.parse(wrong)
+            assert row["hidden_line"] in [line.strip() for line in wrong.splitlines()]
+            assert len(row["hidden_tests"]) == 12
+            assert rung == row["rung"]
+    row = tasks["one"][0]
+    assert python_tests.score("", row["files"]["solution.py"], row, options) == 0.0
+
+
+def test_the_configuration_passes_the_check(tmp_path: Path) -> None:
+    make(tmp_path / "tasks")
+    given = [f"run.dir={tmp_path / 'run'}", f"prompts.path={tmp_path / 'tasks/line.jsonl'}"]
+    assert check_configuration(str(EXAMPLE / "config.toml"), given).problems == []
+
+
+async def test_an_agent_that_says_nothing_of_use_hands_over_the_file_as_it_was(
+    tasks: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    row = dict(tasks["one"][0])
+    options = {
+        "command": ["python3", "-m", "plain_agent"],
+        "directory": str(EXAMPLE / "agent"),
+        "variables": {"REPAIR_TURNS": "1"},
+    }
+    config = EnvironmentConfig("command", options, attempts=1, sandbox=SandboxConfig("bubblewrap"))
+    row.pop("prompt")
+    rollout = await generated(tmp_path, config, Prompt("Repair.", metadata=row, index=7), n=1)
+    [sample] = decode_rollout(rollout).rows
+    assert sample.environment_reward is None
+    assert rollout.responses == (row["files"]["solution.py"],)
