@@ -70,7 +70,7 @@ def main() -> None:
     for row in facts["curve"]:
         print(
             f"{_title(row['period_s']):22} {row['kills']:3} kills  ratio {row['ratio']:.3f} "
-            f"(rounds {row['least']:.3f} to {row['most']:.3f})"
+            f"(rounds {row['least']:.3f} to {row['most']:.3f}), by gaps {row['by_gaps']:.3f}"
         )
     print(f"exit code {code}, {len(verified['violations'])} violations")
     if code or verified["violations"]:

@@ -3,7 +3,7 @@
     python -m tests.benchmarks.faults.film [--every 6] [--seed 0]    runs the demo, writes both files
     python -m tests.benchmarks.faults.film --draw                    draws again from results/film.json
 
-The demo runs to its end; from its first step on a random process gets `kill -9` every few seconds. The record
+The demo runs to its end; from its start on a random process gets `kill -9` every few seconds. The record
 (results/film.json) has times, rewards, kills and what `tether verify` said; the drawing (results/film.svg) is
 made of it alone. Lines appear as in the run, faster by one factor.
 """
@@ -65,7 +65,7 @@ def film(every_s: float, seed: int) -> dict[str, Any]:
         words = ("deploy/configs/demo.toml", "--run-dir", str(run_dir), "--set", "services.rollouts=2")
         with tether_up(*words, output=output) as up:
             metrics = run_dir / "metrics.jsonl"
-            until(lambda: read_steps(metrics), seconds=LIMIT_S, what="the first step")
+            until((run_dir / "ledger/endpoint.json").exists, seconds=LIMIT_S, what="the ledger's start")
             while up.poll() is None and time.time() - began < LIMIT_S:
                 time.sleep(every_s)
                 if up.poll() is None and len(read_steps(metrics)) < 58:

@@ -33,8 +33,13 @@ def test_window_without_kills_counts_all_the_same() -> None:
 
 def test_ratio_compares_windows_of_the_same_round() -> None:
     rows = [(0, 0.0, 100.0), (0, 20.0, 90.0), (1, 20.0, 50.0), (1, 0.0, 50.0)]
-    windows = [{"round": r, "period_s": p, "tokens_per_s": rate, "kills": []} for r, p, rate in rows]
+    windows = [
+        {"round": r, "period_s": p, "tokens_per_s": rate, "kills": [], "seconds": 60.0, "commits": 60}
+        for r, p, rate in rows
+    ]
+    windows[1]["kills"] = [{"name": "trainer", "gap_s": 7.0}]
     undisturbed, killed = curve(windows)
     assert (undisturbed["period_s"], undisturbed["ratio"]) == (0.0, 1.0)
     assert killed["ratio"] == pytest.approx(140 / 150, abs=1e-3)
     assert (killed["least"], killed["most"]) == (0.9, 1.0)
+    assert (undisturbed["by_gaps"], killed["by_gaps"]) == (1.0, 0.95), "6 of 120 s were lost"

@@ -77,7 +77,9 @@ def measure(window: Window, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any
 def curve(windows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each period: kills, tokens a second, and the ratio to windows without kills.
 
-    `least` and `most` are the ratios of single rounds.
+    `least` and `most` are the ratios of single rounds. `by_gaps` is one less the time lost to kills, the time
+    without a commit after each beyond the window's mean, as a share of the windows: load of other programs,
+    which differs from window to window, hardly counts in it.
     """
     rates: dict[float, dict[int, float]] = {}
     kills: dict[float, int] = {}
@@ -97,9 +99,19 @@ def curve(windows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 "ratio": round(sum(by_round.values()) / sum(undisturbed[n] for n in by_round), 3),
                 "least": round(min(ratios), 3),
                 "most": round(max(ratios), 3),
+                "by_gaps": round(1 - _lost_share([w for w in windows if w["period_s"] == period]), 3),
             }
         )
     return rows
+
+
+def _lost_share(windows: Sequence[Mapping[str, Any]]) -> float:
+    lost_s = sum(
+        max(0.0, kill["gap_s"] - window["seconds"] / max(1, window["commits"]))
+        for window in windows
+        for kill in window["kills"]
+    )
+    return lost_s / sum(window["seconds"] for window in windows)
 
 
 def gaps_by_service(windows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
