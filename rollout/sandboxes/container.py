@@ -78,7 +78,7 @@ class ContainerChannel:
             self._folder.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Divide what the container writes into output and errors."""
+        """Divide the output of the container into output and errors."""
         try:
             while True:
                 kind, size = HEADER.unpack(await reader.readexactly(HEADER.size))

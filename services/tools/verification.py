@@ -35,7 +35,7 @@ def verify_run(run_dir: Path, *, files: bool = False, numerics: bool = False) ->
     if numerics:
         from services.audit.offline import STEPS, audit_recorded
         from services.settings.load import run_settings
-        from services.tools.replay import RecordedRun
+        from services.tools.recorded.run import RecordedRun
 
         facts |= audit_recorded(RecordedRun(run_settings(run_dir), range(STEPS))).facts()
     if not (run_dir / "spool.sqlite").is_file() and not (run_dir / "archive").is_dir():

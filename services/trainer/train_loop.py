@@ -166,10 +166,9 @@ class TrainLoop:
         with self._process.working(f"publishes version {version}"), self._clock.part("publish"):
             manifest = await self._publish(version) if publishes else None
             digest = manifest.digest if manifest else await self._runner.digest()
-        if settings.run.deterministic:
-            with self._clock.part("wait"):
-                if not await generated_before(self._process, version):
-                    return None
+        with self._clock.part("wait"):
+            if settings.run.deterministic and not await generated_before(self._process, version):
+                return None
         alarms = self._audit.take_alarms()
         peers = await self._process.ledger.peers()
         before = await self._process.ledger.status()

@@ -25,7 +25,7 @@ Found = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class RunDifference:
     """The first difference of two runs."""
 
     step: int
@@ -41,7 +41,7 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
 
     Returns:
         `versions`: how many versions after the initial one are equal; `made`: steps of each run; `settings`:
-        the differing ones; `difference`: the fields of `Difference`, or None.
+        the differing ones; `difference`: the fields of `RunDifference`, or None.
 
     Raises:
         SettingsError: a run has no event log, or the records of the step in question were removed.
@@ -80,13 +80,13 @@ def _digests(runs: Sequence[RecordedRun], step: int) -> tuple[str, str]:
     return ours, theirs
 
 
-def _first_difference(runs: Sequence[RecordedRun], step: int) -> Difference:
+def _first_difference(runs: Sequence[RecordedRun], step: int) -> RunDifference:
     """Return the first difference of a step, whose weights differ."""
     for found in (_batch_differences, _record_differences, _tensor_differences):
         for what, ours, theirs in found(runs, step):
-            return Difference(step, what, (ours, theirs))
+            return RunDifference(step, what, (ours, theirs))
     text = "the update: its batches are equal, and there is no export of both runs to compare tensors of"
-    return Difference(step, text, _digests(runs, step))
+    return RunDifference(step, text, _digests(runs, step))
 
 
 def _batch_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
