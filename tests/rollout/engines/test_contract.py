@@ -29,6 +29,7 @@ from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a
 from tests.contracts.sglang_environment import sglang_settings
 from tests.contracts.sglang_jax_environment import sglang_jax_settings
 from tests.contracts.vllm_overlap import overlapping
+from tests.gpus import TWO_GPUS
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -195,6 +196,20 @@ SETUPS = [
     ),
     engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
+    engine_under_test(
+        "sglang-ep2",
+        Setup(
+            "sglang",
+            KvPolicy.RECOMPUTE,
+            ranks=2,
+            dtype="bfloat16",
+            experts=True,
+            arguments={"ep_size": 2},
+        ),
+        ENGINE,
+        LONG_START,
+        *TWO_GPUS,
+    ),
     engine_under_test(
         "sglang-jax-recompute", Setup("sglang_jax", KvPolicy.RECOMPUTE), ENGINE, LONG_START, SLOW
     ),
