@@ -55,23 +55,34 @@ class RankedModel:
         self._file = os.memfd_create("tether-megatron", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         memory = reserved(self._file, 4 * settings.running * vocabulary)
         self._logits = torch.frombuffer(memory, dtype=torch.float32).view(settings.running, vocabulary)
-        self.processes = RankProcesses(MODULE, config, name, loop, self._file)
-        try:
-            loaded = msgspec.convert(
-                self.processes.call("load", msgspec.to_builtins(settings)), list[RankLoaded]
-            )
-        except EngineError as error:
-            kind = EngineSettingsError if "SettingsError" in str(error) else EngineError
-            raise kind(str(error)) from error
-        self.pages = min(rank.pages for rank in loaded)
         self._all = AllRanksStaging(
-            self.processes.call_each,
-            self.processes.call_each,
+            self._call_each,
+            self._call_each,
             stage_timeout_s=config.stage_timeout_s,
             call_timeout_s=CALL_TIMEOUT_S,
         )
-        self.processes.run(self._all.divide([rank.unplaced for rank in loaded]))
+        try:
+            self.processes = RankProcesses(MODULE, config, name, loop, self._file)
+        except EngineError:
+            os.close(self._file)
+            raise
+        try:
+            self.pages = self._load(settings)
+        except EngineError as error:
+            self.close()
+            kind = EngineSettingsError if "SettingsError" in str(error) else EngineError
+            raise kind(str(error)) from error
         self.staging = StagedOnRanks(self._all, loop)
+
+    def _load(self, settings: TensorRankSettings) -> int:
+        """Load the model on all ranks; returns the pages of the KV cache."""
+        answers = self.processes.call("load", msgspec.to_builtins(settings))
+        loaded = msgspec.convert(answers, list[RankLoaded])
+        self.processes.run(self._all.divide([rank.unplaced for rank in loaded]))
+        return min(rank.pages for rank in loaded)
+
+    async def _call_each(self, method: str, *arguments: Any) -> list[Any]:
+        return await self.processes.call_each(method, *arguments)
 
     def clear(self, pages: Sequence[int]) -> None:
         """See `CachedModel`: the next pass begins with it."""

@@ -163,7 +163,8 @@ def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Ada
 
 def _share(first: Mapping[str, torch.Tensor], rule: Rule, grid: Grid, rank: int) -> torch.Tensor:
     (segment,) = (segment for segment in rule.segments(grid) if segment.rank == rank)
-    return first[segment.name].narrow(rule.dim, segment.start, segment.length).contiguous()
+    share = first[segment.name].narrow(rule.dim, segment.start, segment.length)
+    return share.clone(memory_format=torch.contiguous_format)  # not a view that keeps the whole
 
 
 def _column_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
