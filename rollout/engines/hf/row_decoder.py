@@ -36,7 +36,7 @@ class RowDecoder:
             row.kv = None
 
     def _logits(self, row: RunningRequest) -> torch.Tensor:
-        """Compute what is new of a row; return logits [V] of its next token."""
+        """Compute the new tokens of a row; return logits [V] of its next token."""
         ids, first = row.ids, 0
         if row.kv is None:
             row.kv = DynamicCache(config=self._model.config)
