@@ -45,7 +45,7 @@ SEEDS = (0, 1)
 BFLOAT16 = "llama"
 ADAPTED = "qwen3-tied"
 OFFLOADS = {"optimizer": False, "parameters": True}
-"""What is in host memory -> `trainer.offload_parameters`, both with `optimizer.cpu_offload`."""
+"""Part that is in host memory -> `trainer.offload_parameters`, both with `optimizer.cpu_offload`."""
 OFFLOADED = "qwen3-moe"
 SMALL = 5000
 """Elements that the optimizer in host memory steps at a time, so that the model takes several."""
