@@ -33,7 +33,7 @@ class SamplingConfig:
 class SandboxConfig:
     """Section `[environment.sandbox]`: where the commands of an episode run."""
 
-    name: str = set_first("process")
+    name: str = "process"
     """process, bubblewrap, container, daytona (`rollout/sandboxes/`), or one of your own as `MODULE:CLASS`.
     With `process` the tools run each call for itself, and programs of `command` run without a sandbox."""
     memory_mb: Annotated[int, Interval(ge=16, le=2**22)] = 1024
