@@ -10,12 +10,21 @@ from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/demo.toml")
 ENGINE = """
+from pathlib import Path
 from rollout.engines.hf.engine import HFEngine
 
 class Turned(HFEngine):
     def _load(self):
         loaded = super()._load()
         loaded.decoder._model.model.rotary_emb.inv_freq.mul_(1.1)
+        return loaded
+
+class TurnedOnce(HFEngine):
+    def _load(self):
+        loaded, mark = super()._load(), Path(__file__).with_name("mark")
+        if not mark.exists():
+            loaded.decoder._model.model.rotary_emb.inv_freq.mul_(1.1)
+        mark.touch()
         return loaded
 """
 COMMON = (
@@ -60,3 +69,13 @@ def test_engine_that_computes_wrongly_halts_the_run_and_is_named(tmp_path: Path)
     verified = tether("verify", str(tmp_path / "run"), "--numerics")
     assert verified.returncode == 1
     assert "alarm: audit.logprob" in verified.stdout
+
+
+def test_engine_that_an_audit_refutes_is_replaced_and_the_run_is_completed(tmp_path: Path) -> None:
+    code, said = up(tmp_path, "engine.name=turned:TurnedOnce", "audit.action=quarantine", "run.steps=60")
+    assert code == 0, said
+    engines = {alarm["where"]["engine"] for alarm in alarms(tmp_path) if alarm["check"] == "logprob"}  # type: ignore[index]
+    assert len(engines) == 1
+    logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("rollout*.log"))
+    assert "an audit refutes this engine" in logs
+    assert json.loads(tether("verify", str(tmp_path / "run"), "--json").stdout)["violations"] == []

@@ -153,7 +153,7 @@ def test_json_is_read_like_toml(tmp_path: Path, toml: Path) -> None:
         ('reward.verifiers=[{name="math", wieght=2}]', "reward.verifiers.0.wieght"),
         ("bound.max_staleness.deep=2", "bound.max_staleness"),
         ("bound=2", "setting bound"),
-        ("zzz.x=1", "zzz is not known; use one of algorithm, bound, bus"),
+        ("zzz.x=1", "zzz is not known; use one of algorithm, audit, bound"),
         ("run.steps=many", "run.steps"),
         ("run.steps", "section.key=value"),
     ],
