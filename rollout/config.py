@@ -34,7 +34,7 @@ class SandboxConfig:
     """Section `[environment.sandbox]`: where the commands of an episode run."""
 
     name: str = "process"
-    """process, bubblewrap, container, daytona (`rollout/sandboxes/`), or one of your own as `MODULE:CLASS`.
+    """process, bubblewrap, container (`rollout/sandboxes/`), or one of your own as `MODULE:CLASS`.
     With `process` the tools run each call for itself, and programs of `command` run without a sandbox."""
     memory_mb: Annotated[int, Interval(ge=16, le=2**22)] = 1024
     """Memory of a sandbox, MiB, and address space of each of its processes."""
@@ -56,10 +56,10 @@ class SandboxConfig:
     """bubblewrap, container: directories of this machine that can be read in the sandbox, under their own
     names. bubblewrap has /usr and the worker's Python besides."""
     image: str = ""
-    """container: the image, with Python; daytona: the image, or empty for the service's own."""
+    """container: the image, which has Python as `python3`."""
     service: str = ""
-    """container: URL of Docker or of Podman's service, such as "unix:///run/podman/podman.sock"; daytona: URL
-    of its API. Empty: as their own variables say."""
+    """container: URL of Docker or of Podman's service, such as "unix:///run/podman/podman.sock". Empty: as
+    DOCKER_HOST says."""
 
 
 @dataclass(frozen=True, slots=True)
