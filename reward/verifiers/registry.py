@@ -94,12 +94,12 @@ def find_verifier(name: str) -> VerifierEntry:
     Raises:
         SettingsError: the name has no dot and is unknown; suggests the nearest one. Or it is MODULE:NAME.
     """
+    if ":" in name:
+        raise SettingsError(
+            f"setting reward.verifiers: verifier {name!r} is not a module; for a function use "
+            f'name = "function" with path = "{name}"'
+        )
     if "." in name:
-        if ":" in name:
-            raise SettingsError(
-                f"setting reward.verifiers: verifier {name!r} is not a module; for a function use "
-                f'name = "function" with path = "{name}"'
-            )
         return VerifierEntry(name)
     return VERIFIERS.find(name, "setting reward.verifiers: verifier")
 

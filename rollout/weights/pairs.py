@@ -1,4 +1,4 @@
-"""Receives slices through process groups of two ranks; the sender is `trainer/weights/served/pairs.py`.
+"""Transport `nccl`: receives slices through process groups of two; sender: `trainer/weights/served/pairs.py`.
 
 `location` is "HOST:PORT/BACKEND". The dialogue:
 

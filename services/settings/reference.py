@@ -113,7 +113,7 @@ def _table(dotted: str, kind: type, is_array: bool) -> str:
         )
         row = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
         rows[field.metadata == FIRST].append(row)
-    text = f"\n## {heading}\n\n{summary}\n"
+    text = f"\n## {heading}\n\n{summary} Code: `{kind.__module__.replace('.', '/')}.py`.\n"
     if rows[True]:
         text += f"\n{HEADER}{''.join(rows[True])}"
     return text + (f"\nAdvanced:\n\n{HEADER}{''.join(rows[False])}" if rows[False] else "")

@@ -1,4 +1,4 @@
-"""Lets one engine rank map one trainer rank's pieces of a version, on the same host, and sends it sums.
+"""Transport `ipc`: lets an engine rank of the host map a trainer rank's pieces of a version, and sends sums.
 
 The dialogue, on the connection of `trainer/weights/served/version_server.py`, with the slices that the
 receiver wants in its request:

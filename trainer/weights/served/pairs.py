@@ -1,4 +1,4 @@
-"""Sends one rank's cuts of a version to engine ranks, through process groups of two, one for each.
+"""Transport `nccl`: sends a rank's cuts of a version to engine ranks, by a process group of two with each.
 
 The dialogue, on the connection of `trainer/weights/served/version_server.py`, with the slices that the
 receiver wants in its request:
