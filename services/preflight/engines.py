@@ -17,7 +17,7 @@ from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refusals
 from services.settings.sections import Settings
 
-ON_ONE_RANK = ("hf", "megatron")
+ON_ONE_RANK = ("hf",)
 """Engines without tensor parallelism."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of config.json, by family, with the number of experts."""
@@ -30,7 +30,7 @@ CPU_HEAD_SIZES = ("v1/attention/backends/cpu_attn.py", "get_supported_head_sizes
 def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     """Yield what the engines of a run cannot do with the model."""
     for engine in engines_of(settings):
-        yield from _rank_problems(engine)
+        yield from _rank_problems(engine, model)
         yield from _dense_layer_problems(engine, model)
         if engine.name == "sglang_jax":
             yield from refusals(check_interpreter, engine.python)
@@ -38,10 +38,11 @@ def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     yield from _recording_problems(settings, model)
 
 
-def _rank_problems(engine: EngineConfig) -> Iterator[Problem]:
-    if engine.name in ON_ONE_RANK and engine.tensor_parallel_size != 1:
+def _rank_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
+    experts = engine.name == "megatron" and any(model.config.get(field) for field in EXPERTS)
+    if (engine.name in ON_ONE_RANK or experts) and engine.tensor_parallel_size != 1:
         yield Problem(
-            f"engine {engine.name!r} computes on one rank",
+            f"engine {engine.name!r} computes {'a model with experts ' if experts else ''}on one rank",
             "set it to 1, or use vllm or sglang",
             "engine.tensor_parallel_size",
             engine.tensor_parallel_size,

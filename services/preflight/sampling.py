@@ -110,5 +110,10 @@ def _differences_of_runs(settings: Settings) -> Iterator[str]:
         yield f"trainer.publish_every is {settings.trainer.publish_every}; it has to be 1"
     if settings.colocated.enabled:
         yield "colocated.enabled lets trainer and engines take turns by time; leave it out"
+    if settings.engine.arguments.get("enable_prefix_caching") or "max_num_seqs" in settings.engine.arguments:
+        yield (
+            "engine.arguments decides which requests are computed together, or from a cache: leave out "
+            "enable_prefix_caching and max_num_seqs"
+        )
     if settings.engine.drafts != "off":
         yield "with engine.drafts the drafts decide how many random numbers a seed is used for; leave it out"

@@ -77,7 +77,8 @@ class FsdpBackend(Backend):
             model_dir, parallel, trainer, optimizer, adapters, algorithm.config, frozen, critic_dir
         )
         self._memory = MemoryPlan(work, torch.device(self.mesh.device_type))
-        trainer = replace(trainer, micro_batch_tokens=self._memory.tokens)
+        self.tokens = self._memory.tokens
+        trainer = replace(trainer, micro_batch_tokens=self.tokens)
         self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
         model = load_model(model_dir, "model.path")
         self.architecture = type(model).__name__

@@ -64,7 +64,8 @@ class FsdpCritic(Critic):
     @classmethod
     def beside(cls, policy: FsdpBackend, model_dir: Path, **settings: Any) -> "FsdpCritic":
         """Load the model on the policy's ranks; arguments as in `make_critic`. A collective."""
-        return cls(policy.mesh, policy.architecture, model_dir, **settings)
+        trainer = replace(settings.pop("trainer"), micro_batch_tokens=policy.tokens)
+        return cls(policy.mesh, policy.architecture, model_dir, trainer=trainer, **settings)
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ the process is not affected.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -26,6 +27,8 @@ def _import_uncompiled() -> None:
     """
     if torch.cuda.is_available():
         return
+    # it recommends a variable of CUDA, on each rank
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
     try:

@@ -4,7 +4,6 @@ This process schedules and samples, as with one rank: every pass is one call of 
 """
 
 import asyncio
-import math
 import os
 import threading
 from collections.abc import Sequence
@@ -167,7 +166,7 @@ class StagedOnRanks(Staging):
         finally:
             self._running = None
         self._staged = self._ranks.staged
-        return sum(math.prod(entry.shape) for entry in manifest.tensors)
+        return sum(entry.nbytes for entry in manifest.tensors)
 
     def take(self, manifest: WeightManifest) -> Served:
         taken = super().take(manifest)

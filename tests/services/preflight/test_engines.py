@@ -16,10 +16,15 @@ MOE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["hf", "megatron"])
-def test_an_engine_on_one_rank_refuses_tensor_parallelism(tmp_path: Path, engine: str) -> None:
-    problems = found(demo(tmp_path / "run", f"engine.name={engine}", "engine.tensor_parallel_size=2"))
-    assert f"setting engine.tensor_parallel_size = 2: engine '{engine}' computes on one rank" in problems[0]
+def test_an_engine_on_one_rank_refuses_tensor_parallelism(tmp_path: Path) -> None:
+    two = "engine.tensor_parallel_size=2"
+    problems = found(demo(tmp_path / "run", "engine.name=hf", two))
+    assert "setting engine.tensor_parallel_size = 2: engine 'hf' computes on one rank" in problems[0]
+    assert found(demo(tmp_path / "run", "engine.name=megatron", two)) == []
+    mixture = with_model(tmp_path / "run", model_in(tmp_path / "model", **MOE), "engine.name=megatron", two)
+    assert any(
+        "engine 'megatron' computes a model with experts on one rank" in text for text in found(mixture)
+    )
 
 
 def test_sglang_refuses_layers_without_experts(tmp_path: Path) -> None:

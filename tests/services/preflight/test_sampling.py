@@ -104,6 +104,7 @@ def test_the_demo_can_be_repeated() -> None:
         ("algorithm.filter_groups=true", "algorithm.filter_groups"),
         ("trainer.publish_every=2", "trainer.publish_every is 2"),
         ("engine.drafts=history", "engine.drafts"),
+        ("engine.arguments={enable_prefix_caching=true}", "enable_prefix_caching"),
         ("services.pool=[{count=2}]", "services.pool"),
     ],
 )
