@@ -2,8 +2,8 @@
 
 The newest version stays in host memory, to be compared with the next. A restarted trainer has none and begins
 with an anchor, so does the version after one that could not be published. A version is an anchor, too, if it
-is older than the newest or has its directory's name: a trainer that rewinds reaches versions a second time, and
-a directory is replaced by the next of its name, which may not be a link of that next one's chain.
+is older than the newest, or its directory would replace one of the newest one's chain: a trainer that goes
+back reaches versions a second time.
 """
 
 from collections.abc import Callable, Iterator

@@ -129,7 +129,8 @@ def test_a_sender_that_starts_again_begins_with_an_anchor(tmp_path: Path) -> Non
 
 def test_versions_that_are_reached_again_after_a_rewind_can_be_read(tmp_path: Path) -> None:
     sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=20), tmp_path)
-    made, following, chains = list(versions(17)), Engine(), []
+    made, following = list(versions(17)), Engine()
+    chains: list[int] = []
     for version in (15, 15, 10, *range(11, 17)):
         # after the rewind 15 comes out different
         tensors = made[version] if chains else changed(made[version], 3)
