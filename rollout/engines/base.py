@@ -71,11 +71,12 @@ class EngineConfig:
     batch_invariant: bool = False
     """hf, vllm: compute each request in passes of its own, so that its bits do not depend on other
     requests; several times slower. Set by `run.deterministic`."""
-    staging: Literal["device", "host", "layers", "auto"] = "device"
+    staging: Literal["device", "host", "layers", "auto", "copy"] = "device"
     """Where a version is staged: device (a copy next to the parameters), host (a copy in host memory, pinned
     where there is CUDA), layers (verified in its files, and copied out of them tensor by tensor by the
-    commit; transports shm and disk), or auto, the first of these that fits. docs/weights.md has the price of
-    each. sglang_jax has device alone."""
+    commit; transports shm and disk), copy (device or host, the first that fits), or auto, the first of all
+    that fits and that the transport allows. docs/weights.md has the price of each. sglang_jax has device
+    alone."""
     staging_mb: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Most memory for the staging copy of the weights on each rank, MiB. 0: as much as they take."""
     threads: Annotated[int, Interval(ge=1, le=4096)] = 1

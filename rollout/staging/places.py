@@ -5,6 +5,9 @@
 | `device` | a copy on the device                                   | a copy in the device's memory         |
 | `host`   | a copy in host memory, pinned where there is CUDA      | a copy from there to the device       |
 | `layers` | the largest tensor: once on the device, twice on a host| reading and digesting the whole version|
+
+`layers` needs a transport that keeps the version until the commit. An engine does not know its transport, so
+the rollout service gives it `copy` in place of `auto` where versions are sent once.
 """
 
 import logging
@@ -28,12 +31,20 @@ BUFFERS = 2
 
 
 class StagingPlace(StrEnum):
-    """Memory in which versions are staged; `AUTO` is the first of the others that fits."""
+    """Memory in which versions are staged; `AUTO` and `COPY` are the first that fits of several."""
 
     DEVICE = "device"
     HOST = "host"
     LAYERS = "layers"
     AUTO = "auto"
+    COPY = "copy"
+
+
+CANDIDATES = {
+    StagingPlace.AUTO: (StagingPlace.DEVICE, StagingPlace.HOST, StagingPlace.LAYERS),
+    StagingPlace.COPY: (StagingPlace.DEVICE, StagingPlace.HOST),
+}
+"""The places that each of them tries, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +85,7 @@ def needs_of(place: str, parameters: int, largest: int, *, on_gpu: bool) -> Need
     """Return the memory that a place takes.
 
     Args:
-        place: not `AUTO`.
+        place: neither `AUTO` nor `COPY`.
         parameters: bytes of the live parameters.
         largest: bytes of the largest tensor of a version.
         on_gpu: whether the parameters are on a GPU.
@@ -109,16 +120,12 @@ def chosen(room: StagingRoom, parameters: int, largest: int, free: Free, device:
     Raises:
         EngineError: as `choose`.
     """
-    places = (
-        [StagingPlace(room.place)]
-        if room.place != StagingPlace.AUTO
-        else [StagingPlace.DEVICE, StagingPlace.HOST, StagingPlace.LAYERS]
-    )
-    for place in places:
+    wanted = StagingPlace(room.place)
+    for place in CANDIDATES.get(wanted, (wanted,)):
         needs = needs_of(place, parameters, largest, on_gpu=free.on_gpu)
         limited = place != StagingPlace.LAYERS and 0 < room.mb * MIB < parameters
         if not limited and free.has(needs):
-            if room.place == StagingPlace.AUTO:
+            if wanted in CANDIDATES:
                 log.info(
                     "engine.staging place=%s parameters_mib=%d free_device_mib=%d free_host_mib=%d",
                     place,

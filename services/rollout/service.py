@@ -39,6 +39,7 @@ from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import check_stream
 from services.runtime.user_modules import add_user_modules
+from services.settings.engine_pool import placed_as_allowed
 from services.settings.hub import fetch_model, hub_names
 from services.settings.sections import Settings
 
@@ -252,7 +253,7 @@ def _engine_config(settings: Settings) -> EngineConfig:
 
     On a shared GPU, sleep is enabled where an engine needs it at start.
     """
-    engine = settings.engine
+    engine = placed_as_allowed(settings.engine, settings.weights.transport)
     sleeps = settings.colocated.enabled and ENGINES[engine.name].started_to_sleep
     return dataclasses.replace(
         engine,

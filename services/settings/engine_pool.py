@@ -69,7 +69,7 @@ def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str,
                 f"setting {prefix}.staging: 'layers' reads a version twice, and weights.transport "
                 f"{transport!r} sends it once; use 'host', or weights.transport {' or '.join(READ_TWICE)}"
             )
-        if place == "host" and transport == "shared":
+        if place in ("host", "copy") and transport == "shared":
             raise SettingsError(
                 f"setting {prefix}.staging: with weights.transport 'shared' there is no copy to place; "
                 "leave it out"
@@ -79,6 +79,13 @@ def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str,
                 f"setting {prefix}.staging: with lora.rank {lora.rank} only the adapter is staged, "
                 "which is small; leave it out"
             )
+
+
+def placed_as_allowed(engine: EngineConfig, transport: str) -> EngineConfig:
+    """Return settings in which `auto` chooses only among the places that the transport allows."""
+    if engine.staging == "auto" and transport not in READ_TWICE:
+        return dataclasses.replace(engine, staging="copy")
+    return engine
 
 
 def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> EngineConfig:

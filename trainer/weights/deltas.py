@@ -1,7 +1,9 @@
 """Publishes the changes between versions as files; every so many versions one whole, an anchor.
 
 The newest version stays in host memory, to be compared with the next. A restarted trainer has none and begins
-with an anchor, so does the version after one that could not be published.
+with an anchor, so does the version after one that could not be published. A version is an anchor, too, if it
+is older than the newest, or its directory would replace one of the newest one's chain: a trainer that goes
+back reaches versions a second time.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,15 +45,21 @@ class DeltaWriter:
         """Manifest of the version that the one in the making changes; None: that is an anchor."""
         self._changes: list[TensorChange] = []
 
-    def write(self, tensors: Named, aside: Path) -> BucketContents:
+    def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
         """Write the bytes of a version into its directory.
+
+        Args:
+            tensors: the version's.
+            version: its number.
+            aside: an empty directory to write to.
+            name: name that the directory will have.
 
         Raises:
             OSError: they cannot be written.
             WeightError: they cannot be published; names the tensor. The next version is an anchor.
         """
         base, self._newest = self._newest, None
-        if base is None or len(base.chain) >= self._anchor_every:
+        if base is None or self._ends_chain(base, version, name):
             self._base, self._buckets = None, []
             contents = fill_buckets(tensors, self._bucket_bytes, self._allocate)
             self._require_space(sum(contents.buckets))
@@ -82,6 +90,11 @@ class DeltaWriter:
     def published(self, manifest: WeightManifest) -> None:
         """Compare the next version with this one, which engines can read from now on."""
         self._newest = manifest
+
+    def _ends_chain(self, base: WeightManifest, version: int, name: str) -> bool:
+        """Return whether a version must not be written as changes of this one."""
+        replaced = any(link.directory == name for link in base.chain)
+        return len(base.chain) >= self._anchor_every or version < base.version or replaced
 
     def _allocate(self, index: int, size: int) -> torch.Tensor:
         self._buckets.append(torch.empty(size, dtype=torch.uint8))

@@ -123,7 +123,10 @@ class FileSender:
             if self._deltas is None:
                 self._require_space(self._last_bytes)
             with self.versions.written(epoch, version) as (aside, final):
-                contents = (self._deltas.write if self._deltas else self._write)(tensors, aside)
+                if self._deltas:
+                    contents = self._deltas.write(tensors, version, aside, final.name)
+                else:
+                    contents = self._write(tensors, aside)
                 manifest = make_manifest(
                     self._transport, str(final), epoch, version, contents, base_model=base_model, tied=tied
                 )

@@ -26,6 +26,14 @@ def test_auto_is_the_first_place_that_fits(free: Free, place: StagingPlace) -> N
     assert chosen(AUTO, 15 * GIB, GIB, free, "it") == place
 
 
+def test_copy_is_never_layers() -> None:
+    room = StagingRoom(StagingPlace.COPY)
+    assert chosen(room, 15 * GIB, GIB, Free(16 * GIB, 0, on_gpu=True), "it") == StagingPlace.DEVICE
+    assert chosen(room, 15 * GIB, GIB, Free(8 * GIB, 15 * GIB, on_gpu=True), "it") == StagingPlace.HOST
+    with pytest.raises(EngineError, match="512 MiB on the device and 15360 MiB in host memory"):
+        chosen(room, 15 * GIB, GIB, Free(8 * GIB, 14 * GIB, on_gpu=True), "it")
+
+
 def test_auto_leaves_the_device_that_staging_mb_forbids() -> None:
     room = StagingRoom(StagingPlace.AUTO, 1024)
     assert chosen(room, 15 * GIB, GIB, Free(80 * GIB, 80 * GIB, on_gpu=True), "it") == StagingPlace.LAYERS

@@ -3,6 +3,7 @@
 import pytest
 
 from protocol.errors import SettingsError
+from services.rollout.service import _engine_config
 from services.settings.checks import settings_errors
 from services.settings.load import load_settings
 from trainer.config import WeightConfig
@@ -35,6 +36,7 @@ def test_layers_are_refused_where_a_version_is_sent_once(transport: str) -> None
         (("engine.staging=host", "engine.name=sglang_jax"), "engine 'sglang_jax' stages on the device alone"),
         (("engine.staging=layers", "engine.name=scripted"), "engine 'scripted' stages on the device alone"),
         (("engine.staging=host", *SHARED), "there is no copy to place"),
+        (("engine.staging=copy", *SHARED), "there is no copy to place"),
         (("engine.staging=layers", "lora.rank=8"), "only the adapter is staged"),
         (("engine.staging=disk",), "engine.staging"),
         (
@@ -45,6 +47,24 @@ def test_layers_are_refused_where_a_version_is_sent_once(transport: str) -> None
 )
 def test_place_that_cannot_be_is_refused_by_name(overrides: tuple[str, ...], words: str) -> None:
     assert any(words in found for found in refusals(*overrides)), refusals(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("place", "transport", "given"),
+    [
+        ("auto", "nccl", "copy"),
+        ("auto", "ipc", "copy"),
+        ("auto", "shm", "auto"),
+        ("auto", "disk", "auto"),
+        ("device", "nccl", "device"),
+        ("host", "ipc", "host"),
+    ],
+)
+def test_engine_chooses_among_the_places_that_the_transport_allows(
+    place: str, transport: str, given: str
+) -> None:
+    overrides = (f"engine.staging={place}", f"weights.transport={transport}")
+    assert _engine_config(load_settings(overrides=overrides, environ={})).staging == given
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl", "shared"])
@@ -62,6 +82,7 @@ def test_changes_alone_need_a_transport_of_files(transport: str) -> None:
         ("engine.staging=layers", "weights.transport=disk"),
         ("engine.staging=host", "weights.transport=nccl"),
         ("engine.staging=auto", "weights.transport=nccl"),
+        ("engine.staging=copy", "weights.transport=disk"),
         ("engine.staging=auto", "engine.name=sglang_jax"),
         ("engine.staging=auto", "lora.rank=8"),
         ("engine.staging=layers", "engine.name=sglang"),

@@ -127,6 +127,31 @@ def test_a_sender_that_starts_again_begins_with_an_anchor(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v00000003-e2"]
 
 
+def test_versions_that_are_reached_again_after_a_rewind_can_be_read(tmp_path: Path) -> None:
+    sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=20), tmp_path)
+    made, following = list(versions(17)), Engine()
+    chains: list[int] = []
+    for version in (15, 15, 10, *range(11, 17)):
+        # after the rewind 15 comes out different
+        tensors = made[version] if chains else changed(made[version], 3)
+        manifest = sender.publish("e1", version, tensors.items())
+        chains.append(len(manifest.chain))
+        following.serve(manifest)
+        Engine().serve(manifest)
+        assert digest_of(following.live) == digest_of(tensors)
+        sender.retire(frozenset())
+    assert chains == [1, 1, 1, 2, 3, 4, 5, 6, 7]
+
+
+def test_version_that_is_published_under_a_new_epoch_is_a_change(sender: FileSender) -> None:
+    tensors, engine = first(), Engine()
+    engine.serve(sender.publish("e1", 0, tensors.items()))
+    again = sender.publish("e2", 0, tensors.items())
+    assert len(again.chain) == 2
+    engine.serve(again)
+    Engine().serve(again)
+
+
 def test_version_that_cannot_be_published_is_followed_by_an_anchor(sender: FileSender) -> None:
     made = list(versions(3))
     sender.publish("e1", 0, made[0].items())
