@@ -122,6 +122,7 @@ def pack(work: str, most: int) -> bytes | None:
             for name in (*names, *found):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):  # it may vanish meanwhile
+                    files.inodes.clear()  # type: ignore[attr-defined]  # a hard link is packed as a copy
                     entry = files.gettarinfo(path, os.path.relpath(path, work))
                     if entry is None or not (entry.isreg() or entry.isdir() or entry.issym()):
                         continue
