@@ -1,6 +1,7 @@
 """The relay to an endpoint ends with its sandbox."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 from rollout.sandboxes.relay import Relay
@@ -11,10 +12,8 @@ async def test_closing_the_relay_closes_its_connections(tmp_path: Path) -> None:
 
     async def endpoint(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"hello")
-        try:
+        with contextlib.suppress(OSError):
             await reader.read()
-        except OSError:
-            pass
         ended.set()
         writer.close()
 
