@@ -243,7 +243,7 @@ def do_pack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> A
             raise OSError(f"the working directory has more than {request['most']} bytes")
         return archive
 
-    return as_user(settings, packed)
+    return as_user(with_time(settings, request["most"]), packed)
 
 
 def do_unpack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
@@ -253,7 +253,12 @@ def do_unpack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) ->
         unpack(data, settings["work"])
         return b""
 
-    return as_user(settings, unpacked)
+    return as_user(with_time(settings, request["most"]), unpacked)
+
+
+def with_time(settings: dict[str, Any], most: int) -> dict[str, Any]:
+    """Return the settings with the processor time to pack or unpack so many bytes."""
+    return {**settings, "cpu_s": settings["cpu_s"] + (most >> 20)}
 
 
 def as_user(settings: dict[str, Any], work: Callable[[], bytes]) -> Answer:

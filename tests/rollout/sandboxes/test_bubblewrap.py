@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -123,3 +124,16 @@ async def test_the_worker_s_environment_is_not_in_it(
     monkeypatch.setenv("TETHER_SECRET_TEST", "credentials")
     async with SandboxPool(provider, 1).leased(START) as sandbox:
         assert b"credentials" not in (await shell(sandbox, "env; cat /proc/*/environ")).output
+
+
+async def test_a_large_snapshot_has_the_processor_time_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = replace(CONFIG, cpu_s=1, disk_mb=64, memory_mb=1024)
+    pool = SandboxPool(BubblewrapProvider(config), 1)
+    async with pool.leased(START) as sandbox:
+        made = await shell(sandbox, "head -c 60000000 /dev/urandom > f; sha256sum f")
+        snapshot = await sandbox.snapshot()
+    async with pool.leased(replace(START, snapshot=snapshot)) as later:
+        assert (await shell(later, "sha256sum f")).output == made.output
