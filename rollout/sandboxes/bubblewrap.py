@@ -20,6 +20,7 @@ from rollout.programs.folder import clear_left_folders
 from rollout.programs.left_processes import Sweeper
 from rollout.programs.program import Launch, Program
 from rollout.sandboxes.base import Start
+from rollout.sandboxes.memory_calls import memory_filter
 from rollout.sandboxes.relay import Relay
 from rollout.sandboxes.served import FIRST_UID, INSIDE, SOCKET, SOCKET_FILE, WORK, ServedSandbox
 
@@ -119,6 +120,7 @@ class BubblewrapProvider:
             "cpu_s": config.cpu_s,
             "processes": config.processes,
             "memory_mb": config.memory_mb,
+            "filter": memory_filter().hex(),
         }
         return [
             "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net", "--unshare-ipc",

@@ -174,6 +174,7 @@ class ContainerProvider:
             "cpu_s": config.cpu_s,
             "processes": config.processes,
             "memory_mb": config.memory_mb,
+            "filter": "",  # the kernel's limit counts all memory
         }
         mounts = {path: {"bind": path, "mode": "ro"} for path in config.read_only}
         if relay is not None:
