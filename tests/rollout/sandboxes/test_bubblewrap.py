@@ -158,7 +158,7 @@ import time; time.sleep({sleep_s})
 async def test_memory_that_no_process_holds_is_counted_or_refused(provider: BubblewrapProvider) -> None:
     async with SandboxPool(provider, 1).leased(START) as sandbox:
         for _ in range(2):  # what a command leaves is removed
-            order = ("python3", "-c", SEGMENTS.format(count=3, sleep_s=0))
+            order = ("python3", "-c", SEGMENTS.format(count=2, sleep_s=0))
             found = await sandbox.exec(SandboxCommand(order, 60, OUTPUT))
             assert (found.output, found.ended) == (b"held\n", "")
         order = ("python3", "-c", SEGMENTS.format(count=5, sleep_s=1000))
