@@ -69,7 +69,6 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxDied: it does not answer, or was killed by what ran in it.
-            RewardError: the sandbox of provider `process` cannot be set up.
         """
 
     async def write(self, path: str, data: bytes) -> None:

@@ -8,8 +8,10 @@ model's endpoint is a Unix socket that is mounted, and a port on the sandbox's o
 import asyncio
 import json
 import os
+import platform
 import secrets
 import shutil
+import struct
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -41,6 +43,12 @@ SYSTEM = (
     "/etc/alternatives",
 )
 """Paths of the machine that can be read in a sandbox, as far as they exist."""
+REFUSED = {"mount": 165, "memfd_create": 319, "fsopen": 430, "fsmount": 432, "memfd_secret": 447}
+"""System calls for memory that belongs to no process, so that the sum over processes misses it (x86-64)."""
+_X86_64, _X32 = 0xC000003E, 0x40000000
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _ENOSYS = 0x7FFF0000, 0x00050000 | 38
+_NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
 
 
 class ProgramChannel:
@@ -119,6 +127,7 @@ class BubblewrapProvider:
             "cpu_s": config.cpu_s,
             "processes": config.processes,
             "memory_mb": config.memory_mb,
+            "filter": _memory_filter().hex(),
         }
         return [
             "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-net", "--unshare-ipc",
@@ -134,6 +143,26 @@ class BubblewrapProvider:
             *(part for name, value in _variables().items() for part in ("--setenv", name, value)),
             "--", os.path.realpath(sys.executable), "-I", "/run/inside.py", "serve", json.dumps(settings),
         ]  # fmt: skip
+
+
+def _memory_filter() -> bytes:
+    """Return a seccomp filter as an array of struct sock_filter; empty on processors other than x86-64.
+
+    It refuses all calls of other architectures, such as those of 32 bits, whose numbers differ.
+    """
+    if platform.machine() != "x86_64":
+        return b""
+    refused = sorted(REFUSED.values())
+    lines = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_EQUAL, 0, len(refused) + 3, _X86_64),
+        (_LOAD, 0, 0, _NUMBER),
+        (_AT_LEAST, len(refused) + 1, 0, _X32),
+        *((_EQUAL, len(refused) - at, 0, number) for at, number in enumerate(refused)),
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _ENOSYS),
+    ]
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
 def _mounts(more: Iterable[str]) -> Iterator[str]:

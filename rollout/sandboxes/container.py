@@ -19,11 +19,13 @@ from typing import Any
 import docker
 import docker.errors
 import docker.types
+import requests
 
 from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
 from rollout.programs.folder import ProgramFolder, clear_left_folders, programs_directory
 from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.pool import STOP_S, completed
 from rollout.sandboxes.relay import Relay
 from rollout.sandboxes.served import FIRST_UID, INSIDE, SOCKET, SOCKET_FILE, WORK, ServedSandbox
 
@@ -36,6 +38,8 @@ REMOVALS = 6
 """Times that a removal is tried, within some seconds."""
 CALL_S = 60
 """Seconds for a call of the service."""
+FAILED = (docker.errors.DockerException, requests.RequestException)
+"""Errors of a call: answers of the service, and connections that fail or are late."""
 
 
 class ContainerChannel:
@@ -122,7 +126,7 @@ class ContainerProvider:
         try:
             if relay is not None:
                 await relay.open(folder.path / SOCKET_FILE)
-            container = await asyncio.to_thread(self._create, start, folder, relay)
+            container = await self._created(start, folder, relay)
             channel = ContainerChannel(container, folder)
             sandbox = ServedSandbox(channel, relay, self._config.disk_mb << 20)
             await channel.open(await asyncio.to_thread(_attached, container))
@@ -130,21 +134,34 @@ class ContainerProvider:
             await sandbox.begin(start.snapshot)
         except docker.errors.ImageNotFound as error:
             raise SettingsError(f"setting environment.sandbox.image: {error.explanation}") from None
-        except docker.errors.APIError as error:
+        except FAILED as error:
             raise SandboxDied(f"the container did not start: {str(error)[-300:]}") from None
         finally:
             if sandbox is None or not sandbox.began:
-                await (sandbox.stop() if sandbox is not None else _closed(folder, relay))
+                await completed(sandbox.stop() if sandbox is not None else _closed(folder, relay))
         return sandbox
 
     async def clear_left(self) -> int:
-        return await asyncio.to_thread(self._clear)
+        try:
+            return await asyncio.to_thread(self._clear)
+        except FAILED as error:
+            raise SandboxDied(f"the service did not list containers: {str(error)[-300:]}") from None
 
     async def forget(self, snapshot: str) -> None:
         pass  # it is the files themselves
 
     async def close(self) -> None:
         await asyncio.to_thread(self._client.close)
+
+    async def _created(self, start: Start, folder: ProgramFolder, relay: Relay | None) -> Any:
+        """Return a new container; cancelled, wait for it, which no thread can stop, and remove it."""
+        # in no group: it has to outlive a cancellation
+        creating = asyncio.ensure_future(asyncio.to_thread(self._create, start, folder, relay))  # noqa: TID251
+        try:
+            return await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            await completed(_undone(creating), CALL_S + STOP_S)
+            raise
 
     def _create(self, start: Start, folder: ProgramFolder, relay: Relay | None) -> Any:
         config = self._config
@@ -157,6 +174,7 @@ class ContainerProvider:
             "cpu_s": config.cpu_s,
             "processes": config.processes,
             "memory_mb": config.memory_mb,
+            "filter": "",  # the kernel's limit counts all memory
         }
         mounts = {path: {"bind": path, "mode": "ro"} for path in config.read_only}
         if relay is not None:
@@ -192,7 +210,7 @@ class ContainerProvider:
         for container in self._client.containers.list(all=True, sparse=True, filters={"label": LABEL}):
             folder = (container.attrs.get("Labels") or {}).get(LABEL, "")
             if os.path.dirname(folder) == here and not os.path.exists(folder):
-                with suppress(docker.errors.APIError):  # another worker removes it
+                with suppress(*FAILED):  # another worker removes it
                     container.remove(force=True, v=True)
                     count += 1
         return count
@@ -216,10 +234,17 @@ def _remove(container: Any) -> None:
             with suppress(docker.errors.NotFound):
                 container.remove(force=True, v=True)
             return
-        except docker.errors.APIError:
+        except FAILED:
             if attempt == REMOVALS - 1:
                 raise
             time.sleep(0.1 * 2**attempt)
+
+
+async def _undone(creating: asyncio.Future[Any]) -> None:
+    """Remove a container when it is created; if that fails there is none."""
+    with suppress(*FAILED):
+        container = await creating
+        await asyncio.to_thread(_remove, container)
 
 
 async def _closed(folder: ProgramFolder, relay: Relay | None) -> None:

@@ -21,19 +21,20 @@ import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 Answer = tuple[dict[str, Any], bytes]
 WORK = "work"
 POLL_S = 0.05
 MOST_FILES = 1 << 16
-"""Files of a working directory in memory: its size bounds contents alone."""
+"""Files of a directory in memory, the working directory or /tmp: its size bounds contents alone."""
 CONNECTIONS = 64
 """Connections to the endpoint at once."""
 
@@ -88,22 +89,32 @@ def exceeded(output: bool, late: bool, work: str, memory: int) -> str:
     if output or late:
         return "output" if output else "time"
     if memory:
-        found = os.statvfs(work)
-        if found.f_files - found.f_ffree > MOST_FILES:
-            return "files"
+        for found in (os.statvfs(work), os.statvfs("/tmp")):
+            if found.f_files - found.f_ffree > MOST_FILES:
+                return "files"
         if resident() > memory << 20:
             return "memory"
     return ""
 
 
 def resident() -> int:
-    """Return the bytes of memory that all processes of the sandbox hold."""
+    """Return the bytes of memory that all processes of the sandbox, and its System V objects, hold."""
     pages = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError, ValueError):
             with open(f"/proc/{name}/statm") as file:
                 pages += int(file.read().split()[1])
-    return pages * resource.getpagesize()
+    return pages * resource.getpagesize() + sum(held for _, _, held in system_v())
+
+
+def system_v() -> Iterator[tuple[str, int, int]]:
+    """Yield kind (shm or msg), identifier and bytes of memory of what outlives the processes that made it."""
+    for kind, columns in (("shm", ("rss", "swap")), ("msg", ("cbytes",))):
+        with contextlib.suppress(OSError), open(f"/proc/sysvipc/{kind}") as file:
+            names = file.readline().split()
+            for line in file:
+                fields = dict(zip(names, line.split(), strict=False))
+                yield kind, int(list(fields.values())[1]), sum(int(fields[name]) for name in columns)
 
 
 def unpack(archive: bytes, work: str) -> None:
@@ -122,6 +133,7 @@ def pack(work: str, most: int) -> bytes | None:
             for name in (*names, *found):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):  # it may vanish meanwhile
+                    files.inodes.clear()  # type: ignore[attr-defined]  # a hard link is packed as a copy
                     entry = files.gettarinfo(path, os.path.relpath(path, work))
                     if entry is None or not (entry.isreg() or entry.isdir() or entry.issym()):
                         continue
@@ -176,13 +188,27 @@ def do_exec(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> A
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+    if any(system_v()):
+        as_user(settings, remove_system_v)
     return {"ended": ended, "status": status}, said
+
+
+def remove_system_v() -> bytes:
+    """Remove shared memory and message queues, as the commands' user."""
+    libc = ctypes.CDLL(None)
+    for kind, number, _ in list(system_v()):
+        (libc.shmctl if kind == "shm" else libc.msgctl)(number, 0, None)  # IPC_RMID
+    return b""
 
 
 def confinement(settings: dict[str, Any]) -> Callable[[], None]:
     """Return the steps of a command's process before it begins."""
     uid = settings["uid"]
     mb = 1 << 20
+    lines = bytes.fromhex(settings["filter"])
+    filters = ctypes.create_string_buffer(lines, len(lines))
+    program = ctypes.create_string_buffer(struct.pack("HP", len(lines) // 8, ctypes.addressof(filters)))
+    prctl = ctypes.CDLL(None).prctl
 
     def confine() -> None:
         if uid:
@@ -197,6 +223,9 @@ def confinement(settings: dict[str, Any]) -> Callable[[], None]:
             (resource.RLIMIT_AS, settings["memory_mb"] * mb),
         ):
             resource.setrlimit(kind, (value, value))
+        if len(filters):  # it has to live until here
+            prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+            prctl(22, 2, ctypes.byref(program))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
     return confine
 
@@ -242,7 +271,7 @@ def do_pack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> A
             raise OSError(f"the working directory has more than {request['most']} bytes")
         return archive
 
-    return as_user(settings, packed)
+    return as_user(with_time(settings, request["most"]), packed)
 
 
 def do_unpack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
@@ -252,7 +281,12 @@ def do_unpack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) ->
         unpack(data, settings["work"])
         return b""
 
-    return as_user(settings, unpacked)
+    return as_user(with_time(settings, request["most"]), unpacked)
+
+
+def with_time(settings: dict[str, Any], most: int) -> dict[str, Any]:
+    """Return the settings with the processor time to pack or unpack so many bytes."""
+    return {**settings, "cpu_s": settings["cpu_s"] + (most >> 20)}
 
 
 def as_user(settings: dict[str, Any], work: Callable[[], bytes]) -> Answer:

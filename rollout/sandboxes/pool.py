@@ -47,7 +47,7 @@ class SandboxPool:
             yield sandbox
         finally:
             self.running -= 1
-            await _completed(sandbox.stop())
+            await completed(sandbox.stop())
 
     async def forget(self, snapshot: str) -> None:
         """Remove a snapshot that no episode needs any more."""
@@ -65,11 +65,11 @@ class SandboxPool:
                 self._cleared = True
 
 
-async def _completed(stopping: Awaitable[None]) -> None:
+async def completed(stopping: Awaitable[None], within_s: float = STOP_S) -> None:
     """Wait for a stop, also if the caller is cancelled meanwhile; log its failure."""
     task = asyncio.ensure_future(stopping)  # noqa: TID251  in no group: it has to outlive a cancellation
     cancelled: asyncio.CancelledError | None = None
-    until = time.monotonic() + STOP_S
+    until = time.monotonic() + within_s
     while not task.done() and (left_s := until - time.monotonic()) > 0:
         try:
             await asyncio.wait([task], timeout=left_s)
@@ -77,7 +77,7 @@ async def _completed(stopping: Awaitable[None]) -> None:
             cancelled = error
     if not task.done():
         task.cancel()
-        log.error("sandbox.not_stopped after_s=%g", STOP_S)
+        log.error("sandbox.not_stopped after_s=%g", within_s)
     elif not task.cancelled() and (failure := task.exception()) is not None:
         log.error("sandbox.not_stopped why=%r", str(failure)[:300])
     if cancelled is not None:

@@ -1,6 +1,6 @@
 """Makes providers of sandboxes: of tether by name, of the user by `MODULE:CLASS`."""
 
-from protocol.choices import Entry, Registry, load
+from protocol.choices import Entry, Registry, checked_name, load
 from protocol.errors import SettingsError
 from protocol.user_code import call, import_attribute
 from rollout.config import SandboxConfig
@@ -8,10 +8,9 @@ from rollout.sandboxes.base import Provider
 
 SETTING = "setting environment.sandbox.name"
 PROCESS = "process"
-"""The provider with which tools and programs run as without a sandbox of the episode."""
+"""Name with which tools and programs run as without a sandbox of the episode; it has no provider."""
 PROVIDERS = Registry(
     {
-        PROCESS: Entry("rollout.sandboxes.process:make"),
         "bubblewrap": Entry("rollout.sandboxes.bubblewrap:BubblewrapProvider"),
         "container": Entry("rollout.sandboxes.container:ContainerProvider"),
     },
@@ -29,7 +28,7 @@ def make_provider(config: SandboxConfig) -> Provider:
     """
     if ":" in config.name:
         return _own_provider(config)
-    entry = PROVIDERS.find(config.name, f"{SETTING}: sandbox")
+    entry = PROVIDERS[checked_name(config.name, (PROCESS, *PROVIDERS), f"{SETTING}: sandbox")]
     try:
         provider: Provider = load(entry.path)(config)
     except ModuleNotFoundError as error:

@@ -36,7 +36,8 @@ class Relay:
             )
         self.host, self.port = str(url.host), int(url.port or 0)
         self._server: asyncio.Server | None = None
-        self._open = 0
+        self._open = set[asyncio.Task[None]]()
+        self._closed = False
 
     async def open(self, path: Path) -> None:
         """Listen at a path, which the sandbox's user may connect to."""
@@ -50,23 +51,37 @@ class Relay:
 
     async def close(self) -> None:
         """Close it and its connections."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
+        for task in self._open:
+            task.cancel()
+        if self._open:
+            await asyncio.wait(self._open)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry bytes both ways until either end closes."""
-        self._open += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
         try:
-            if self._open > CONNECTIONS:
+            if self._closed or len(self._open) > CONNECTIONS:
                 return
             with suppress(OSError):
                 far_reader, far_writer = await asyncio.open_connection(self.host, self.port)
                 try:
                     await _either(_carry(reader, far_writer), _carry(far_reader, writer))
                 finally:
-                    far_writer.close()
+                    self._end(far_writer)
         finally:
-            self._open -= 1
+            self._open.discard(task)
+            self._end(writer)
+
+    def _end(self, writer: asyncio.StreamWriter) -> None:
+        """Close a connection: at once if the relay is closed, else after the bytes that wait."""
+        if self._closed:
+            writer.transport.abort()
+        else:
             writer.close()
 
 

@@ -20,6 +20,8 @@ START_S = 60.0
 """Seconds for a sandbox to start on a busy machine."""
 GRACE_S = 30.0
 """Seconds beyond a command's own for the answer to come."""
+PACKED = 1 << 20
+"""Bytes of files that are packed or unpacked in a second on a busy machine, at the least."""
 
 
 class Channel(Protocol):
@@ -47,6 +49,7 @@ class ServedSandbox:
     """Sandbox whose program serves one episode."""
 
     def __init__(self, channel: Channel, relay: Relay | None, pack: int) -> None:
+        """Args: channel: to its program; relay: to its endpoint; pack: bytes of its files at most."""
         self._channel, self._relay, self._pack = channel, relay, pack
         self._busy = asyncio.Lock()
         self.began = False
@@ -73,7 +76,9 @@ class ServedSandbox:
         return data if fields["found"] else None
 
     async def snapshot(self) -> str:
-        _, archive = await self._asked({"do": "pack", "most": self._pack})
+        _, archive = await self._asked(
+            {"do": "pack", "most": self._pack}, wall_s=GRACE_S + self._pack / PACKED
+        )
         return base64.b64encode(archive).decode()
 
     async def stop(self) -> None:
@@ -92,7 +97,8 @@ class ServedSandbox:
             except TimeoutError:
                 raise SandboxDied(f"it did not start within {START_S:g} s") from None
         if snapshot:
-            await self._asked({"do": "unpack"}, base64.b64decode(snapshot))
+            archive = base64.b64decode(snapshot)
+            await self._asked({"do": "unpack", "most": self._pack}, archive, GRACE_S + self._pack / PACKED)
         self.began = True
 
     async def _asked(

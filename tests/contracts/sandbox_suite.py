@@ -91,15 +91,15 @@ class SandboxContract:
     async def test_a_snapshot_has_the_files_of_its_moment(self, provider: Provider) -> None:
         pool = SandboxPool(provider, 2)
         async with pool.leased(START) as sandbox:
-            await shell(sandbox, "mkdir d; echo 1 > d/f; chmod 755 d/f; ln -s f d/l")
+            await shell(sandbox, "mkdir d; echo 1 > d/f; chmod 755 d/f; ln -s f d/l; ln d/f d/h")
             snapshot = await sandbox.snapshot()
             await shell(sandbox, "echo 2 > d/f; rm d/l")
         try:
             for _ in range(2):
                 async with pool.leased(Start(300, snapshot=snapshot)) as later:
                     assert (
-                        await shell(later, "cat d/l; test -x d/f && echo x; echo 3 > d/f")
-                    ).output == b"1\nx\n"
+                        await shell(later, "cat d/l d/h; test -x d/f && echo x; echo 3 > d/f")
+                    ).output == b"1\n1\nx\n"
         finally:
             await pool.forget(snapshot)
 

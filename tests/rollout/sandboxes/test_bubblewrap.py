@@ -1,7 +1,9 @@
 """The provider `bubblewrap` keeps the promises of a sandbox, and has an endpoint and nothing else."""
 
+import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -10,9 +12,11 @@ from aiohttp import web
 
 from protocol.errors import SettingsError
 from rollout.programs.folder import programs_directory
+from rollout.sandboxes import bubblewrap
 from rollout.sandboxes.base import SandboxCommand, SandboxDied, Start
 from rollout.sandboxes.bubblewrap import BubblewrapProvider
 from rollout.sandboxes.pool import SandboxPool
+from rollout.sandboxes.served import INSIDE
 from tests.changes import slow_unless_changed
 from tests.contracts.sandbox_suite import CONFIG, OUTPUT, START, SandboxContract, shell
 
@@ -123,3 +127,52 @@ async def test_the_worker_s_environment_is_not_in_it(
     monkeypatch.setenv("TETHER_SECRET_TEST", "credentials")
     async with SandboxPool(provider, 1).leased(START) as sandbox:
         assert b"credentials" not in (await shell(sandbox, "env; cat /proc/*/environ")).output
+
+
+async def test_a_large_snapshot_has_the_processor_time_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = replace(CONFIG, cpu_s=1, disk_mb=64, memory_mb=1024)
+    pool = SandboxPool(BubblewrapProvider(config), 1)
+    async with pool.leased(START) as sandbox:
+        made = await shell(sandbox, "head -c 60000000 /dev/urandom > f; sha256sum f")
+        snapshot = await sandbox.snapshot()
+    async with pool.leased(replace(START, snapshot=snapshot)) as later:
+        assert (await shell(later, "sha256sum f")).output == made.output
+
+
+SEGMENTS = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+for number in range({count}):
+    place = libc.shmat(libc.shmget(0, 60 << 20, 0o1600), None, 0)
+    ctypes.memset(place, 1, 60 << 20)
+    libc.shmdt(ctypes.c_void_p(place))
+print("held", flush=True)
+import time; time.sleep({sleep_s})
+"""
+
+
+async def test_memory_that_no_process_holds_is_counted_or_refused(provider: BubblewrapProvider) -> None:
+    async with SandboxPool(provider, 1).leased(START) as sandbox:
+        for _ in range(2):  # what a command leaves is removed
+            order = ("python3", "-c", SEGMENTS.format(count=2, sleep_s=0))
+            found = await sandbox.exec(SandboxCommand(order, 60, OUTPUT))
+            assert (found.output, found.ended) == (b"held\n", "")
+        order = ("python3", "-c", SEGMENTS.format(count=5, sleep_s=1000))
+        assert (await sandbox.exec(SandboxCommand(order, 60, OUTPUT))).ended == "memory"
+        order = ("python3", "-c", "import os; os.memfd_create('a')")
+        found = await sandbox.exec(SandboxCommand(order, 60, OUTPUT))
+        assert (b"Function not implemented" in found.output) == (platform.machine() == "x86_64")
+
+
+async def test_files_of_both_directories_are_counted(
+    provider: BubblewrapProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bubblewrap, "INSIDE", INSIDE.replace("MOST_FILES = 1 << 16", "MOST_FILES = 100"))
+    for folder in (".", "/tmp"):
+        async with SandboxPool(provider, 1).leased(START) as sandbox:
+            found = await shell(sandbox, f"cd {folder}; for i in $(seq 200); do : > $i; done; sleep 1000")
+            assert found.ended == "files"

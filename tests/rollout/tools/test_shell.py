@@ -22,9 +22,14 @@ def shell(**limits: float) -> ShellTool:
 async def test_files_are_kept_over_the_calls_of_an_episode_and_shared_with_no_other() -> None:
     tool = ShellTool(LIMITS, RUNS)
     first, second = tool.opened(), tool.opened()
-    made = "mkdir -p a/b && echo hi > a/b/f && chmod 700 a/b/f && ln -s b/f a/l && cd a && ls"
+    made = (
+        "mkdir -p a/b && echo hi > a/b/f && chmod 700 a/b/f && ln -s b/f a/l && ln a/b/f a/b/h && cd a && ls"
+    )
     assert await first.run(made) == "b\nl"
-    assert await first.run("cat a/l; pwd | sed 's,.*/,,'; ls -l a/b/f | cut -c1-10") == "hi\nwork\n-rwx------"
+    assert (
+        await first.run("cat a/l a/b/h; pwd | sed 's,.*/,,'; ls -l a/b/f | cut -c1-10")
+        == "hi\nhi\nwork\n-rwx------"
+    )
     assert await second.run("ls -A") == "(no output)"
     assert await first.run("rm -r a; ls nothing") == (
         "ls: cannot access 'nothing': No such file or directory\n[exit status 2]"
