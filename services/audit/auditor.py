@@ -4,8 +4,9 @@ The auditor gets the run's records and the published tensors of versions. It tak
 training: it may be late, or leave a step out, and changes nothing.
 """
 
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ import xxhash
 from protocol.codec import decode_payload
 from protocol.errors import ProtocolError
 from protocol.messages import ScoredRollout
+from protocol.rollout_view import RowView
 from services.audit.alarms import Alarm, Finding
 from services.audit.evidence import ALTERNATIVES, Evidence, FalseAlarms, rate_ratios
 from services.audit.recompute import Recomputer, RowScores
@@ -24,6 +26,8 @@ from trainer.backends.base import StepStats
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
 
+log = logging.getLogger("tether.audit")
+
 FALSE_ALARM_RATE = 1e-3
 """Bound on the probability that a run without a fault has an alarm of a sequential test."""
 LEARN_ROWS = 2
@@ -31,7 +35,7 @@ LEARN_ROWS = 2
 BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Engine's data type -> the one that is computed beside float32, to measure rounding."""
 UNCHANGED = {"bfloat16": 8, "float16": 8}
-"""Data type of versions -> audited steps without a change that are one too many: small changes are rounded
+"""Data type of versions -> steps in a row without a change that are one too many: small changes are rounded
 away there. In float32 it is one."""
 Tensors = Mapping[str, torch.Tensor]
 
@@ -46,10 +50,8 @@ class AuditedStep:
     stats: StepStats
     digests: tuple[int, int]
     """Digests of the version that it began from, and of the one that it made; 0: not known."""
-    learns: bool = True
-    """Whether the step's learning rate is above 0."""
-    exported: int = 0
-    """Digest of the trainer's own weights after the step; 0: not computed."""
+    unchanged: int = 0
+    """As `Unchanged.after` counted it."""
 
     def groups(self) -> list[tuple[ScoredRollout, int]]:
         """Return each group with its bound, in the order of the step."""
@@ -57,6 +59,32 @@ class AuditedStep:
         return [
             (scored_of(record), bound) for record, bound in zip(command.records, command.bounds, strict=True)
         ]
+
+
+@dataclass(slots=True)
+class Unchanged:
+    """Counts steps in a row that changed no weight, though they should have. It has to see every step."""
+
+    dtype: str
+    """Data type of versions."""
+    count: int = 0
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether there are more of them than rounding explains."""
+        return self.count >= UNCHANGED.get(self.dtype, 1)
+
+    def after(self, stats: StepStats, digests: tuple[int, int], *, learns: bool) -> int:
+        """Return the number of such steps up to the next step, this one.
+
+        Args:
+            stats: of the step.
+            digests: of the versions before and after it; 0: not known.
+            learns: whether the step's learning rate is above 0.
+        """
+        idle = digests[0] == digests[1] and not stats.skipped and learns and bool(stats.grad_norm)
+        self.count = self.count + 1 if digests[0] and idle else 0
+        return self.count
 
 
 def is_audited(group: int, share: float) -> bool:
@@ -75,6 +103,7 @@ class Auditor:
         dtype: str,
         again: Again,
         shadow: Shadow | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin without evidence.
 
@@ -85,15 +114,21 @@ class Auditor:
             dtype: of the engines.
             again: parties that compute records again.
             shadow: makes the steps again; None: they are not.
+            stopped: whether to end early; called before each row.
         """
         self._models, self._share, self._again, self._shadow = recomputer, share, again, shadow
-        self._dtype = dtype
+        self._dtype, self._stopped = dtype, stopped
         self._chances = FalseAlarms(FALSE_ALARM_RATE)
         self.residuals = Residuals(self._chances, NoiseFloor(), dtype)
         self._updates: dict[str, Evidence] = {}
         self._raised = set[tuple[str, str]]()
-        self._unchanged = 0
-        """Audited steps in a row that changed no weight, though they should have."""
+        self.rows_left_out = 0
+        """Rows that were not recomputed, since their pass would take too much memory."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether log-probabilities are recomputed."""
+        return self._models is not None
 
     def recompute_with(self, models: tuple[Recomputer, Recomputer] | None) -> None:
         """Recompute log-probabilities with these models from now on; None: not."""
@@ -126,20 +161,11 @@ class Auditor:
 
     def _contradictions(self, step: AuditedStep) -> Iterator[Alarm]:
         """Yield alarms of digests."""
-        number, (before, after) = step.plan.step, step.digests
-        idle = before == after and not step.stats.skipped and step.learns and bool(step.stats.grad_norm)
-        self._unchanged = self._unchanged + 1 if before and idle else 0
-        if self._unchanged >= UNCHANGED.get(self._dtype, 1):
+        number = step.plan.step
+        if Unchanged(self._dtype, step.unchanged).is_fault:
             detail = f"version {number + 1} is bit for bit version {number}, though its gradient was not 0"
-            yield from self._once(
-                "no_op", Alarm("no_op", number, number, {"version": str(number + 1)}, detail)
-            )
-        if step.exported and after and step.exported != after:
-            detail = (
-                f"published version {number + 1} is not the trainer's: digests {after:x}, {step.exported:x}"
-            )
-            where = {"version": str(number + 1)}
-            yield from self._once("published", Alarm("published", number, number, where, detail))
+            since, where = number + 1 - step.unchanged, {"version": str(number + 1)}
+            yield from self._once("no_op", Alarm("no_op", number, since, where, detail))
 
     def _of(self, finding: Finding, step: int) -> Alarm | None:
         place = finding.place
@@ -169,7 +195,9 @@ class Auditor:
             for group in groups:
                 temperature, scores = group.plan.temperature, dict[int, RowScores]()
                 for number, row in enumerate(group.view.rows):
-                    if version not in row.versions[row.sampled]:
+                    if self._stopped():
+                        return
+                    if version not in row.versions[row.sampled] or not self._fits(group, row):
                         continue
                     scores[number] = model.score(group.view.prompt, row, temperature)
                     if learnt < LEARN_ROWS:
@@ -177,6 +205,17 @@ class Auditor:
                         again = better.score(group.view.prompt, row, temperature, powers=False)
                         self.residuals.noise.learn(self._dtype, again, scores[number])
                 self.residuals.add(step, group, version, scores)
+
+    def _fits(self, group: TrainedGroup, row: RowView) -> bool:
+        """Return whether a row's passes have the memory; counts those that do not, and logs the first."""
+        assert self._models is not None
+        if all(model.fits(group.view.prompt, row) for model in self._models):
+            return True
+        if not self.rows_left_out:
+            tokens = len(group.view.prompt) + len(row.context) + len(row.tokens)
+            log.warning("audit.row_left_out group=%d tokens=%d", group.view.group, tokens)
+        self.rows_left_out += 1
+        return False
 
     def _compare(self, step: AuditedStep, versions: Mapping[int, Tensors]) -> Iterator[Alarm]:
         """Make the step again; yield the numbers and tensors whose differences are no rounding any more."""

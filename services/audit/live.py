@@ -1,12 +1,15 @@
 """Audits a run while it is on, in a thread of the trainer, and keeps the alarms in RUN_DIR/alarms.jsonl.
 
-One published version is held at a time: it is mapped when it is published, until every group that it may
-have sampled is trained, and then the next one is. So tokens of all lags are recomputed, of some versions.
+If models are loaded, one published version is held at a time: it is mapped when it is published, until every
+group that it may have sampled is trained, and then the next one is. So tokens of all lags are recomputed, of
+some versions.
 """
 
 import asyncio
 import dataclasses
 import logging
+import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +17,14 @@ from typing import Any
 import msgspec
 import torch
 
-from protocol.errors import TetherError
+from protocol.device.checkpoint_shapes import checkpoint_shapes
+from protocol.errors import WeightError
 from protocol.host.memory import memory_available
 from protocol.messages import WeightManifest
 from rollout.engines.base import KvPolicy
 from rollout.render import Renderer
 from services.audit.alarms import Alarm
-from services.audit.auditor import BETTER, AuditedStep, Auditor, Tensors, is_audited
+from services.audit.auditor import BETTER, AuditedStep, Auditor, Tensors, Unchanged, is_audited
 from services.audit.recompute import Recomputer
 from services.audit.records import Again
 from services.audit.versions import READ, read_version
@@ -40,6 +44,8 @@ MEMORY_SHARE = 0.25
 """Part of the host's free memory that the models of an audit may take."""
 MODEL_BYTES = 12
 """Bytes of a parameter: float32, and the data type beside it, at most float64."""
+ADAPTED = 3
+"""Times that of a model of adapters: its initial tensors are kept, and a version is merged with them."""
 ONE_TURN = ("single_turn",)
 """Environments whose samples end as the engine ended them."""
 PLAIN_TURNS = (*ONE_TURN, "gsm8k", "guess_number", "tools", "textarena")
@@ -64,19 +70,26 @@ def is_learning(settings: Settings, step: int) -> bool:
     return not warm and learning_rate(settings.optimizer, updates) > 0
 
 
-def recomputers(settings: Settings, parameters: int) -> tuple[Recomputer, Recomputer] | None:
+def recomputers(settings: Settings) -> tuple[Recomputer, Recomputer] | None:
     """Load the models that recompute log-probabilities.
 
     None if the host lacks the memory for them, or `engine.kv` = keep has tokens rest on older versions' KV.
+
+    Raises:
+        SettingsError: the model cannot be loaded.
+        EngineError: its files cannot be read.
     """
     if settings.engine.kv is KvPolicy.KEEP:
         return None
     free = memory_available()
-    if parameters * MODEL_BYTES > MEMORY_SHARE * free:
+    parameters = sum(math.prod(shape) for shape in checkpoint_shapes(settings.model_dir).values())
+    needed = parameters * MODEL_BYTES * (ADAPTED if settings.lora.rank else 1)
+    room = MEMORY_SHARE * free - needed
+    if room < 0:
         log.warning("audit.no_recompute parameters=%d free_mb=%d", parameters, free >> 20)
         return None
     kinds = torch.float32, BETTER[settings.engine.dtype]
-    first, second = (Recomputer(settings.model_dir, kind, settings.lora) for kind in kinds)
+    first, second = (Recomputer(settings.model_dir, kind, settings.lora, room) for kind in kinds)
     return first, second
 
 
@@ -90,20 +103,27 @@ class LiveAudit:
         self._path = settings.run_dir / FILE
         self._work: asyncio.Queue[AuditedStep | WeightManifest] = asyncio.Queue(MOST_WAITING)
         """Left by `audit_loop`; of a full one the next step, or version, is not audited."""
-        self._held: tuple[int, Tensors] | None = None
-        self._epoch = ""
-        """Epoch of the version that is held."""
+        self._unchanged = Unchanged(settings.engine.dtype)
+        self._reads = settings.engine.kv is not KvPolicy.KEEP
+        """Whether versions are read; not if there turn out to be no models that could serve them."""
+        self._queued: tuple[str, int] | None = None
+        """Epoch and version that was queued last, and is held as soon as it is read."""
+        self._held: dict[int, Tensors] = {}
         self._auditor: Auditor | None = None
-        self._loaded = False
-        """Whether it was tried to load the models."""
+        self._over = threading.Event()
+        """Set at the end of the audit."""
         self._alarms: list[Alarm] = []
 
     def hold(self, manifest: WeightManifest) -> None:
         """Hold a version that was published, unless another one is held whose groups may still be trained."""
-        last = -1
-        if self._held is not None and self._epoch == manifest.epoch:
-            last = self._held[0] + self._settings.bound.max_staleness
-        if self._share and manifest.transport in READ and manifest.version > last and not self._work.full():
+        if not self._is_on or not self._reads or manifest.transport not in READ:
+            return
+        if self._queued is not None and self._queued[0] == manifest.epoch:
+            last = self._queued[1] + self._settings.bound.max_staleness
+        else:
+            last = -1
+        if manifest.version > last and not self._work.full():
+            self._queued = manifest.epoch, manifest.version
             self._work.put_nowait(manifest)
 
     def observe(
@@ -116,10 +136,12 @@ class LiveAudit:
             plan, stats: of the step.
             digests: of the versions before and after it.
         """
+        if not self._is_on:
+            return
+        unchanged = self._unchanged.after(stats, digests, learns=is_learning(self._settings, plan.step))
         audited = any(is_audited(group, self._share) for group in plan.trained_counts)
-        unchanged = digests[0] == digests[1] and not stats.skipped
-        if self._share and (audited or unchanged) and not self._work.full():
-            self._work.put_nowait(AuditedStep(command, plan, stats, digests))
+        if (audited or self._unchanged.is_fault) and not self._work.full():
+            self._work.put_nowait(AuditedStep(command, plan, stats, digests, unchanged))
 
     def take_alarms(self) -> tuple[Alarm, ...]:
         """Return the alarms since the last call."""
@@ -127,38 +149,55 @@ class LiveAudit:
         return found
 
     async def audit_loop(self) -> None:
-        """Audit the steps that were observed, until cancelled."""
-        while True:
-            work = await self._work.get()
-            try:
-                found = await asyncio.to_thread(self._carry_out, work)
-            except (TetherError, RuntimeError, ValueError, OSError) as error:  # an audit never ends a run
-                log.warning("audit.failed error=%r", error)
-                continue
-            for alarm in found:
-                log.error("audit.alarm %s", alarm.sentence())
-            self._alarms += found
+        """Audit the steps that were observed, until cancelled or an audit fails: that never ends a run."""
+        try:
+            while True:
+                found = await asyncio.to_thread(self._carry_out, await self._work.get())
+                for alarm in found:
+                    log.error("audit.alarm %s", alarm.sentence())
+                self._alarms += found
+        except Exception:
+            log.exception("audit.failed: the run continues without an audit")
+        finally:
+            self._over.set()  # a thread that is still at work ends after its row
+            self._held = {}
+            if self._auditor is not None and self._auditor.rows_left_out:
+                log.warning("audit.rows_left_out rows=%d", self._auditor.rows_left_out)
+            self._auditor = None
+
+    @property
+    def _is_on(self) -> bool:
+        return bool(self._share) and not self._over.is_set()
 
     def _carry_out(self, work: AuditedStep | WeightManifest) -> list[Alarm]:
-        if isinstance(work, AuditedStep):
-            return self._audit(work, dict([self._held]) if self._held else {})
-        self._epoch = work.epoch
-        self._held = work.version, read_version(work, self._settings.weights.timeout_s)
-        return []
-
-    def _audit(self, step: AuditedStep, held: dict[int, Tensors]) -> list[Alarm]:
-        if self._auditor is None:
-            share, dtype = self._share, self._settings.engine.dtype
-            again = again_of(self._settings, stop_tokens(self._settings))
-            self._auditor = Auditor(None, share=share, dtype=dtype, again=again)
-        if held and not self._loaded:
-            self._loaded = True
-            parameters = sum(tensor.numel() for tensors in held.values() for tensor in tensors.values())
-            self._auditor.recompute_with(recomputers(self._settings, parameters))
-        learns = is_learning(self._settings, step.plan.step)
-        found = self._auditor.audit(dataclasses.replace(step, learns=learns), held)
+        auditor = self._auditor or self._begun()
+        self._auditor = auditor
+        if isinstance(work, WeightManifest):
+            self._read(auditor, work)
+            return []
+        found = auditor.audit(work, self._held)
         append_alarms(self._path, found)
         return found
+
+    def _begun(self) -> Auditor:
+        """Return an auditor that has no models yet."""
+        again = again_of(self._settings, stop_tokens(self._settings))
+        dtype, stopped = self._settings.engine.dtype, self._over.is_set
+        return Auditor(None, share=self._share, dtype=dtype, again=again, stopped=stopped)
+
+    def _read(self, auditor: Auditor, manifest: WeightManifest) -> None:
+        """Hold a version in place of the one before, if there are models that can serve it."""
+        if self._reads and not auditor.recomputes:
+            auditor.recompute_with(recomputers(self._settings))
+            self._reads = auditor.recomputes
+        if not self._reads or self._over.is_set():
+            return
+        self._held = {}  # before the next one takes memory
+        try:
+            self._held = {manifest.version: read_version(manifest, self._settings.weights.timeout_s)}
+        except (WeightError, OSError) as error:  # it was retired before its turn: the next one is held
+            log.info("audit.version_missed version=%d error=%r", manifest.version, error)
+            self._queued = None
 
 
 def stop_tokens(settings: Settings) -> frozenset[int]:

@@ -20,7 +20,7 @@ from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.audit.alarms import Alarm
-from services.audit.auditor import AuditedStep, Auditor, Tensors
+from services.audit.auditor import AuditedStep, Auditor, Tensors, Unchanged
 from services.audit.live import PLAIN_TURNS, again_of, is_learning, line_of, recomputers
 from services.audit.records import Again
 from services.audit.updates import Shadow
@@ -62,6 +62,8 @@ class Numerics:
     """Those after which the plain backend's weights were the version's, bit for bit."""
     tokens: int = 0
     """Sampled tokens of the steps."""
+    rows_left_out: int = 0
+    """Rows whose log-probabilities were not recomputed for lack of memory."""
     not_held: str = ""
     """Why the next step could not be read; empty: all were."""
     alarms: list[Alarm] = field(default_factory=list)
@@ -72,6 +74,7 @@ class Numerics:
             "numerics_steps": self.steps,
             "numerics_exact": self.exact,
             "numerics_tokens": self.tokens,
+            **({"numerics_rows_left_out": self.rows_left_out} if self.rows_left_out else {}),
             **({"numerics_not_held": self.not_held} if self.not_held else {}),
             "alarms": [line_of(alarm) for alarm in self.alarms],
         }
@@ -107,9 +110,9 @@ def _audit_steps(recorded: Recorded, rewards: Callable[[Rollout], Sequence[float
     shadow, algorithm, found = Shadow(settings), make_algorithm(settings.algorithm), Numerics()
     dtype, digests = settings.engine.dtype, {}
     exact = shadow.tensors()
-    parameters = sum(tensor.numel() for tensor in exact.values())
+    unchanged = Unchanged(dtype)
     auditor = Auditor(
-        recomputers(settings, parameters) if exact else None,
+        recomputers(settings) if exact else None,
         share=1.0,
         dtype=dtype,
         again=_again(settings, rewards),
@@ -136,15 +139,15 @@ def _audit_steps(recorded: Recorded, rewards: Callable[[Rollout], Sequence[float
         if (export := _export(settings, step + 1)) is not None:
             known[step + 1] = export
         held = {version: tensors for version, tensors in known.items() if version > step - 8}
-        found.alarms += auditor.audit(
-            AuditedStep(command, plan, stats, pair, is_learning(settings, step)), held
-        )
+        unchanged.after(stats, pair, learns=is_learning(settings, step))
+        found.alarms += auditor.audit(AuditedStep(command, plan, stats, pair, unchanged.count), held)
         if exact and shadow.digest(dtype) == digests[step + 1]:
             found.exact += 1
             known[step + 1] = _in_dtype(shadow.tensors(), dtype)
         known.pop(step - 8, None)
         found.steps += 1
         found.tokens += sum(int(sample.sampled.sum()) for sample in plan.samples)
+    found.rows_left_out = auditor.rows_left_out
     found.alarms += _evaluations(settings, digests)
     shadow.close()
     return found

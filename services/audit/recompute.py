@@ -1,9 +1,11 @@
 """Computes log-probabilities of recorded tokens again, with Hugging Face's model under a version's weights.
 
-Each row is a pass of its own, without padding, cache or packing, with the attention that is written out.
-Shapes: T own tokens of a row, V tokens of the vocabulary, G powers.
+Each row is a pass of its own, without padding, cache or packing, with the attention that is written out; the
+distributions of its positions are computed `CHUNK` at a time.
+Shapes: T own tokens of a row, V tokens of the vocabulary, G powers, C positions of a chunk.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,10 @@ from services.audit.versions import merged_version
 
 POWERS = (0.5, 0.75, 0.9, 1.1, 1.35, 2.0)
 """Alternatives to the policy p that are proportional to p ** power: other temperatures, [G]."""
+CHUNK = 64
+"""Positions whose distributions over the vocabulary are held at a time, C."""
+TABLES = 3
+"""Tables [C, V] of float64 that are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +45,19 @@ class Recomputer:
     """A model on the CPU whose weights are replaced by a version's."""
 
     def __init__(
-        self, model_dir: Path, dtype: torch.dtype = torch.float32, lora: LoraConfig = NO_ADAPTERS
+        self,
+        model_dir: Path,
+        dtype: torch.dtype = torch.float32,
+        lora: LoraConfig = NO_ADAPTERS,
+        room: float = math.inf,
     ) -> None:
         """Load the initial model of a run, whose versions may be adapters.
+
+        Args:
+            model_dir: of the initial model.
+            dtype: in which it is computed.
+            lora: the run's adapters.
+            room: bytes that the pass of a row may take, see `fits`.
 
         Raises:
             SettingsError: transformers cannot load it.
@@ -59,7 +75,7 @@ class Recomputer:
             raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
         self._model: Any = model.eval().requires_grad_(False)
         self._views = checkpoint_views(self._model, model_tensors(self._model))
-        self._lora = lora
+        self._lora, self._room, self._itemsize = lora, room, max(4, dtype.itemsize)
         self._base = {name: view.clone() for name, view in self._views.items()} if lora.rank else {}
 
     @torch.no_grad()
@@ -76,6 +92,14 @@ class Recomputer:
         for name, view in self._views.items():
             view.copy_(tensors[name])
 
+    def fits(self, prompt: NDArray[np.int32], row: RowView) -> bool:
+        """Return whether the pass of a row takes no more memory than it may."""
+        length = len(prompt) + len(row.context) + len(row.tokens)
+        config = self._model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0)  # absent: no attention
+        scores = 2 * heads * length * length * self._itemsize  # before and after the softmax
+        return bool(scores + CHUNK * config.vocab_size * 8 * TABLES <= self._room)
+
     @torch.no_grad()
     def score(
         self, prompt: NDArray[np.int32], row: RowView, temperature: float, *, powers: bool = True
@@ -84,10 +108,34 @@ class Recomputer:
         tokens = np.concatenate([prompt, row.context, row.tokens]).astype(np.int64)
         first = len(tokens) - len(row.tokens)
         ids = torch.from_numpy(tokens)
-        logits = self._model(input_ids=ids[None], use_cache=False).logits[0, max(first - 1, 0) : -1]
-        table = torch.log_softmax(logits.double() / temperature, -1)
-        chosen = table.gather(-1, ids[max(first, 1) :, None])[:, 0]
-        tempered = [p * chosen - torch.logsumexp(p * table, -1) - chosen for p in POWERS if powers]
-        both = torch.stack([chosen, *tempered], -1).numpy()
-        both = np.concatenate([np.zeros((len(row.tokens) - len(both), both.shape[1])), both])
+        hidden = self._model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
+        both = np.zeros((len(row.tokens), 1 + len(POWERS) * powers))
+        for begin in range(max(first, 1), len(tokens), CHUNK):
+            targets = ids[begin : begin + CHUNK, None]
+            logits = self._logits(hidden[:, begin - 1 : begin - 1 + len(targets)])
+            table = torch.log_softmax(logits.double() / temperature, -1)
+            chosen = table.gather(-1, targets)[:, 0]
+            tempered = [p * chosen - torch.logsumexp(p * table, -1) - chosen for p in POWERS if powers]
+            place = begin - first
+            both[place : place + len(targets)] = torch.stack([chosen, *tempered], -1).numpy()
         return RowScores(both[:, 0], both[:, 1:])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits [C, V] of hidden states [1, C, H].
+
+        By the model's own code behind its decoder, which may scale or cap them: the decoder's states of a
+        pass of one token are replaced.
+        """
+
+        def replaced(module: Any, given: Any, found: Any) -> Any:
+            found.last_hidden_state = hidden
+            return found
+
+        hook = self._model.base_model.register_forward_hook(replaced)
+        try:
+            found: torch.Tensor = self._model(
+                input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False
+            ).logits[0]
+        finally:
+            hook.remove()
+        return found

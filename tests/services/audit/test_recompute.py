@@ -1,6 +1,9 @@
 """Tests recomputed log-probabilities against a pass for each prefix, and their e-values by expectation."""
 
+import dataclasses
+import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +13,10 @@ from transformers import AutoModelForCausalLM
 from protocol.errors import SettingsError
 from protocol.rollout_view import RowView
 from rollout.engines.contract.models import tiny_model
+from services.audit import recompute
+from services.audit.auditor import Auditor
 from services.audit.recompute import Recomputer
+from services.audit.records import Again
 
 PROMPT = np.array([5, 17, 20], dtype=np.int32)
 
@@ -81,3 +87,38 @@ def test_half_precision_is_another_model_by_rounding_alone(model_dir: Path) -> N
         recomputer.serve(single)
     first, second = (recomputer.score(PROMPT, row_of([4, 5, 6]), 1.0).logprobs for recomputer in pair)
     assert 0 < np.abs(first - second).max() < 1e-4
+
+
+@torch.no_grad()
+def test_scores_do_not_depend_on_the_chunks(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recomputer, row = Recomputer(model_dir), row_of([40, 2, 2, 511, 9, 3, 3])
+    whole = recomputer.score(PROMPT, row, 0.7)
+    bare = dataclasses.replace(row, context=PROMPT[:0])
+    first = recomputer.score(PROMPT[:0], bare, 0.7)
+    monkeypatch.setattr(recompute, "CHUNK", 3)
+    found = recomputer.score(PROMPT, row, 0.7)
+    assert found.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+    assert found.tempered == pytest.approx(whole.tempered, abs=1e-5)
+    assert first.logprobs[0] == 0
+    again = recomputer.score(PROMPT[:0], bare, 0.7)
+    assert again.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+
+
+def test_row_whose_pass_takes_too_much_memory_is_left_out_counted_and_logged_once(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = recompute.CHUNK * 512 * 8 * recompute.TABLES
+    model = Recomputer(model_dir, room=tables + 2 * 4 * 8 * 8 * 4)  # 4 heads, 8 tokens
+    group = SimpleNamespace(
+        plan=SimpleNamespace(temperature=1.0),
+        view=SimpleNamespace(group=7, prompt=PROMPT, rows=[row_of([1] * n) for n in (4, 5, 6)]),
+    )
+    auditor, added = Auditor((model, model), share=1.0, dtype="float32", again=Again()), list[set[int]]()
+    auditor.residuals.add = lambda step, group, version, scores: added.append({*scores})  # type: ignore[method-assign]
+    version = dict(tiny_model(3).state_dict())
+    with caplog.at_level(logging.WARNING, "tether.audit"):
+        auditor._recompute(0, [group], {0: version})  # type: ignore[list-item]
+    assert (added, auditor.rows_left_out, len(caplog.records)) == ([{0}], 2, 1)
+    auditor._stopped = lambda: True
+    auditor._recompute(0, [group], {0: version})  # type: ignore[list-item]
+    assert len(added) == 1

@@ -28,7 +28,7 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from rollout.sample import Generate, Sample, SampleBuilder
 from services.audit.alarms import Alarm
-from services.audit.auditor import BETTER, AuditedStep, Auditor
+from services.audit.auditor import BETTER, AuditedStep, Auditor, Unchanged
 from services.audit.offline import check_evaluations
 from services.audit.recompute import Recomputer
 from services.audit.records import Again
@@ -130,6 +130,7 @@ class World:
     """Calls that undo, at the end, a fault that patched a class."""
     step: int = 0
     versions: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    unchanged: Unchanged = field(default_factory=lambda: Unchanged("float32"))
     _pending: list[ScoredRollout] = field(default_factory=list)
     _groups: int = 0
     digest: int = 0
@@ -163,8 +164,13 @@ class World:
         before = self.digest
         await self._publish(self.step + 1)
         exported = self.executor.lead(DigestWeightsCommand(self.settings.engine.dtype))
-        step = AuditedStep(command, plan, stats, (before, self.digest), exported=exported)
+        digests = before, self.digest
+        step = AuditedStep(command, plan, stats, digests, self.unchanged.after(stats, digests, learns=True))
         alarms = await asyncio.to_thread(self.auditor.audit, step, dict(self.versions))
+        if exported != self.digest:
+            where = {"version": str(self.step + 1)}
+            detail = f"published version {self.step + 1} is not the trainer's"
+            alarms.append(Alarm("published", self.step, self.step, where, detail))
         self.step += 1
         return alarms + self._evaluated()
 

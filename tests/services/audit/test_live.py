@@ -1,0 +1,165 @@
+"""Tests what a running audit takes, and that neither its own faults nor its end hold up the run."""
+
+import asyncio
+import logging
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from protocol.messages import WeightManifest
+from protocol.weights.lora import LoraConfig
+from rollout.engines.base import EngineConfig, KvPolicy
+from rollout.engines.contract.models import tiny_model
+from services.audit import live
+from services.audit.auditor import AuditedStep, Auditor, Unchanged
+from services.audit.live import ADAPTED, MEMORY_SHARE, MODEL_BYTES, LiveAudit, recomputers
+from services.audit.records import Again
+from services.settings.sections import AuditConfig, BoundConfig, ModelConfig, RunConfig, Settings
+from trainer.backends.base import StepStats
+
+MOVED, SAME = (1, 2), (2, 2)
+
+
+def settings_of(directory: Path, **sections: Any) -> Settings:
+    """Settings of a run whose groups are all audited, at lags of up to 1."""
+    given = {
+        "run": RunConfig(dir=str(directory)),
+        "audit": AuditConfig(share=1.0),
+        "bound": BoundConfig(max_staleness=1),
+        **sections,
+    }
+    return Settings(**given)
+
+
+def version(number: int, epoch: str = "epoch") -> WeightManifest:
+    """A version that was published as files."""
+    return WeightManifest(
+        epoch=epoch, version=number, transport="disk", location="gone", buckets=(), tensors=()
+    )
+
+
+def taken(audit: LiveAudit) -> list[Any]:
+    """What waits for the audit's thread; steps by their count of unchanged ones."""
+    found = [audit._work.get_nowait() for _ in range(audit._work.qsize())]
+    return [one.unchanged if isinstance(one, AuditedStep) else one.version for one in found]
+
+
+def observe(audit: LiveAudit, step: int, digests: tuple[int, int]) -> None:
+    """Have a step observed that has no group."""
+    stats: StepStats = StepStats(1, loss=0.0, grad_norm=1.0)
+    audit.observe(None, SimpleNamespace(step=step, trained_counts={}), stats, digests)  # type: ignore[arg-type]
+
+
+def test_version_that_waits_is_not_replaced_before_its_groups_are_trained(tmp_path: Path) -> None:
+    audit = LiveAudit(settings_of(tmp_path))
+    for number in (0, 1):
+        audit.hold(version(number))
+    assert taken(audit) == [0]
+    for number in (1, 2, 3):
+        audit.hold(version(number))
+    audit.hold(version(1, "next epoch"))
+    assert taken(audit) == [2, 1]
+
+
+def test_no_version_is_read_where_none_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
+    kept.hold(version(0))
+    assert taken(kept) == []
+    poor = LiveAudit(settings_of(tmp_path))
+    monkeypatch.setattr(live, "recomputers", lambda settings: None)
+    poor._auditor = Auditor(None, share=1.0, dtype="float32", again=Again())
+    assert poor._carry_out(version(0)) == []  # reading it would fail: it has no files
+    poor.hold(version(5))
+    assert (taken(poor), poor._held) == ([], {})
+
+
+def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit = LiveAudit(settings_of(tmp_path))
+    audit._auditor = Auditor((None, None), share=1.0, dtype="float32", again=Again())  # type: ignore[arg-type]
+    held = []
+
+    def read(manifest: WeightManifest, timeout_s: float) -> dict[str, Any]:
+        held.append(dict(audit._held))
+        if manifest.version == 2:
+            raise OSError("no file")
+        return {}
+
+    monkeypatch.setattr(live, "read_version", read)
+    audit.hold(version(0))
+    for number in (0, 2):
+        audit._carry_out(version(number))
+    assert (audit._held, held) == ({}, [{}, {}])  # the one before is let go first
+    taken(audit)
+    audit.hold(version(1))
+    assert taken(audit) == [1]
+
+
+def test_unchanged_steps_count_only_if_they_follow_each_other(tmp_path: Path) -> None:
+    audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(dtype="bfloat16")))
+    for step in range(20):
+        observe(audit, step, SAME if step % 2 else MOVED)
+    assert taken(audit) == []
+    for step in range(20, 28):
+        observe(audit, step, SAME)
+    observe(audit, 28, MOVED)
+    # step 19 was unchanged, too
+    assert taken(audit) == [8, 9]
+    assert Unchanged("float32", 1).is_fault
+
+
+async def test_audit_that_fails_ends_and_is_logged_once_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    audit = LiveAudit(settings_of(tmp_path))
+
+    def misplaced(work: Any) -> list[Any]:
+        raise KeyError("no such row")
+
+    monkeypatch.setattr(audit, "_carry_out", misplaced)
+    audit.hold(version(0))
+    with caplog.at_level(logging.WARNING, "tether.audit"):
+        async with asyncio.timeout(10):
+            await audit.audit_loop()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "misplaced" in caplog.text
+    audit.hold(version(9))
+    observe(audit, 9, SAME)
+    assert taken(audit) == []
+
+
+async def test_end_of_the_run_is_told_to_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    audit, began, ended = LiveAudit(settings_of(tmp_path)), threading.Event(), threading.Event()
+
+    def work(given: Any) -> list[Any]:
+        began.set()
+        assert audit._over.wait(10)
+        ended.set()
+        return []
+
+    monkeypatch.setattr(audit, "_carry_out", work)
+    audit.hold(version(0))
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(audit.audit_loop())
+        assert await asyncio.to_thread(began.wait, 10)
+        task.cancel()
+    assert await asyncio.to_thread(ended.wait, 10)
+
+
+def test_memory_is_that_of_the_whole_model_where_versions_are_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(0)
+    model.save_pretrained(tmp_path / "model")
+    needed = sum(one.numel() for one in model.parameters()) * MODEL_BYTES / MEMORY_SHARE
+    plain = settings_of(tmp_path, model=ModelConfig(path=str(tmp_path / "model")))
+    adapted = settings_of(tmp_path, model=ModelConfig(path=str(tmp_path / "model")), lora=LoraConfig(rank=2))
+    for settings, times in ((plain, 1), (adapted, ADAPTED)):
+        monkeypatch.setattr(live, "memory_available", lambda free=int(needed * times) - 8: free)
+        assert recomputers(settings) is None
+        monkeypatch.setattr(live, "memory_available", lambda free=int(needed * times) + 8: free)
+        assert recomputers(settings) is not None
