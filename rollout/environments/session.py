@@ -105,6 +105,7 @@ class Task:
     key: str
     """What clients send as their API key. On loopback it is not read."""
     prompt: Prompt
+    """The prompt, without metadata whose names begin with `hidden_`."""
     results: Results = field(default_factory=Results, repr=False, compare=False)
     """What tools answered, for `once`."""
 
@@ -120,15 +121,19 @@ class Task:
         return await self.results.once(name, work)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task of the prompt, without URL and key, and without what it hides from harnesses."""
+        """Return the task of the prompt, without URL and key."""
         messages = self.prompt.messages or [("user", self.prompt.text)]
         return {
             "text": self.prompt.text,
             "messages": [{"role": role, "content": content} for role, content in messages],
-            "metadata": {
-                name: value for name, value in self.prompt.metadata.items() if not name.startswith(HIDDEN)
-            },
+            "metadata": dict(self.prompt.metadata),
         }
+
+
+def shown(prompt: Prompt) -> Prompt:
+    """Return a prompt as harnesses get it, without metadata that verifiers alone get."""
+    kept = {name: value for name, value in prompt.metadata.items() if not str(name).startswith(HIDDEN)}
+    return replace(prompt, metadata=kept)
 
 
 class SessionEnvironment(Environment):
@@ -171,7 +176,7 @@ class SessionEnvironment(Environment):
             generate, renderer, self._limits, self._reader, record, on_replayed, most, rules, calls
         )
         key = endpoint.open(session)
-        task = Task(endpoint.url(key), endpoint.token(key), prompt, session.results)
+        task = Task(endpoint.url(key), endpoint.token(key), shown(prompt), session.results)
         try:
             outcome = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
         except Exception as error:

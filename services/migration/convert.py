@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from protocol.errors import SettingsError
-from services.migration.maps import CARRIED, LEFT
+from services.migration.maps import CARRIED, LEFT, kl_decided
 from services.migration.sources import nearest, read, source_of
 from services.settings.sources import to_toml
 
@@ -42,18 +42,32 @@ def convert(file: Path) -> str:
         raise SettingsError(f"{file} cannot be read: {error}") from None
     source = source_of(text)
     given = read(text, source)
+    if hostile := [name for name in given if not name.isprintable()]:
+        raise SettingsError(f"the name {hostile[0]!a} has characters that cannot be printed")
+    title = file.name if file.name.isprintable() else ascii(file.name)
     carried, left = CARRIED[source], LEFT[source]
     reasons = {name: _reason(name, left) for name in given if name not in carried}
     if unknown := [name for name, reason in reasons.items() if reason is None]:
         listed = "; ".join(f"{name}{nearest(name, carried)}" for name in unknown)
-        raise SettingsError(f"{file.name} of {source}: not known: {listed}; take these out of the file")
-    settings = dict(SYNCHRONOUS)
-    for name in carried:  # in the order of the table: more special names come later
-        if name in given:
-            settings |= _carry(source, name, given[name])
-    notes = [f"{name}: {reason}" for name, reason in reasons.items()]
+        raise SettingsError(f"{title} of {source}: not known: {listed}; take these out of the file")
+    settings, notes = _carried(source, given)
+    notes += [f"{name}: {reason}" for name, reason in reasons.items()]
     notes += [note.format(source=source) for note in ALWAYS_LEFT]
-    return _render(f"From {file.name} of {source}.", _finished(settings), notes)
+    return _render(f"From {title} of {source}.", _finished(settings), notes)
+
+
+def _carried(source: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return settings of the names that have a counterpart, and notes on those without a value."""
+    settings, notes = dict[str, Any](SYNCHRONOUS), []
+    for name in CARRIED[source]:  # in the order of the table: more special names come later
+        if name not in given:
+            continue
+        found = {} if given[name] is None else _carry(source, name, given[name])
+        if not found:
+            notes.append(f"{name}: {'null' if given[name] is None else 'off'} there; tether's default holds")
+        settings |= found
+    settings, more = kl_decided(settings)
+    return settings, notes + more
 
 
 def _carry(source: str, name: str, value: Any) -> dict[str, Any]:
@@ -82,8 +96,6 @@ def _finished(settings: dict[str, Any]) -> dict[str, Any]:
         found["trainer.num_mini_batches"] = _divided(
             "train_batch_size", found["bound.groups_per_step"], "ppo_mini_batch_size", mini_batch
         )
-    if found.pop("use_kl_loss", True) is False:
-        found.pop("algorithm.kl_coef", None)
     lengths = (found.get("render.max_prompt_tokens"), found.get("sampling.max_tokens"))
     if all(lengths) and "engine.max_model_len" not in found:
         found["engine.max_model_len"] = sum(length or 0 for length in lengths)

@@ -31,7 +31,24 @@ def boolean(value: Any) -> bool:
     return str(value).lower() == "true"
 
 
-def to(*settings: str, read: Callable[[Any], Any] = str) -> Carry:
+def text(value: Any) -> str:
+    """Return a name or a path; lists, mappings, truth values and null are none."""
+    if value is None or isinstance(value, list | dict | bool):
+        raise ValueError("one text is carried over, not a list, a mapping, a truth value or null")
+    return str(value)
+
+
+def file(value: Any) -> str:
+    """Return the path of a file, which may be a list of one; several are refused."""
+    files = value
+    if isinstance(value, str) and value.startswith("["):  # of verl's overrides
+        files = [name.strip(" '\"") for name in value.strip("[]").split(",")]
+    if isinstance(files, list) and len(files) != 1:
+        raise ValueError(f"{len(files)} files are not carried over; keep one, or see docs/data.md, Mixtures")
+    return text(files[0] if isinstance(files, list) else files)
+
+
+def to(*settings: str, read: Callable[[Any], Any] = text) -> Carry:
     """Return a conversion to settings that all get the value."""
     return lambda value: dict.fromkeys(settings, read(value))
 
@@ -48,8 +65,8 @@ def chosen(setting: str, names: Mapping[str, str]) -> Carry:
 
 
 def every(setting: str) -> Carry:
-    """Return a conversion of a period, which is left out where it is off (0 or less, or none)."""
-    return lambda value: {setting: integer(value)} if value is not None and integer(value) > 0 else {}
+    """Return a conversion of a number that is left out where it is off, 0 or less."""
+    return lambda value: {setting: integer(value)} if integer(value) > 0 else {}
 
 
 def betas(value: Any) -> Settings:
@@ -60,7 +77,9 @@ def betas(value: Any) -> Settings:
 
 SAMPLES, TOKENS = "sampling.samples_per_prompt", "sampling.max_tokens"
 CLIP_LOW, CLIP_HIGH = "algorithm.clip_low", "algorithm.clip_high"
-PROMPTS = to("prompts.path")
+PROMPTS = to("prompts.path", read=file)
+KL_COEF, KL_ON = to("kl_loss_coef", read=number), to("use_kl_loss", read=boolean)
+"""Two settings there, one here: see `kl_decided`."""
 ALGORITHMS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "cispo")
 
 CARRIED: Mapping[str, Mapping[str, Carry]] = {
@@ -103,8 +122,10 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
     },
     "verl": {
         "actor_rollout_ref.model.path": to("model.path"),
+        "actor_rollout_ref.model.lora_rank": every("lora.rank"),
+        "actor_rollout_ref.model.lora_alpha": to("lora.alpha", read=number),
         "data.train_files": PROMPTS,
-        "data.val_files": to("prompts.held_out_path"),
+        "data.val_files": to("prompts.held_out_path", read=file),
         "data.prompt_key": to("prompts.prompt_field"),
         "data.shuffle": to("prompts.shuffle", read=boolean),
         "data.train_batch_size": to("bound.groups_per_step", read=integer),
@@ -133,8 +154,8 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
         "actor_rollout_ref.actor.clip_ratio_high": to(CLIP_HIGH, read=number),
         "actor_rollout_ref.actor.ppo_mini_batch_size": to("ppo_mini_batch_size", read=integer),
         "actor_rollout_ref.actor.ppo_epochs": to("trainer.epochs_per_batch", read=integer),
-        "actor_rollout_ref.actor.use_kl_loss": to("use_kl_loss", read=boolean),
-        "actor_rollout_ref.actor.kl_loss_coef": to("algorithm.kl_coef", read=number),
+        "actor_rollout_ref.actor.use_kl_loss": KL_ON,
+        "actor_rollout_ref.actor.kl_loss_coef": KL_COEF,
         "actor_rollout_ref.actor.entropy_coeff": to("algorithm.entropy_coef", read=number),
         "algorithm.adv_estimator": chosen(
             "algorithm.name", {**{name: name for name in ALGORITHMS[:4]}, "gae": "ppo"}
@@ -163,7 +184,8 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
         "advantage-estimator": chosen(
             "algorithm.name", {**{name: name for name in ALGORITHMS[:5]}, "ppo": "ppo"}
         ),
-        "kl-loss-coef": to("algorithm.kl_coef", read=number),
+        "use-kl-loss": KL_ON,
+        "kl-loss-coef": KL_COEF,
         "entropy-coef": to("algorithm.entropy_coef", read=number),
         "eps-clip": to(CLIP_LOW, CLIP_HIGH, read=number),
         "eps-clip-high": to(CLIP_HIGH, read=number),
@@ -183,6 +205,18 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
         "sequence-parallel": lambda value: {"parallel.sequence_parallel": True},
     },
 }  # fmt: skip
+
+
+def kl_decided(settings: Settings) -> tuple[Settings, list[str]]:
+    """Return settings with the coefficient of the KL loss where it is on, and a note where it is missing."""
+    found = dict(settings)
+    is_on, coefficient = found.pop("use_kl_loss", False), found.pop("kl_loss_coef", None)
+    if is_on and coefficient is not None:
+        return found | {"algorithm.kl_coef": coefficient}, []
+    if is_on:
+        return found, ["the KL loss, which is on without a coefficient: set algorithm.kl_coef"]
+    return found, ["the coefficient of the KL loss: the loss is off there"] if coefficient else []
+
 
 OTHER = "[trainer], [parallel] and [placement] divide work in another way"
 LOGS = "see [tracking] and the page of the run"
@@ -230,9 +264,25 @@ LEFT: Mapping[str, Mapping[str, str]] = {
         "algorithm.*": "see [algorithm]",
         "actor_rollout_ref.ref.*": "[reference] and its place",
         "actor_rollout_ref.hybrid_engine": OTHER,
-        "actor_rollout_ref.model.*": MEMORY,
+        "actor_rollout_ref.model.lora*": "see [lora]",
+        **dict.fromkeys(
+            ("actor_rollout_ref.model.target_*", "actor_rollout_ref.model.exclude_*"), "see [lora]"
+        ),
+        "actor_rollout_ref.model.*gradient_checkpointing*": MEMORY,
+        "actor_rollout_ref.model.*": "see [model] and [trainer]",
         "actor_rollout_ref.actor.optim.*": "see [optimizer]",
-        "actor_rollout_ref.actor.*": MEMORY,
+        "actor_rollout_ref.actor.loss_agg_mode": "the algorithm decides how tokens are weighted: grpo as "
+        "seq-mean-token-mean, dapo as token-mean; others: docs/algorithms.md",
+        "actor_rollout_ref.actor.kl_loss_type": "set algorithm.kl_estimator: kl is k1, mse k2, low_var_kl k3",
+        **dict.fromkeys(
+            (
+                "actor_rollout_ref.actor.*micro_batch_size*",
+                "actor_rollout_ref.actor.use_dynamic_bsz",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            ),
+            MEMORY,
+        ),
+        "actor_rollout_ref.actor.*": "see [algorithm], [trainer] and [parallel]",
         "actor_rollout_ref.rollout.*": "see [engine], [sampling] and [rollout]",
     },
     "slime": {
@@ -240,7 +290,6 @@ LEFT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("rm-type", "custom-rm-path", "reward-key"), OWN),
         "global-batch-size": "follows from rollout-batch-size and num-steps-per-rollout",
         "balance-data": "tether always balances replicas",
-        "use-kl-loss": "the coefficient alone decides",
         "kl-loss-type": "set algorithm.kl_estimator",
         **dict.fromkeys(("optimizer", "lr-decay-style"), "set [optimizer]"),
         **dict.fromkeys(("recompute-*", "use-dynamic-batch-size", "max-tokens-per-gpu"), MEMORY),

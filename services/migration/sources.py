@@ -13,6 +13,8 @@ from typing import Any
 from protocol.errors import SettingsError
 
 OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+ROOT = "actor_rollout_ref"
+"""Section that every file of verl has."""
 LIST = re.compile(r"\w+\+?=\(|\)")
 """The beginning or the end of a list in a shell script."""
 SLIME = ("--rollout-batch-size", "--n-samples-per-prompt", "--hf-checkpoint", "--num-rollout")
@@ -23,7 +25,7 @@ def source_of(text: str) -> str:
     """Return whose settings a text has: trl, verl or slime."""
     if any(argument in text for argument in SLIME):
         return "slime"
-    return "verl" if "actor_rollout_ref" in text else "trl"
+    return "verl" if ROOT in text else "trl"
 
 
 def read(text: str, source: str) -> dict[str, Any]:
@@ -34,10 +36,9 @@ def read(text: str, source: str) -> dict[str, Any]:
     """
     if source == "slime":
         return dict(_arguments(_words(text)))
-    if source == "verl" and any(OVERRIDE.fullmatch(word) for word in _words(text)):
-        return {match[1]: match[2] for word in _words(text) if (match := OVERRIDE.fullmatch(word))}
-    tree = _yaml(text)
-    return dict(_flat(tree)) if source == "verl" else tree
+    if source == "verl":
+        return dict(_flat(_yaml(text))) if _is_tree(text) else _overrides(text) or dict(_flat(_yaml(text)))
+    return _named(_yaml(text))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -53,6 +54,19 @@ def _words(text: str) -> list[str]:
     except ValueError as error:
         raise SettingsError(f"the file cannot be read as arguments: {error}") from None
     return [word for word in words if not LIST.fullmatch(word)]
+
+
+def _is_tree(text: str) -> bool:
+    """Return whether a text is YAML of verl. It is asked first: an apostrophe would open a shell's quotes."""
+    try:
+        return ROOT in _yaml(text)
+    except SettingsError:
+        return False
+
+
+def _overrides(text: str) -> dict[str, Any]:
+    matches = [match for word in _words(text) if (match := OVERRIDE.fullmatch(word))]
+    return {match[1]: None if match[2] == "null" else match[2] for match in matches}
 
 
 def _arguments(words: list[str]) -> Iterator[tuple[str, Any]]:
@@ -72,15 +86,24 @@ def _yaml(text: str) -> dict[str, Any]:
 
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise SettingsError(f"the file is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise SettingsError("the file has no mapping of names to values")
     return tree
 
 
+def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a mapping whose names are all text, which YAML does not say: `1`, `on` and `null` are none."""
+    if wrong := [name for name in tree if not isinstance(name, str)]:
+        raise SettingsError(
+            f"the name {wrong[0]!r} is no text; write it in quotes, or take it out of the file"
+        )
+    return dict(tree)
+
+
 def _flat(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
+    for name, value in _named(tree).items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{place}{name}.")
         else:

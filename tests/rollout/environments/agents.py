@@ -70,6 +70,17 @@ async def counts(task: Task) -> float:
     return float(task.prompt.metadata["answer"] in said)
 
 
+seen: dict[str, object] = {}
+"""Metadata that `shows` got."""
+
+
+async def shows(task: Task) -> None:
+    """Notes its metadata, and asks once."""
+    seen.update(task.prompt.metadata)
+    async with AsyncOpenAI(base_url=task.url, api_key=task.key) as client:
+        await client.chat.completions.create(model="policy", messages=task.as_json()["messages"])
+
+
 async def talks(task: Task) -> None:
     """Asks twice in one dialogue, if there is room."""
     async with AsyncOpenAI(base_url=task.url, api_key=task.key) as client:

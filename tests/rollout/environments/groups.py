@@ -17,7 +17,8 @@ from rollout.prompts.base import Prompt
 from rollout.sessions.record import Recording
 from tests.rollout.sessions.chats import renderer
 
-PROMPT = Prompt("2+2=", metadata={"answer": "4"}, index=7)
+PROMPT = Prompt("2+2=", metadata={"answer": "4", "hidden_tests": [1]}, index=7)
+"""A prompt with metadata that no harness gets."""
 
 
 class Serving(ScriptedEngine):

@@ -5,6 +5,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from protocol.errors import EpisodeError, SettingsError
@@ -54,6 +55,12 @@ async def test_without_a_reward_verifiers_score_the_last_answer(tmp_path: Path) 
     end = renderer("tool use").stop_token_ids[0]
     for row in view.rows:
         assert row.finish_reason == ("environment" if row.tokens[-1] == end else "length")
+
+
+async def test_hidden_metadata_reaches_verifiers_and_no_agent(tmp_path: Path) -> None:
+    rollout = await generated(tmp_path, config("shows"), n=1)
+    assert agents.seen == {"answer": "4"}
+    assert msgspec.msgpack.decode(rollout.metadata) == {"answer": "4", "hidden_tests": [1]}
 
 
 async def test_an_agent_that_never_asks_has_failed(tmp_path: Path) -> None:

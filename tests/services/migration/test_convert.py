@@ -57,6 +57,10 @@ PERF_ARGS+=( --tensor-model-parallel-size 2 --sequence-parallel --eval-prompt-da
 """
 
 
+HOSTILE = r'"data.x\n[run]\nmodules = [\"evil\"]\n#"'
+"""A name in YAML that would begin a section of the result."""
+
+
 def converted(text: str, place: Path) -> tuple[dict[str, Any], str]:
     (place / "given").write_text(text)
     result = convert(place / "given")
@@ -95,6 +99,64 @@ def test_tree_of_verl_is_read_as_its_overrides(tmp_path: Path) -> None:
     assert settings["optimizer"] == {"lr": 1e-6}
 
 
+def test_tree_of_verl_may_have_an_apostrophe_and_a_list_of_one_file(tmp_path: Path) -> None:
+    tree = "# the model's name\nactor_rollout_ref: {model: {path: m}}\ndata: {train_files: [a.jsonl]}\n"
+    settings, _ = converted(tree, tmp_path)
+    assert settings["model"] == {"path": "m"}
+    assert settings["prompts"] == {"path": "a.jsonl", "source": "jsonl"}
+
+
+def test_null_is_no_value(tmp_path: Path) -> None:
+    settings, text = converted("seed: 3\nmodel_revision: null\nmax_steps: ~\n", tmp_path)
+    assert settings == {"bound": {"max_staleness": 0}, "trainer": {"seed": 3}, "prompts": {"seed": 3}}
+    assert "#   model_revision: null there" in text
+    settings, _ = converted(VERL.replace("Qwen/Qwen3-8B", "null"), tmp_path)
+    assert "model" not in settings
+
+
+@pytest.mark.parametrize(
+    ("actor", "coefficient", "note"),
+    [
+        ("use_kl_loss: true, kl_loss_coef: 0.001", 0.001, ""),
+        ("kl_loss_coef: 0.001", None, "the coefficient of the KL loss: the loss is off there"),
+        ("use_kl_loss: true", None, "on without a coefficient: set algorithm.kl_coef"),
+    ],
+)
+def test_coefficient_of_verls_kl_loss_is_carried_where_that_is_on(
+    actor: str, coefficient: float | None, note: str, tmp_path: Path
+) -> None:
+    settings, text = converted(f"actor_rollout_ref: {{actor: {{{actor}}}}}\n", tmp_path)
+    assert settings.get("algorithm", {}).get("kl_coef") == coefficient
+    assert note in text
+
+
+def test_coefficient_of_slimes_kl_loss_is_carried_where_that_is_on(tmp_path: Path) -> None:
+    given = SLIME.replace("coef 0.00", "coef 0.01")
+    assert converted(given, tmp_path)[0]["algorithm"]["kl_coef"] == 0.01
+    assert "kl_coef" not in converted(given.replace("--use-kl-loss", ""), tmp_path)[0]["algorithm"]
+
+
+def test_rank_of_lora_is_carried_where_it_is_above_zero(tmp_path: Path) -> None:
+    model = "actor_rollout_ref: {model: {lora_rank: 32, lora_alpha: 64, target_modules: all-linear}}\n"
+    settings, text = converted(model, tmp_path)
+    assert settings["lora"] == {"rank": 32, "alpha": 64.0}
+    assert "#   actor_rollout_ref.model.target_modules: see [lora]" in text
+    assert "lora" not in converted("actor_rollout_ref: {model: {lora_rank: 0}}\n", tmp_path)[0]
+
+
+def test_averages_and_estimators_of_verl_are_listed_with_what_decides_them_here(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref: {actor: {loss_agg_mode: token-mean, kl_loss_type: low_var_kl}}\n"
+    text = converted(actor, tmp_path)[1]
+    assert "#   actor_rollout_ref.actor.loss_agg_mode: the algorithm decides" in text
+    assert "#   actor_rollout_ref.actor.kl_loss_type: set algorithm.kl_estimator" in text
+
+
+def test_name_of_the_file_stays_within_its_comment(tmp_path: Path) -> None:
+    hostile = tmp_path / "a\n[run]\nmodules = ['evil']\n#"
+    hostile.write_text("seed: 1\n")
+    assert "run" not in tomllib.loads(convert(hostile))
+
+
 def test_arguments_of_slime_become_settings(tmp_path: Path) -> None:
     settings, text = converted(SLIME, tmp_path)
     assert settings["prompts"] == {
@@ -119,6 +181,14 @@ def test_arguments_of_slime_become_settings(tmp_path: Path) -> None:
         (SLIME + "ARGS=(--eps-clop 1)", "eps-clop, did you mean eps-clip?"),
         ("- a\n- b\n", "no mapping"),
         ("a: [", "not YAML"),
+        (f"actor_rollout_ref: {{}}\n{HOSTILE}: 1\n", "has characters that cannot be printed"),
+        ("seed: 1\n1: 2\n", "the name 1 is no text"),
+        ("actor_rollout_ref: {null: 2}\n", "the name None is no text"),
+        ("a: 2026-13-45\n", "not YAML"),
+        ("actor_rollout_ref: {model: {a: b}}\ndata: {train_files: [a, b]}\n", "2 files are not carried over"),
+        (VERL.replace("/data/gsm8k/train.parquet", "\"['a','b']\""), "2 files are not carried over"),
+        (SLIME.replace("17k.jsonl", "17k.jsonl b.jsonl"), "2 files are not carried over"),
+        ("model_name_or_path: [a]\n", "one text is carried over, not a list"),
     ],
 )  # fmt: skip
 def test_names_and_values_without_a_counterpart_are_refused_by_name(
