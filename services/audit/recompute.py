@@ -66,13 +66,15 @@ class Recomputer:
             with MODEL_BUILDING:
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     model_dir,
-                    dtype=dtype,
+                    dtype=torch.float32,  # another one becomes all threads' default while it loads
                     local_files_only=True,
                     attn_implementation="eager",
                     experts_implementation="eager",
                 )
         except (OSError, ValueError, KeyError) as error:
             raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
+        for parameter in model.parameters():  # not buffers: rotations stay as exact as engines have them
+            parameter.data = parameter.data.to(dtype)
         self._model: Any = model.eval().requires_grad_(False)
         self._views = checkpoint_views(self._model, model_tensors(self._model))
         self._lora, self._room, self._itemsize = lora, room, max(4, dtype.itemsize)
