@@ -18,6 +18,9 @@ from rollout.engines.contract.distribution import LEAST_P_VALUE, places, uniform
 from rollout.engines.contract.models import VOCAB, logits_of
 from rollout.engines.sampling import sampled_distribution
 
+ATTEMPTS = 5
+"""Tries to commit before requests of the greatest length end, which a busy machine may miss."""
+
 
 class EngineContract:
     """Promises of the interface `Engine`, a test each; `bench` has the engine.
@@ -173,15 +176,20 @@ class EngineContract:
         assert len(late.result().tokens) == 4
 
     async def test_update_while_generating_is_exact_at_the_recorded_token(self, bench: Bench) -> None:
-        old = (await bench.serve("A")).version
-        async with bench.long(*PROMPTS) as tasks:
-            manifest = bench.publish("B")
-            await bench.engine.stage(manifest)
-            assert bench.engine.served.version == old
-            pause_ms = await bench.engine.commit(manifest)
-            assert pause_ms >= 0
-            assert bench.engine.served == Served("e1", manifest.version, manifest.digest)
-            await bench.pilot("after")
+        for _ in range(ATTEMPTS):
+            old = (await bench.serve("A")).version
+            async with bench.long(*PROMPTS) as tasks:
+                manifest = bench.publish("B")
+                await bench.engine.stage(manifest)
+                assert bench.engine.served.version == old
+                pause_ms = await bench.engine.commit(manifest)
+                were_running = not any(task.done() for task in tasks)
+                assert pause_ms >= 0
+                assert bench.engine.served == Served("e1", manifest.version, manifest.digest)
+                await bench.pilot("after")
+            if were_running:
+                break
+        assert were_running, "on a machine as busy as this one all requests end before a version is staged"
         found = [task.result() for task in tasks]
         for completion in found:
             assert [version for _, version in completion.spans] == [old, manifest.version]
