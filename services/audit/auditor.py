@@ -1,7 +1,7 @@
 """Audits the steps of a run: recomputes a share of the groups, tests in sequence, and raises alarms.
 
 The auditor gets the run's records and the published tensors of versions. It takes no part in
-training: it may be late, or leave a step out, and changes nothing.
+training: it may be late, or leave a step out.
 """
 
 import logging

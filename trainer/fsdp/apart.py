@@ -1,6 +1,7 @@
 """Loads models beside the policy on ranks of their own, sharded over them."""
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.backends.base import FrozenModel, FrozenSpec, Replicas
 from trainer.config import ParallelConfig, TrainerConfig
@@ -20,12 +21,10 @@ def load_frozen_apart(
     Raises:
         SettingsError: transformers cannot load it, or a layout other than data-parallel ranks.
     """
-    check_layout(parallel)
-    torch.set_num_threads(trainer.threads)
-    mesh, _ = join_mesh(parallel, trainer)
+    mesh = _joined(parallel, trainer)
     model = ShardedModel(load_model(spec.directory, f"{spec.role}.path"), mesh, trainer, trained=False)
     frozen = FrozenTransformer(model.module, lambda _, batch: model.evaluate(batch))
-    return frozen, tuple((rank,) for rank in range(mesh.size()))
+    return frozen, _replicas(mesh)
 
 
 def load_critic_apart(
@@ -36,9 +35,7 @@ def load_critic_apart(
     Raises:
         SettingsError: transformers cannot load it, or a layout other than data-parallel ranks.
     """
-    check_layout(parallel)
-    torch.set_num_threads(trainer.threads)
-    mesh, _ = join_mesh(parallel, trainer)
+    mesh = _joined(parallel, trainer)
     critic = FsdpCritic(
         mesh,
         architecture_of(spec.policy_dir),
@@ -47,4 +44,16 @@ def load_critic_apart(
         trainer=trainer,
         config=spec.config,
     )
-    return critic, tuple((rank,) for rank in range(mesh.size()))
+    return critic, _replicas(mesh)
+
+
+def _joined(parallel: ParallelConfig, trainer: TrainerConfig) -> DeviceMesh:
+    """Return the mesh of the model's ranks, all of them data-parallel. A collective."""
+    check_layout(parallel)
+    torch.set_num_threads(trainer.threads)
+    return join_mesh(parallel, trainer)[0]
+
+
+def _replicas(mesh: DeviceMesh) -> Replicas:
+    """Return the replicas of a sharded model: each rank is one."""
+    return tuple((rank,) for rank in range(mesh.size()))
