@@ -52,6 +52,7 @@ class ServedSandbox:
         """Args: channel: to its program; relay: to its endpoint; pack: bytes of its files at most."""
         self._channel, self._relay, self._pack = channel, relay, pack
         self._busy = asyncio.Lock()
+        self._stopped = False
         self.began = False
         """Whether it serves, with the files of its snapshot."""
 
@@ -82,6 +83,7 @@ class ServedSandbox:
         return base64.b64encode(archive).decode()
 
     async def stop(self) -> None:
+        self._stopped = True
         try:
             await self._channel.close()
         finally:
@@ -106,6 +108,8 @@ class ServedSandbox:
     ) -> tuple[dict[str, Any], bytes]:
         """Return the answer to a request. Cancelled or late, it kills the sandbox, whose state is unknown."""
         async with self._busy:
+            if self._stopped:
+                raise SandboxDied("the sandbox was stopped")
             sink = self._channel.sink
             try:
                 async with asyncio.timeout(wall_s):

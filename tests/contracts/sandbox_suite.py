@@ -181,5 +181,9 @@ class SandboxContract:
         assert pool.running == 0
 
     async def test_a_stopped_sandbox_stops_again(self, provider: Provider) -> None:
-        async with SandboxPool(provider, 2).leased(START) as sandbox:
+        pool = SandboxPool(provider, 2)
+        async with pool.leased(START) as sandbox:  # which stops it, too
             await sandbox.stop()
+            with pytest.raises(SandboxDied):
+                await shell(sandbox, "true")
+        assert pool.running == 0
