@@ -96,10 +96,10 @@ test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready $(JAX)/
 test-gpu: test-one-gpu test-two-gpus
 
 test-one-gpu: $(GPU_READY) $(SGLANG_READY)
-	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -n auto --dist loadgroup --durations 20 $(REPORT)/one-gpu.xml -m "gpu and not two_gpus" $(GPU_TESTS)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -v -n auto --dist loadgroup --durations 20 $(REPORT)/one-gpu.xml -m "gpu and not two_gpus" $(GPU_TESTS)
 
 test-two-gpus: $(GPU_READY) $(SGLANG_READY)
-	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest --durations 20 $(REPORT)/two-gpus.xml -m two_gpus $(GPU_TESTS)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -v --durations 20 $(REPORT)/two-gpus.xml -m two_gpus $(GPU_TESTS)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -27,10 +27,11 @@ class Size:
 
 SIZES = {
     "7b": Size(3584, 18944, 28, 28, 4, 152064, False, "bfloat16", 4096, 64),
+    "3b": Size(2048, 11008, 36, 16, 2, 151936, True, "bfloat16", 4096, 64),
     "0.5b": Size(896, 4864, 24, 14, 2, 151936, True, "bfloat16", 4096, 64),
     "tiny": Size(128, 256, 2, 4, 2, 512, False, "float32", 1024, 8),
 }
-"""Shapes of Qwen2.5-7B and Qwen2.5-0.5B, and one for a rehearsal on a CPU."""
+"""Shapes of Qwen2.5-7B, -3B and -0.5B, and one for a rehearsal on a CPU."""
 PROMPT = 32
 """Tokens of each prompt."""
 

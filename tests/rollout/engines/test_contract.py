@@ -334,10 +334,10 @@ async def bench(
 
 
 def is_engines(child: psutil.Process) -> bool:
-    """Whether it is the engine's: multiprocessing's resource tracker is the test's own, and what ends just
-    now is nobody's."""
+    """Tell processes of the engine from the test's own: a resource tracker, torch's compilers."""
     try:
-        return "resource_tracker" not in " ".join(child.cmdline())
+        command = " ".join(child.cmdline())
+        return "resource_tracker" not in command and "compile_worker" not in command
     except psutil.NoSuchProcess:
         return False
 

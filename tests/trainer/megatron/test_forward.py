@@ -83,6 +83,10 @@ def passes_of(
     return made, found
 
 
+NO_GRADIENTS = ("logprobs", "reference", "measures", "loads")
+"""What `passes_of` returns along with the gradients."""
+
+
 def assert_shared_is_rows(directory: Path, batch: Batch, **how: Any) -> None:
     """To 1e-6 of the norm of each."""
     rows, expected = passes_of(directory, batch, "off", **how)
@@ -90,14 +94,11 @@ def assert_shared_is_rows(directory: Path, batch: Batch, **how: Any) -> None:
     assert rows.tokens == rows.row_tokens == shared.row_tokens
     assert rows.shared_share == 0
     assert shared.shared_share > 0.2
-    gradients = [value for name, value in expected.items() if name not in OTHERS]
+    gradients = [value for name, value in expected.items() if name not in NO_GRADIENTS]
     scale = torch.nn.utils.get_total_norm(gradients)
     for name, value in expected.items():
-        norm = value.norm() if name in OTHERS else scale
+        norm = value.norm() if name in NO_GRADIENTS else scale
         assert (found[name] - value).norm() <= 1e-6 * norm, name
-
-
-OTHERS = ("logprobs", "reference", "measures", "loads")
 
 
 @pytest.mark.parametrize(
