@@ -173,10 +173,11 @@ def _configuration(settings: Settings) -> ModelFacts:
 
 def cache_bytes(architecture: Architecture, item: int, tensor_ranks: int) -> int:
     """Return the key-value cache of one token on one rank, bytes; layers with a window count whole."""
+    layers = architecture.layers - len(architecture.delta.layers if architecture.delta else ())
     if low := architecture.latent:  # every rank keeps the compressed vector
-        return architecture.layers * (low.kv_rank + low.rope) * item
+        return layers * (low.kv_rank + low.rope) * item
     heads = max(1, architecture.kv_heads // tensor_ranks)
-    return architecture.layers * heads * (architecture.head_dim + architecture.value_dim) * item
+    return layers * heads * (architecture.head_dim + architecture.value_dim) * item
 
 
 def _engine_rooms(

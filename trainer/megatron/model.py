@@ -107,6 +107,7 @@ def transformer_config(
             add_qkv_bias=architecture.qkv_bias,
             # With it megatron adds up the norms' gradients over tensor ranks, as if all had the same weights.
             qk_layernorm=architecture.qk_norm == "head",
+            attention_output_gate=architecture.family.output_gate,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,

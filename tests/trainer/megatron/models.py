@@ -69,6 +69,15 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 GLM = {"vocab_size": 96, "pad_token_id": None, "eos_token_id": 1}
+HYBRID = {
+    "vocab_size": 96,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "pad_token_id": None,
+}
 ALTERNATING = ["full_attention", "sliding_attention"]
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
@@ -204,9 +213,22 @@ MORE_MODELS = {
         },
     ),
     "ministral": ("Ministral", {"vocab_size": 96, "sliding_window": 5, "layer_types": ALTERNATING}),
+    "qwen3.5": ("Qwen3_5Text", HYBRID),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **HYBRID,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "llama-biases": ("Llama", {"vocab_size": 96, "attention_bias": True, "mlp_bias": True}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
+HYBRIDS = ("qwen3.5", "qwen3-next")
+"""Models with gated delta nets, whose samples share no prefix."""
 DEEP_MODELS = {
     "qwen3-deep": (
         "Qwen3",
@@ -226,6 +248,7 @@ EXPERTS = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_next": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 """What checkpoints call the parts of experts: the block, gate, up and down."""
 SHARDED = "llama"

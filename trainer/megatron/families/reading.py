@@ -13,6 +13,7 @@ from trainer.megatron.families.config_file import (
     check_types,
     read_config,
 )
+from trainer.megatron.families.delta import delta_of
 from trainer.megatron.families.experts import NO_EXPERTS, experts_of
 from trainer.megatron.families.latent import latent_of
 from trainer.megatron.families.numbers import Architecture
@@ -95,6 +96,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         embedding_scale=math.sqrt(hidden) if family.scaled_embedding else 1.0,
         without_qk_norm=bool(family.qk_norm_switch) and not config.get(family.qk_norm_switch),
         latent=latent,
+        delta=delta_of(path, config) if family.delta else None,
         experts=experts_of(path, config, family.experts) if family.experts else NO_EXPERTS,
     )
 

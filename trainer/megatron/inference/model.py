@@ -21,6 +21,7 @@ from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, OUTPUT_BIAS
+from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import export_plan, stage_rules
@@ -95,6 +96,7 @@ class CachedModel:
             RuntimeError: there is no room for the parameters or the cache.
         """
         self.architecture = read_architecture(model_dir)
+        check_generation(self.architecture.delta)
         self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes, ranks)
         """Pages of the KV cache, enough for one sequence of `length` at least."""
         parts = ParallelConfig(tensor_model_parallel_size=ranks)
