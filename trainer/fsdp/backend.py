@@ -31,7 +31,7 @@ from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import join_ranks
 from trainer.ranks.publication import Publication
 from trainer.reference.backend import DTYPES, choose_device
-from trainer.reference.frozen import FrozenTransformer, load_model
+from trainer.reference.frozen import FrozenTransformer
 from trainer.reference.lora import attach
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
@@ -80,11 +80,17 @@ class FsdpBackend(Backend):
         self.tokens = self._memory.tokens
         trainer = replace(trainer, micro_batch_tokens=self.tokens)
         self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
-        model = load_model(model_dir, "model.path")
-        self.architecture = type(model).__name__
         self.replicas = [[rank] for rank in range(self.mesh.size())]
-        paths = self._trained_paths(model, adapters)
-        self._model = ShardedModel(model, self.mesh, trainer, trained=True)
+        paths: dict[str, str] = {}
+        self._model = ShardedModel(
+            model_dir,
+            "model.path",
+            self.mesh,
+            trainer,
+            prepare=lambda model: paths.update(self._trained_paths(model, adapters)),
+        )
+        model = self._model.module
+        self.architecture = type(model).__name__.removeprefix("FSDP")
         sharded = dict(model.named_parameters())
         self._trained = {name: sharded[path] for name, path in paths.items()}
         self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
@@ -168,11 +174,10 @@ class FsdpBackend(Backend):
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
         if self._reference is None:
-            given = None if self.lora.rank else load_model(self._directory, "model.path")
-            self._reference = self._model if given is None else self._frozen(given)
+            self._reference = self._model if self.lora.rank else self._frozen(self._directory, "model.path")
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        model = self._frozen(load_model(spec.directory, f"{spec.role}.path"))
+        model = self._frozen(spec.directory, f"{spec.role}.path")
         return FrozenTransformer(model.module, lambda _, batch: self._evaluate(model, batch))
 
     @property
@@ -244,8 +249,8 @@ class FsdpBackend(Backend):
     def _rank(self) -> int:
         return self.mesh.get_local_rank()
 
-    def _frozen(self, model: torch.nn.Module) -> ShardedModel:
-        self._models.append(ShardedModel(model, self.mesh, self._trainer, trained=False))
+    def _frozen(self, directory: Path, setting: str) -> ShardedModel:
+        self._models.append(ShardedModel(directory, setting, self.mesh, self._trainer))
         return self._models[-1]
 
     def _evaluate(self, model: ShardedModel, batch: Batch) -> torch.Tensor:

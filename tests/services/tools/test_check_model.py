@@ -22,7 +22,16 @@ from tests.trainer.megatron.models import MODELS, MORE_MODELS, make_config, make
 from trainer.megatron.families.table import FAMILIES
 
 FAMILY_MODELS = (*MODELS, *MORE_MODELS)
-EXPERT_MODELS = ("qwen3-moe", "qwen2-moe", "mixtral", "deepseek-v3", "deepseek-v2", "glm4-moe", "gpt-oss")
+EXPERT_MODELS = (
+    "qwen3-moe",
+    "qwen2-moe",
+    "mixtral",
+    "deepseek-v3",
+    "deepseek-v2",
+    "glm4-moe",
+    "gpt-oss",
+    "qwen3-next",
+)
 
 
 def change_tensors(model_dir: Path, **changes: torch.Tensor) -> None:

@@ -30,7 +30,9 @@ from tests.trainer.megatron.trees import make_tree
 from tests.trainer.recomputed.ranks import process_group
 from trainer.backends import host_transfers
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.fsdp.backend import FsdpBackend
+from trainer.fsdp.backend import FsdpBackend, join_mesh
+from trainer.fsdp.loading import load_shards
+from trainer.reference.frozen import load_model
 from trainer.reference.shards import local_tensor
 from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
@@ -76,6 +78,7 @@ def run(ranks: int, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     with process_group(ranks):
         for name in MODELS:
+            _load(ranks, models / name, out / name)
             _train(name, ranks, models / name, out / name)
         _recompute(ranks, models / MODELS[0], out / "recompute")
         for name, parameters in OFFLOADS.items():
@@ -84,6 +87,22 @@ def run(ranks: int, models: Path, out: Path) -> None:
         for name in SHARING:
             _share(name, ranks, models / name, out / "shared" / name)
         _adapters(ranks, models / ADAPTED, out / "adapters")
+
+
+def _load(ranks: int, model_dir: Path, out: Path) -> None:
+    """Count the elements that each rank has of a model, whose parameters have no memory before."""
+    out.mkdir(parents=True, exist_ok=True)
+    blank = load_model(model_dir, "model.path", blank=True)
+    assert all(parameter.is_meta for parameter in blank.parameters())
+    mesh, _ = join_mesh(ParallelConfig(data_parallel_size=ranks), TrainerConfig(device="cpu"))
+    tensors, _ = load_shards(model_dir, "model.path", mesh, TrainerConfig(device="cpu"))
+    sizes = {name: torch.tensor(local_tensor(tensor).numel()) for name, tensor in tensors.items()}
+    for size in sizes.values():
+        dist.all_reduce(size)
+    if dist.get_rank() == 0:
+        own = {name: local_tensor(tensor).numel() for name, tensor in tensors.items()}
+        counts = {"sum": sum(map(int, sizes.values())), "own": sum(own.values())}
+        (out / "loaded.json").write_text(json.dumps(counts))
 
 
 def _train(name: str, ranks: int, model_dir: Path, out: Path) -> None:

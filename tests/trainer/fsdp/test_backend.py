@@ -97,6 +97,15 @@ def test_export_before_training_is_the_source(results: Ranks, ranks: int, model:
 
 
 @each
+def test_a_rank_reads_its_shards_alone(results: Ranks, ranks: int, model: str) -> None:
+    found = json.loads((results(ranks) / model / "loaded.json").read_text())
+    parameters = list(dict(make_model(model).named_parameters()).values())
+    assert found["sum"] == sum(parameter.numel() for parameter in parameters)
+    rows = sum(-(-len(parameter) // ranks) * parameter[0].numel() for parameter in parameters)
+    assert found["own"] <= rows
+
+
+@each
 def test_logprobs_equal_hugging_face(results: Ranks, ranks: int, model: str) -> None:
     found = load_file(results(ranks) / model / "logprobs.safetensors")["first"].amin(0)
     batch = make_batch(model, 0)
