@@ -15,8 +15,8 @@ from services.settings.automatic import visible_gpus
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_role
 from services.settings.sections import Settings
 from trainer.backends.base import FrozenSpec
-from trainer.fsdp.expected import ShardedWorkload, read_size, read_workload
-from trainer.fsdp.host_memory import ShardedHost
+from trainer.fsdp.memory.expected import ShardedWorkload, read_size, read_workload
+from trainer.fsdp.memory.host_memory import ShardedHost
 from trainer.megatron.families.reading import architecture_of, read_architecture
 from trainer.megatron.memory.expected import (
     FrozenShape,

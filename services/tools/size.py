@@ -14,7 +14,7 @@ from services.settings.automatic import ALONE
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
-from trainer.fsdp.expected import ShardedWorkload
+from trainer.fsdp.memory.expected import ShardedWorkload
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.memory.expected import parameters_of_stage
 from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting_layouts

@@ -9,8 +9,8 @@ from trainer.backends.base import FrozenModel, FrozenSpec, Replicas
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import join_mesh
 from trainer.fsdp.critic import FsdpCritic
-from trainer.fsdp.expected import ShardedWorkload, read_size
 from trainer.fsdp.layout import check_layout
+from trainer.fsdp.memory.expected import ShardedWorkload, read_size
 from trainer.fsdp.model import ShardedModel
 from trainer.memory.plan import MemoryPlan
 from trainer.reference.frozen import FrozenTransformer, architecture_of

@@ -24,7 +24,7 @@ from services.preflight.model import ModelFacts, read_facts
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.trainer.megatron.models import save_model
-from trainer.fsdp.expected import ShardedWorkload
+from trainer.fsdp.memory.expected import ShardedWorkload
 from trainer.megatron.memory.expected import expected_memory
 from trainer.memory.expected import GIB
 

@@ -1,6 +1,5 @@
 """Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -351,40 +350,6 @@ def make_batch(
         measured=torch.ones(samples, dtype=torch.bool),
         temperature=temperature,
     )
-
-
-def routed_batch(name: str) -> Batch:
-    """With recorded experts: random ones, of which some tokens have none."""
-    batch, numbers = make_batch(name, 0), ALL_MODELS[name][1]
-    generator = torch.Generator().manual_seed(5)
-    layers = int({**BASE, **numbers}["num_hidden_layers"]) - len(numbers.get("mlp_only_layers", ()))
-    scores = torch.rand(len(batch.tokens), layers, int(numbers["num_experts"]), generator=generator)
-    experts = scores.topk(int(numbers["num_experts_per_tok"])).indices.short()
-    experts[torch.rand(len(experts), generator=generator) < 0.3] = -1
-    return dataclasses.replace(batch, experts=experts)
-
-
-def forced_logprobs(name: str, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, PreTrainedModel]:
-    """[t] log-probabilities and entropies of transformers' own model whose routers choose as recorded."""
-    model, first = make_model(name), 0
-    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
-
-    def force(layer: int, router: Any, output: Any) -> Any:
-        logits, _, chosen = output
-        given = batch.experts[first : first + len(chosen), layer].long()
-        chosen = torch.where(given >= 0, given, chosen)
-        weights = torch.softmax(logits.float(), -1).gather(-1, chosen)
-        return logits, weights / weights.sum(-1, keepdim=True), chosen
-
-    for layer, router in enumerate(routers):
-        router.register_forward_hook(lambda module, _, output, layer=layer: force(layer, module, output))
-    found = []
-    for sample in range(len(batch.lengths)):
-        one = batch.select(torch.tensor([sample]))
-        found.append(plain_logprobs(model, one))
-        first += len(one.tokens)
-    logprobs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return logprobs, entropies, model
 
 
 def step_batch(name: str, step: int) -> Batch:

@@ -111,7 +111,7 @@ class FusedQKV(Rule):
     """
 
     gated: bool = False
-    """Whether the rows of each query head are followed in the checkpoint by those of its output's gate. A
+    """Whether the rows of each query head are followed in the checkpoint by the rows of its output's gate. A
     group has its gates after its queries."""
 
     names: tuple[str, str, str]
@@ -134,13 +134,13 @@ class FusedQKV(Rule):
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         part = _share(self.parameter, self.groups * sum(self._heads) * self.head_dim, grid)
         stretches = [
-            Stretch(name, 0, heads * self.head_dim)
+            GroupRows(name, 0, heads * self.head_dim)
             for name, heads in zip(self.names, self._heads, strict=True)
         ]
         if self.gated:
             every = stretches[0].rows
             stretches[:1] = [
-                Stretch(self.names[0], head * self.head_dim, self.head_dim, every)
+                GroupRows(self.names[0], head * self.head_dim, self.head_dim, every)
                 for first in (0, 1)
                 for head in range(first, 2 * self.queries, 2)
             ]
@@ -152,7 +152,7 @@ class FusedQKV(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class GroupRows:
     """Rows of a tensor that belong to one group of several."""
 
     name: str
@@ -170,8 +170,8 @@ class Interleaved(Rule):
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     """Name and shape of each tensor."""
-    stretches: tuple[Stretch, ...]
-    """Of a group, in their order."""
+    stretches: tuple[GroupRows, ...]
+    """Rows of a group, in their order."""
     groups: int
 
     @property
@@ -332,7 +332,7 @@ def _share(name: str, size: int, grid: Grid, kind: str = "rows") -> int:
     return size // grid.tp
 
 
-def _interleaved(stretches: Iterable[Stretch], groups: int, part: int) -> tuple[Segment, ...]:
+def _interleaved(stretches: Iterable[GroupRows], groups: int, part: int) -> tuple[Segment, ...]:
     """Return the segments of stretches that alternate group by group, where ranks have `part` rows."""
     result: list[Segment] = []
     offset = 0

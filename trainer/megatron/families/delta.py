@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
-from trainer.megatron.convert.rules import Direct, Interleaved, Rule, Split, Stretch
+from trainer.megatron.convert.rules import Direct, GroupRows, Interleaved, Rule, Split
 
 Tables = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
@@ -145,7 +145,7 @@ def _by_key_head(delta: DeltaNet, parameter: str, tables: Tables) -> Rule:
         parameter=parameter,
         tensors=tuple((name, (heads * sum(rows), *more)) for name, rows, more in tables),
         stretches=tuple(
-            Stretch(name, heads * sum(rows[:kind]), rows[kind])
+            GroupRows(name, heads * sum(rows[:kind]), rows[kind])
             for name, rows, _ in tables
             for kind in range(len(rows))
         ),

@@ -72,7 +72,6 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     head_dim = latent.head_dim if latent else int(config.get("head_dim") or hidden // heads)
     positions = int(config.get("max_position_embeddings") or 4096)
     rope, local_rope = ropes_of(path, config, family, positions, head_dim)
-    windows = windows_of(path, config, family, layers, positions)
     return Architecture(
         model_type=model_type,
         name=(config.get("architectures") or [FAMILIES[model_type].name])[0],
@@ -87,7 +86,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         norm_eps=float(config[family.eps_field]),
         max_positions=positions,
         rope=rope,
-        **_windows(windows),
+        **_windows(windows_of(path, config, family, layers, positions)),
         local_rope=local_rope,
         biases=biases,
         score_scale=float(config.get("query_pre_attn_scalar") or 0) ** -0.5 if _scales(family) else 0.0,

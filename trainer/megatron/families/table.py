@@ -83,7 +83,7 @@ class Family:
     latent: bool = False
     """Whether attention is latent (MLA), see `Latent`."""
     output_gate: bool = False
-    """Whether each head's output is multiplied by a gate, whose rows follow those of its query."""
+    """Whether each head's output is multiplied by a gate, whose rows follow its query's."""
     delta: str = ""
     """Names of the input projections of gated delta nets, see `delta.INPUTS`; empty: no layer has one."""
     sinks: bool = False

@@ -96,7 +96,6 @@ class CachedModel:
             RuntimeError: there is no room for the parameters or the cache.
         """
         self.architecture = read_architecture(model_dir)
-        check_generation(self.architecture.delta)
         self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes, ranks)
         """Pages of the KV cache, enough for one sequence of `length` at least."""
         parts = ParallelConfig(tensor_model_parallel_size=ranks)
@@ -240,6 +239,7 @@ def _pages(
     architecture: Architecture, itemsize: int, length: int, running: int, buffer_bytes: int, ranks: int
 ) -> int:
     """Return how many pages the KV cache has."""
+    check_generation(architecture.delta)
     longest, each = pages_for(length), page_bytes(architecture, itemsize, ranks)
     if 0 < buffer_bytes < longest * each:
         raise SettingsError(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 
-from trainer.fsdp.expected import FLOAT32, ShardedWorkload
+from trainer.fsdp.memory.expected import FLOAT32, ShardedWorkload
 from trainer.memory.expected import ITEM_BYTES
 from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, transfer_bytes
 

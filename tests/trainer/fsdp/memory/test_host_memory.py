@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.fsdp.memory.test_expected import SIZE, workload
 from tests.trainer.fsdp.ranks import make_backend
-from tests.trainer.fsdp.test_expected import SIZE, workload
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
 from trainer.config import TrainerConfig
-from trainer.fsdp.expected import FLOAT32, read_size
-from trainer.fsdp.host_memory import ShardedHost
+from trainer.fsdp.memory.expected import FLOAT32, read_size
+from trainer.fsdp.memory.host_memory import ShardedHost
 from trainer.memory.expected import GIB
 from trainer.memory.host import STATE_BYTES, host_alternatives, host_refusal
 
