@@ -5,6 +5,7 @@ it before its passes are laid out is found with a first such model, in float32, 
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from protocol.device.checkpoint_views import model_tensors
+from protocol.errors import SettingsError
 from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.config import TrainerConfig
 from trainer.fsdp.sharding import shard
@@ -75,10 +77,13 @@ def give(model: Any, tensors: Tensors, device: torch.device) -> None:
 def _read(model: Any, model_dir: Path, mesh: DeviceMesh) -> Tensors | None:
     """Read this rank's shards; None if the files lack a range that is the shard, or part of it."""
     sharded = model_tensors(model)
-    views = tensor_views(model, sharded)
+    try:
+        views, files = tensor_views(model, sharded), SafetensorsReader(model_dir)
+    except SettingsError:  # a tensor is no part of a parameter, or transformers reads other files
+        return None
     split = [view for view in views if isinstance(sharded[view.parameter], DTensor)]
     plan = ShardPlan.make(split, sharded, mesh.size())
-    with SafetensorsReader(model_dir) as reader:
+    with files as reader:
         names = {view.name: _name_in(reader, view, model.base_model_prefix) for view in views}
         if plan is None or not all(names.values()):
             return None
@@ -89,7 +94,7 @@ def _read(model: Any, model_dir: Path, mesh: DeviceMesh) -> Tensors | None:
             memory.copy_(reader.rows(names[name], 0, first, stop - first))
         for view in views:
             if view not in split:
-                whole = reader.rows(names[view.name], 0, 0, view.shape[0])
+                whole = reader.rows(names[view.name], 0, 0, math.prod(view.shape[:1]))
                 view.within(tensors[view.parameter]).copy_(whole)
     return tensors
 

@@ -75,7 +75,9 @@ def test_masters_of_a_model_are_not_shared_where_the_engine_lacks_them(
         (("parallel.context_parallel_size=2",), "context_parallel_size = 2 is not supported in qwen3_5_text"),
     ],
 )
-def test_what_a_state_rules_out_is_found(overrides: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_layouts_and_engines_that_a_state_rules_out_are_found(
+    overrides: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
     model = save_model("qwen3.5", tmp_path)
     settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *overrides)
     problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
