@@ -11,6 +11,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
+from protocol.device.checkpoint_views import model_tensors
+from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import make_model, save_model
 from tests.trainer.recomputed.ranks import process_group
 from trainer.config import ParallelConfig, TrainerConfig
@@ -30,9 +32,9 @@ def mesh() -> Iterator[DeviceMesh]:
 def assert_loaded(model_dir: Path, mesh: DeviceMesh) -> None:
     """The parameters are those that transformers loads."""
     found, _ = load_shards(model_dir, "model.path", mesh, TRAINER)
-    expected = dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).named_parameters())
+    expected = model_tensors(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32))
     assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(gathered(found[name]), expected[name])] == []
+    assert [name for name in expected if not torch.equal(gathered(found[name]), expected[name])] == []
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-moe", "gpt-oss"])
@@ -41,6 +43,10 @@ def test_the_files_have_every_shard(
 ) -> None:
     assert_loaded(save_model(name, tmp_path), mesh)
     assert caplog.text == ""
+
+
+def test_a_tensor_may_be_a_number(mesh: DeviceMesh, tmp_path: Path) -> None:
+    assert_loaded(save_tiny("apertus", tmp_path), mesh)
 
 
 def test_a_checkpoint_of_other_tensors_is_loaded_whole_and_the_log_says_so(
