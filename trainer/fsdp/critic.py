@@ -83,12 +83,12 @@ class FsdpCritic(Critic):
         return self._retry.alone(self._passes, batch, lambda: self._values(batch))
 
     def _values(self, batch: Batch) -> torch.Tensor:
-        out = torch.zeros(len(batch.tokens))
-        for one in self._passes.divide(batch):
-            part = batch.select(one.samples).to(self._passes.device)
+        def compute(one: Pass, part: Batch) -> torch.Tensor:
             with self._passes.inputs(one, part) as inputs:
-                values = self._model(inputs.arguments, inputs.rows[part.sampled_mask])
-            out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = values.cpu()
+                values: torch.Tensor = self._model(inputs.arguments, inputs.rows[part.sampled_mask])
+                return values
+
+        out = self._passes.sampled(batch, compute)
         self._model.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
         return out
 

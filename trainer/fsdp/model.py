@@ -82,11 +82,10 @@ class ShardedModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the log-probabilities of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
-        out = torch.zeros(len(batch.tokens))
-        for one in self.passes.divide(batch):
-            part = batch.select(one.samples).to(self.passes.device)
-            logprobs = self.run(one, part, part.sampled_mask.nonzero()[:, 0], lambda logprobs, _: logprobs)
-            out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = logprobs.cpu()
+        out = self.passes.sampled(
+            batch,
+            lambda one, part: self.run(one, part, part.sampled_mask.nonzero()[:, 0], lambda found, _: found),
+        )
         # Only a backward pass does that for the root module, which would keep its weights over a step.
         self.module.reshard()
         return out

@@ -129,6 +129,17 @@ class Passes:
         dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
         return own + [empty] * (int(most) - len(own))
 
+    def sampled(self, batch: Batch, compute: Callable[[Pass, Batch], torch.Tensor]) -> torch.Tensor:
+        """Return what `compute` makes of each pass's sampled tokens, 0 elsewhere: float32 [t], on the CPU.
+
+        A collective; the samples that `compute` gets are on the device.
+        """
+        out = torch.zeros(len(batch.tokens))
+        for one in self.divide(batch):
+            found = compute(one, batch.select(one.samples).to(self.device))
+            out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = found.cpu()
+        return out
+
     def packing(self, batch: Batch) -> "OwnPasses":
         """Return how this rank divides a batch."""
         passes = self._own(batch)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainer.config import OptimizerConfig
-from trainer.memory.expected import GIB, ExpectedMemory
+from trainer.memory.expected import GIB, Planned
 
 STATE_BYTES = 12
 """Master and moments of a parameter, float32."""
@@ -42,22 +41,11 @@ class ExpectedHostMemory:
         return f"{self.total / GIB:.1f} GiB ({parts})"
 
 
-class Stepped(Protocol):
-    """A run as its backend computes the memory of a rank's device."""
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """Section `[optimizer]`."""
-
-    def expected(self, tokens: int) -> ExpectedMemory:
-        """Return the memory of a step with micro-batches of so many tokens, on the fullest rank."""
-
-
 class HostPlanned(Protocol):
     """A run whose host memory a backend computes from its settings."""
 
     @property
-    def work(self) -> Stepped:
+    def work(self) -> Planned:
         """The run."""
 
     @property
@@ -77,6 +65,9 @@ class HostPlanned(Protocol):
 
     def alternatives(self) -> "Iterator[tuple[str, HostPlanned]]":
         """Yield settings that may take less memory and the run with them, the cheapest first."""
+
+    def on(self, hosts: int) -> "HostPlanned":
+        """Return the run on another number of hosts."""
 
 
 def host_refusal(given: HostPlanned, room: int, setting: str) -> str:
@@ -99,13 +90,17 @@ def host_refusal(given: HostPlanned, room: int, setting: str) -> str:
     )
 
 
-def host_alternatives(given: HostPlanned, room: int) -> "Iterator[tuple[str, HostPlanned]]":
-    """Yield settings that fit, the cheapest first; of more hosts the fewest."""
-    more = False
+def host_alternatives(given: HostPlanned, room: int) -> Iterator[tuple[str, HostPlanned]]:
+    """Yield settings that fit, the cheapest first, and at last the fewest hosts that do."""
     for name, changed in given.alternatives():
-        if changed != given and changed.expected().total <= room and not more:
+        if changed != given and changed.expected().total <= room:
             yield name, changed
-            more = changed.hosts > given.hosts
+    ranks = given.ranks * given.hosts
+    for hosts in range(given.hosts + 1, ranks + 1):
+        more = given.on(hosts)
+        if ranks % hosts == 0 and more.expected().total <= room:
+            yield f"cluster.nodes = {hosts}", more
+            return
 
 
 def transfer_bytes(stepped: int, largest: int, item: int) -> int:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from protocol.device.checkpoint_views import model_tensors
 from tests.trainer.fsdp.tiny_models import save_tiny
+from tests.trainer.megatron.layout_runs import IF_CHANGED
 from tests.trainer.megatron.models import make_model, save_model
 from tests.trainer.recomputed.ranks import process_group
 from trainer.config import ParallelConfig, TrainerConfig
@@ -20,6 +21,7 @@ from trainer.fsdp.backend import join_mesh
 from trainer.fsdp.loading import load_shards
 from trainer.reference.shards import gathered
 
+pytestmark = IF_CHANGED
 TRAINER = TrainerConfig(device="cpu")
 
 

@@ -44,7 +44,7 @@ class ShardedHost:
 
     def alternatives(self) -> Iterator[tuple[str, "ShardedHost"]]:
         """Yield settings that may take less memory and the run with them, the cheapest first."""
-        work, ranks = self.work, self.work.parallel.data_parallel_size
+        work = self.work
         if self.on_gpu:
             on_device = dataclasses.replace(
                 work,
@@ -52,9 +52,10 @@ class ShardedHost:
                 optimizer=dataclasses.replace(work.optimizer, cpu_offload=False),
             )
             yield "optimizer.cpu_offload = false", dataclasses.replace(self, work=on_device)
-        for hosts in range(self.hosts + 1, ranks + 1):
-            if ranks % hosts == 0:
-                yield f"cluster.nodes = {hosts}", dataclasses.replace(self, hosts=hosts)
+
+    def on(self, hosts: int) -> "ShardedHost":
+        """Return the run on another number of hosts."""
+        return dataclasses.replace(self, hosts=hosts)
 
     def _device_bytes(self) -> int:
         """Return the bytes of a rank that are on the host because it has no device, or not always."""

@@ -41,16 +41,17 @@ class HostWorkload:
 
     def alternatives(self) -> Iterator[tuple[str, "HostWorkload"]]:
         """Yield settings that may take less memory and the run with them, the cheapest first."""
-        work, ranks = self.work, self.work.layout.ranks
+        work = self.work
         parallel = dataclasses.replace(work.parallel, use_distributed_optimizer=True)
         distributed = dataclasses.replace(work, parallel=parallel)
         yield "parallel.use_distributed_optimizer = true", dataclasses.replace(self, work=distributed)
         if self.on_gpu:
             on_device = work.changed(cpu_offload=False)
             yield "optimizer.cpu_offload = false", dataclasses.replace(self, work=on_device)
-        for hosts in range(self.hosts + 1, ranks + 1):
-            if ranks % hosts == 0:
-                yield f"cluster.nodes = {hosts}", dataclasses.replace(self, hosts=hosts)
+
+    def on(self, hosts: int) -> "HostWorkload":
+        """Return the run on another number of hosts."""
+        return dataclasses.replace(self, hosts=hosts)
 
 
 def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
