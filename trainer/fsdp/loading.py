@@ -49,13 +49,15 @@ def load_shards(
     plain = replace(
         trainer, dtype="float32", compile=False, recompute_granularity="", offload_parameters=True
     )
+    model._can_set_attn_implementation()  # it keeps what it reads in the source of the class, for `probe`
     shard(model, model, mesh, plain)
-    tensors = _read(model, model_dir, mesh)
+    tensors, conversions = _read(model, model_dir, mesh), None
     if tensors is None:
         log.warning("trainer.whole model=%s reason='its files have no range for each shard'", model_dir)
-        tensors = _cut(model, model_tensors(load_model(model_dir, setting, with_head=with_head)), mesh)
+        whole = load_model(model_dir, setting, with_head=with_head)
+        tensors, conversions = _cut(model, model_tensors(whole), mesh), whole._weight_conversions
     give(model, tensors, torch.device("cpu"))
-    return tensors, probe(model, torch.device(mesh.device_type))
+    return tensors, replace(probe(model, torch.device(mesh.device_type)), conversions=conversions)
 
 
 def give(model: Any, tensors: Tensors, device: torch.device) -> None:

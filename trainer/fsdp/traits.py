@@ -27,9 +27,13 @@ class Traits:
     """Whether its logits are what its output layer gives, which has a weight alone."""
     why_rows: str
     """Why samples are rows of their own, padded on the right; empty where they are packed."""
+    conversions: Any = None
+    """How transformers made the model of its files, where that is not as it saves one."""
 
     def apply(self, model: Any) -> OutputLayer | None:
         """Replace the attention and the output layer of a model that is like the one that was probed."""
+        if self.conversions is not None:
+            model._weight_conversions = self.conversions
         if not self.why_rows:
             model.set_attn_implementation(attention.NAME)
         return OutputLayer(model.get_output_embeddings()) if self.leaves_logits else None
