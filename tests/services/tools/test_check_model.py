@@ -179,7 +179,7 @@ def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "laid_out"),
-    [("qwen3_next", "8 padded (layers of the types linear_attention)"), ("granite", "8 packed")],
+    [("granitemoehybrid", "8 padded (layers of the types linear_attention)"), ("granite", "8 packed")],
 )
 def test_check_model_compares_what_only_transformers_has(
     tmp_path: Path, model_type: str, laid_out: str
