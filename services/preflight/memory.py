@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
@@ -14,16 +15,18 @@ from services.settings.automatic import visible_gpus
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_role
 from services.settings.sections import Settings
 from trainer.backends.base import FrozenSpec
-from trainer.fsdp.expected import ShardedWorkload, read_workload
+from trainer.fsdp.memory.expected import ShardedWorkload, read_size, read_workload
+from trainer.fsdp.memory.host_memory import ShardedHost
 from trainer.megatron.families.reading import architecture_of, read_architecture
 from trainer.megatron.memory.expected import (
     FrozenShape,
     Workload,
     parameters_of_stage,
 )
-from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
+from trainer.megatron.memory.host_memory import HostWorkload
 from trainer.memory.budget import TOKENS_MOST, TOKENS_STEP
 from trainer.memory.expected import GIB, ITEM_BYTES, Planned
+from trainer.memory.host import HostPlanned, host_refusal
 from trainer.roles.config import FROZEN_ROLES
 
 
@@ -49,18 +52,20 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
     )
 
 
-def critic_workload(settings: Settings, model: ModelFacts) -> Workload:
-    """Return the facts that the memory of a `megatron` rank with the critic alone depends on.
+def critic_workload(settings: Settings, model: ModelFacts) -> Planned:
+    """Return the facts that the memory of a rank with the critic alone depends on.
 
     Raises:
-        SettingsError: the backend does not support the model.
+        SettingsError: the backend does not support the model, or a file cannot be read.
     """
-    return Workload(
-        architecture=critic_architecture(settings, model),
-        parallel=settings.placement.layout("critic"),
-        trainer=settings.trainer,
-        optimizer=settings.critic.optimizer(settings.optimizer),
-    )
+    facts: dict[str, Any] = {
+        "parallel": settings.placement.layout("critic"),
+        "trainer": settings.trainer,
+        "optimizer": settings.critic.optimizer(settings.optimizer),
+    }
+    if settings.trainer.backend == "fsdp":
+        return ShardedWorkload(model=read_size(fetch_critic(settings)), **facts)
+    return Workload(architecture=critic_architecture(settings, model), **facts)
 
 
 def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
@@ -75,7 +80,7 @@ def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
         yield FrozenShape(read_architecture(directory), getattr(settings, role).offload)
 
 
-def weights_apart(settings: Settings, work: Workload) -> dict[str, int]:
+def weights_apart(settings: Settings, work: Planned) -> dict[str, int]:
     """Return the bytes of weights on each GPU of a frozen model that has ranks of its own, by its role.
 
     Args:
@@ -83,14 +88,19 @@ def weights_apart(settings: Settings, work: Workload) -> dict[str, int]:
         work: the policy's, which is the reference model where that has no path.
 
     Raises:
-        SettingsError: the backend does not support one.
+        SettingsError: the backend does not support one, or a file cannot be read.
     """
     found = {}
     for role in (role for role in FROZEN_ROLES if role in settings.placement.ranks):
-        path = getattr(settings, role).path
-        architecture = read_architecture(fetch_role(settings, role)) if path else work.architecture
-        alone = replace(work, architecture=architecture, parallel=settings.placement.layout(role))
-        found[role] = parameters_of_stage(alone, 0) * ITEM_BYTES[settings.trainer.dtype]
+        path = fetch_role(settings, role) if getattr(settings, role).path else None
+        parallel = settings.placement.layout(role)
+        if isinstance(work, ShardedWorkload):
+            size = read_size(path) if path else work.model
+            held = size.parameters // parallel.data_parallel_size
+        elif isinstance(work, Workload):
+            architecture = read_architecture(path) if path else work.architecture
+            held = parameters_of_stage(replace(work, architecture=architecture, parallel=parallel), 0)
+        found[role] = held * ITEM_BYTES[settings.trainer.dtype]
     return found
 
 
@@ -131,24 +141,29 @@ def _sharded_workload(settings: Settings, model: ModelFacts) -> ShardedWorkload:
         settings.lora,
         settings.algorithm,
         frozen,
-        fetch_critic(settings) if settings.needs_critic else None,
+        fetch_critic(settings) if settings.critic_beside else None,
     )
 
 
 def host_workload_of(
     settings: Settings, model: ModelFacts, *, hosts: int = 1, environ: Mapping[str, str] = os.environ
-) -> HostWorkload:
-    """Return the facts that the memory of a host with `megatron` ranks depends on.
+) -> HostPlanned | None:
+    """Return the facts that the memory of a host with the trainer's ranks depends on.
+
+    None for backends without memory arithmetic, or if weights are yet to be made.
 
     Raises:
-        SettingsError: the backend does not support the model.
+        SettingsError: the backend does not support the model, or a file cannot be read.
     """
-    return HostWorkload(
-        work=workload_of(settings, model),
-        hosts=hosts,
-        on_gpu=settings.trainer.device != "cpu" and bool(visible_gpus(environ)),
-        turns=settings.colocated.enabled,
-    )
+    facts: dict[str, Any] = {
+        "hosts": hosts,
+        "on_gpu": settings.trainer.device != "cpu" and bool(visible_gpus(environ)),
+        "turns": settings.colocated.enabled,
+    }
+    work = planned_of(settings, model)
+    if isinstance(work, Workload):
+        return HostWorkload(work=work, **facts)
+    return ShardedHost(work=work, **facts) if isinstance(work, ShardedWorkload) else None
 
 
 def host_memory_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
@@ -156,13 +171,14 @@ def host_memory_problems(settings: Settings, model: ModelFacts) -> Iterator[Prob
 
     With several hosts each one checks itself when it starts.
     """
-    if settings.trainer.backend == "megatron" and settings.cluster.nodes <= 1:
-        try:
-            text = host_refusal(host_workload_of(settings, model), memory_limit(), "has")
-        except SettingsError:  # of the model or the layout, which is a problem of its own
-            return
-        if text:
-            yield Problem(text)
+    if settings.cluster.nodes > 1:
+        return
+    try:
+        given = host_workload_of(settings, model)
+    except SettingsError:  # of the model or the layout, which is a problem of its own
+        return
+    if given and (text := host_refusal(given, memory_limit(), "has")):
+        yield Problem(text)
 
 
 def check_host_memory(settings: Settings, hosts: int) -> None:
@@ -171,10 +187,11 @@ def check_host_memory(settings: Settings, hosts: int) -> None:
     Raises:
         SettingsError: it has not; names settings that would fit.
     """
-    if settings.trainer.backend == "megatron":
-        given = host_workload_of(settings, read_model(settings), hosts=hosts)
-        if text := host_refusal(given, memory_available(), "has free"):
-            raise SettingsError(text)
+    if settings.trainer.backend not in ("megatron", "fsdp"):
+        return
+    given = host_workload_of(settings, read_model(settings), hosts=hosts)
+    if given and (text := host_refusal(given, memory_available(), "has free")):
+        raise SettingsError(text)
 
 
 def describe_memory(
@@ -182,24 +199,23 @@ def describe_memory(
 ) -> list[str]:
     """Return lines with the expected memory of the trainer: of a rank on its GPU, and of a host.
 
-    There is none for ranks on a CPU, but for `optimizer.cpu_offload`. The memory of a host is of `megatron`.
+    There is none for ranks on a CPU, but for `optimizer.cpu_offload`.
     """
-    if settings.trainer.backend != "megatron":
-        on_gpu = settings.trainer.device != "cpu" and bool(visible_gpus(environ))
-        work = planned_of(settings, model) if on_gpu else None
-        return [] if work is None else [f"memory   {memory_text(work)}"]
-    workload = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
-    lines = [memory_text(workload.work)] if workload.on_gpu else []
-    if workload.on_gpu:
-        apart = weights_apart(settings, workload.work)
+    given = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
+    if given is None:
+        return []
+    lines = []
+    if given.on_gpu and (work := planned_of(settings, model)):
+        lines.append(memory_text(work))
         lines += [
-            f"weights of the {role} on each of its GPUs: {held / GIB:.1f} GiB" for role, held in apart.items()
+            f"weights of the {role} on each of its GPUs: {held / GIB:.1f} GiB"
+            for role, held in weights_apart(settings, work).items()
         ]
         if settings.placement.critic:
             lines.append(f"{memory_text(critic_workload(settings, model))} (the critic's)")
-    if workload.on_gpu or settings.optimizer.cpu_offload:
-        where = "each host" if workload.hosts > 1 else "the host"
-        lines.append(f"expected of {where}: {expected_host_memory(workload)}; this one has {_has()}")
+    if given.on_gpu or settings.optimizer.cpu_offload:
+        where = "each host" if given.hosts > 1 else "the host"
+        lines.append(f"expected of {where}: {given.expected()}; this one has {_has()}")
     return [f"memory   {line}" for line in lines]
 
 

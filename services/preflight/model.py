@@ -25,6 +25,7 @@ from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.fsdp.layout import NOT_SHARDED, layout_refusals
 from trainer.megatron.families.config_file import read_config
+from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of
@@ -165,6 +166,8 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
     if setting == "trainer.backend":
         yield from _shared_problems(settings, architecture)
         yield from _longrope_problems(settings, architecture)
+    else:
+        yield from refusals(check_generation, architecture.delta)
     try:
         check_ranks(architecture.experts, parallel)
         export_plan(architecture, Layout.of(parallel, architecture.layers))

@@ -30,6 +30,7 @@ from protocol.errors import SettingsError
 from protocol.host.parent_death import die_with_parent
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
+from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
 from trainer.megatron.families.config_file import read_config
@@ -38,7 +39,7 @@ from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of
 from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
-from trainer.megatron.loading import SafetensorsReader, check_names
+from trainer.megatron.loading import check_names
 from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import LONGEST, batch_of, hf_logprobs, random_samples
 from trainer.ranks.launch import result_of_ranks

@@ -11,13 +11,12 @@ from protocol.host.hub import Kind, fetch, is_hub_name
 from services.preflight.memory import critic_workload, planned_of, weights_apart, workload_of
 from services.preflight.model import ModelFacts, read_facts, read_model
 from services.settings.automatic import ALONE
-from services.settings.hub import fetch_role
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
-from trainer.fsdp.expected import ShardedWorkload, read_size
+from trainer.fsdp.memory.expected import ShardedWorkload
 from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.memory.expected import expected_memory, parameters_of_stage
+from trainer.megatron.memory.expected import parameters_of_stage
 from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting_layouts
 from trainer.memory.budget import TOKENS_STEP, USED_SHARE, largest_budget, refusal
 from trainer.memory.expected import GIB, ITEM_BYTES
@@ -105,7 +104,7 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
     whole = parameters_of_stage(dataclasses.replace(work, parallel=ParallelConfig()), 0)
     critic = 0
     if settings.placement.critic:
-        critic = expected_memory(critic_workload(settings, model), TOKENS_STEP).peak
+        critic = critic_workload(settings, model).expected(TOKENS_STEP).peak
     layouts = fitting_layouts(work, gpus - placed, int(gpu_gb * GIB), settings.context_tokens)
     return Sizes(
         model=settings.model.path or "[model.scratch]",
@@ -127,14 +126,18 @@ def _sharded_sizes(settings: Settings, gpus: int, ranks: int, gpu_gb: float) -> 
     Raises:
         SettingsError: the model has no weights yet, or a file cannot be read.
     """
-    work = planned_of(settings, read_model(settings))
+    model = read_model(settings)
+    work = planned_of(settings, model)
     if not isinstance(work, ShardedWorkload):
         raise SettingsError(
             "setting trainer.backend: 'fsdp' computes sizes from the model's files, which are yet to be made"
         )
     parallel, room = ParallelConfig(data_parallel_size=ranks), gpu_gb * GIB * USED_SHARE
     work = dataclasses.replace(work, parallel=parallel)
-    tokens, item = largest_budget(work, room), ITEM_BYTES[settings.trainer.dtype]
+    tokens = largest_budget(work, room)
+    critic = 0
+    if settings.placement.critic:
+        critic = critic_workload(settings, model).expected(TOKENS_STEP).peak
     fits = tokens >= settings.context_tokens
     return Sizes(
         model=settings.model.path or "[model.scratch]",
@@ -142,21 +145,12 @@ def _sharded_sizes(settings: Settings, gpus: int, ranks: int, gpu_gb: float) -> 
         gpus=gpus,
         gpu_gb=gpu_gb,
         sample_tokens=settings.context_tokens,
-        critic_apart=0,
-        apart={
-            role: _apart(settings, role, work) * item // held
-            for role, held in settings.placement.ranks.items()
-        },
+        critic_apart=critic,
+        apart=weights_apart(settings, work),
         layouts=[FittingLayout(parallel, tokens, work.expected(tokens))] if fits else [],
         engines=[],
         remedy="" if fits else refusal(work, room),
     )
-
-
-def _apart(settings: Settings, role: str, work: ShardedWorkload) -> int:
-    """Return the parameters of a model with ranks of its own; without a path it is the policy's."""
-    given = getattr(settings, role).path
-    return read_size(fetch_role(settings, role)).parameters if given else work.model.parameters
 
 
 def _configuration(settings: Settings) -> ModelFacts:
@@ -173,10 +167,11 @@ def _configuration(settings: Settings) -> ModelFacts:
 
 def cache_bytes(architecture: Architecture, item: int, tensor_ranks: int) -> int:
     """Return the key-value cache of one token on one rank, bytes; layers with a window count whole."""
+    layers = architecture.layers - len(architecture.delta.layers if architecture.delta else ())
     if low := architecture.latent:  # every rank keeps the compressed vector
-        return architecture.layers * (low.kv_rank + low.rope) * item
+        return layers * (low.kv_rank + low.rope) * item
     heads = max(1, architecture.kv_heads // tensor_ranks)
-    return architecture.layers * heads * (architecture.head_dim + architecture.value_dim) * item
+    return layers * heads * (architecture.head_dim + architecture.value_dim) * item
 
 
 def _engine_rooms(

@@ -124,6 +124,7 @@ SCENARIOS = {
     "tests/services/runtime/test_descriptors.py": "a service raises its limit of descriptors",
     "tests/services/runtime/test_exit_codes.py": "exit codes of services",
     "tests/services/serving/test_adapters.py": "requests name the adapter that answers them",
+    "tests/trainer/backends/test_training.py": "both backends train as plain torch does, in every layout",
     "tests/trainer/reference/test_learning.py": "GRPO learns a digit",
     "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",
     "tests/trainer/weights/served/test_death.py": "either end of a transfer of slices dies",

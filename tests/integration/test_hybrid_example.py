@@ -1,4 +1,4 @@
-"""The example of deploy/examples/hybrid: each hybrid learns in the loop, with exact log-probabilities."""
+"""The example of deploy/examples/hybrid: hybrids learn in the loop, with exact log-probabilities."""
 
 import json
 import subprocess
@@ -17,14 +17,17 @@ STEPS = 20
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
-def test_a_hybrid_learns_in_the_loop(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "backend"),
+    [("qwen3_next", "fsdp"), ("qwen3_5_text", "fsdp"), ("qwen3_next", "megatron")],
+)
+def test_a_hybrid_learns_in_the_loop(tmp_path: Path, model_type: str, backend: str) -> None:
     model, run_dir = tmp_path / "model", tmp_path / "run"
     subprocess.run(
         [sys.executable, str(EXAMPLE / "make_model.py"), model_type, str(model)],
         cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)), check=True,
     )  # fmt: skip
-    given = [f"model.path={model}", "monitor.enabled=false"]
+    given = [f"model.path={model}", "monitor.enabled=false", f"trainer.backend={backend}"]
     assert check_configuration(str(EXAMPLE / "hybrid.toml"), [*given, f"run.dir={run_dir}"]).problems == []
     words = [word for setting in given for word in ("--set", setting)]
     done = tether(

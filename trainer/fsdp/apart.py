@@ -1,5 +1,7 @@
 """Loads models beside the policy on ranks of their own, sharded over them."""
 
+from dataclasses import replace
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -8,8 +10,10 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import join_mesh
 from trainer.fsdp.critic import FsdpCritic
 from trainer.fsdp.layout import check_layout
+from trainer.fsdp.memory.expected import ShardedWorkload, read_size
 from trainer.fsdp.model import ShardedModel
-from trainer.reference.frozen import FrozenTransformer, architecture_of, load_model
+from trainer.memory.plan import MemoryPlan
+from trainer.reference.frozen import FrozenTransformer, architecture_of
 from trainer.roles.critic import Critic, CriticSpec
 
 
@@ -22,7 +26,7 @@ def load_frozen_apart(
         SettingsError: transformers cannot load it, or a layout other than data-parallel ranks.
     """
     mesh = _joined(parallel, trainer)
-    model = ShardedModel(load_model(spec.directory, f"{spec.role}.path"), mesh, trainer, trained=False)
+    model = ShardedModel(spec.directory, f"{spec.role}.path", mesh, trainer)
     frozen = FrozenTransformer(model.module, lambda _, batch: model.evaluate(batch))
     return frozen, _replicas(mesh)
 
@@ -33,15 +37,23 @@ def load_critic_apart(
     """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
 
     Raises:
-        SettingsError: transformers cannot load it, or a layout other than data-parallel ranks.
+        SettingsError: transformers cannot load it, it does not fit its devices, or a layout other than
+            data-parallel ranks.
     """
     mesh = _joined(parallel, trainer)
+    work = ShardedWorkload(
+        model=read_size(spec.directory),
+        parallel=parallel,
+        trainer=trainer,
+        optimizer=spec.config.optimizer(spec.optimizer),
+    )
+    tokens = MemoryPlan(work, torch.device(mesh.device_type)).tokens
     critic = FsdpCritic(
         mesh,
         architecture_of(spec.policy_dir),
         spec.directory,
         optimizer=spec.optimizer,
-        trainer=trainer,
+        trainer=replace(trainer, micro_batch_tokens=tokens),
         config=spec.config,
     )
     return critic, _replicas(mesh)

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenS
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.fsdp.expected import read_workload
 from trainer.fsdp.layout import check_layout
+from trainer.fsdp.memory.expected import read_workload
 from trainer.fsdp.model import ShardedModel
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
@@ -31,7 +32,7 @@ from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import join_ranks
 from trainer.ranks.publication import Publication
 from trainer.reference.backend import DTYPES, choose_device
-from trainer.reference.frozen import FrozenTransformer, load_model
+from trainer.reference.frozen import FrozenTransformer
 from trainer.reference.lora import attach
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
@@ -80,13 +81,12 @@ class FsdpBackend(Backend):
         self.tokens = self._memory.tokens
         trainer = replace(trainer, micro_batch_tokens=self.tokens)
         self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
-        model = load_model(model_dir, "model.path")
-        self.architecture = type(model).__name__
         self.replicas = [[rank] for rank in range(self.mesh.size())]
-        paths = self._trained_paths(model, adapters)
-        self._model = ShardedModel(model, self.mesh, trainer, trained=True)
-        sharded = dict(model.named_parameters())
-        self._trained = {name: sharded[path] for name, path in paths.items()}
+        prepare = partial(self._attach, adapters)
+        self._model = ShardedModel(model_dir, "model.path", self.mesh, trainer, prepare=prepare)
+        model = self._model.module
+        self.architecture = type(model).__name__.removeprefix("FSDP")
+        self._trained = self._trained_of(model)
         self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
         self._views = tensor_views(model, self._tensors)
         self._published: tuple[Sequence[TensorView], Mapping[str, torch.Tensor]] = (
@@ -99,14 +99,18 @@ class FsdpBackend(Backend):
         self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
         self._host, self._copies = HostOffload(), HostCopies()
 
-    def _trained_paths(self, model: Any, adapters: LoraConfig) -> dict[str, str]:
-        """Return the name of each trained tensor and its parameter, after adapters were attached."""
-        if not adapters.rank:
-            return {name: name for name, _ in model.named_parameters()}
-        self.lora = adapters
-        self.targets, _ = attach(model, adapters, self._trainer.seed)
+    def _attach(self, adapters: LoraConfig, model: Any) -> None:
+        if adapters.rank:
+            self.lora = adapters
+            self.targets, _ = attach(model, adapters, self._trainer.seed)
+
+    def _trained_of(self, model: Any) -> dict[str, torch.nn.Parameter]:
+        """Return the trained parameters by the names of their tensors."""
+        parameters = dict(model.named_parameters())
+        if not self.lora.rank:
+            return parameters
         return {
-            name: f"{target.module}.lora.{half}"
+            name: parameters[f"{target.module}.lora.{half}"]
             for target in self.targets
             for name, half in ((target.a, "a"), (target.b, "b"))
         }
@@ -168,11 +172,10 @@ class FsdpBackend(Backend):
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
         if self._reference is None:
-            given = None if self.lora.rank else load_model(self._directory, "model.path")
-            self._reference = self._model if given is None else self._frozen(given)
+            self._reference = self._model if self.lora.rank else self._frozen(self._directory, "model.path")
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        model = self._frozen(load_model(spec.directory, f"{spec.role}.path"))
+        model = self._frozen(spec.directory, f"{spec.role}.path")
         return FrozenTransformer(model.module, lambda _, batch: self._evaluate(model, batch))
 
     @property
@@ -244,8 +247,8 @@ class FsdpBackend(Backend):
     def _rank(self) -> int:
         return self.mesh.get_local_rank()
 
-    def _frozen(self, model: torch.nn.Module) -> ShardedModel:
-        self._models.append(ShardedModel(model, self.mesh, self._trainer, trained=False))
+    def _frozen(self, directory: Path, setting: str) -> ShardedModel:
+        self._models.append(ShardedModel(directory, setting, self.mesh, self._trainer))
         return self._models[-1]
 
     def _evaluate(self, model: ShardedModel, batch: Batch) -> torch.Tensor:

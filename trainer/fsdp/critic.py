@@ -13,10 +13,11 @@ from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
-from trainer.fsdp.model import shard
+from trainer.fsdp.loading import give, load_shards
 from trainer.fsdp.passes import Pass, Passes, forget_pass, make_retry
+from trainer.fsdp.sharding import shard
 from trainer.fsdp.stepper import make_stepper
-from trainer.reference.critic import ValueModel
+from trainer.reference.critic import CRITIC, ValueModel
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
@@ -53,9 +54,13 @@ class FsdpCritic(Critic):
         """
         self.config, self._mesh = config, mesh
         self._architecture = f"{architecture} with a value head"
-        self._model = ValueModel(model_dir)
-        self._passes = Passes(self._model.model, self._mesh, trainer)
-        shard(self._model, self._model.model, self._mesh, trainer)
+        tensors, traits = load_shards(model_dir, CRITIC, mesh, trainer, with_head=False)
+        self._model = ValueModel(model_dir, blank=True)
+        traits.apply(self._model.model)
+        self._passes = Passes(self._model.model, mesh, trainer, traits.why_rows)
+        shard(self._model, self._model.model, mesh, trainer)
+        held = torch.device("cpu") if trainer.offload_parameters else self._passes.device
+        give(self._model.model, tensors, held)
         self._trained = dict(self._model.named_parameters())
         self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, self._passes.device)
         self._retry = make_retry(self._passes, self._mesh, self._forget_passes)
@@ -78,12 +83,12 @@ class FsdpCritic(Critic):
         return self._retry.alone(self._passes, batch, lambda: self._values(batch))
 
     def _values(self, batch: Batch) -> torch.Tensor:
-        out = torch.zeros(len(batch.tokens))
-        for one in self._passes.divide(batch):
-            part = batch.select(one.samples).to(self._passes.device)
+        def compute(one: Pass, part: Batch) -> torch.Tensor:
             with self._passes.inputs(one, part) as inputs:
-                values = self._model(inputs.arguments, inputs.rows[part.sampled_mask])
-            out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = values.cpu()
+                values: torch.Tensor = self._model(inputs.arguments, inputs.rows[part.sampled_mask])
+                return values
+
+        out = self._passes.sampled(batch, compute)
         self._model.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
         return out
 

@@ -1,27 +1,21 @@
 """Shards transformers models over the data-parallel ranks, and computes log-probabilities with them."""
 
-import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.utils.checkpoint import checkpoint
 
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
-from trainer.fsdp.output_layer import OutputLayer, Tokens
+from trainer.fsdp.loading import give, load_shards
+from trainer.fsdp.output_layer import Tokens
 from trainer.fsdp.passes import Pass, Passes
+from trainer.fsdp.sharding import shard
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import DTYPES
-from trainer.reference.frozen import in_dtype
+from trainer.reference.frozen import in_dtype, load_model
 
 T = TypeVar("T")
 
@@ -32,21 +26,39 @@ class ShardedModel:
     Shapes: k tokens that a pass asks for.
     """
 
-    def __init__(self, model: Any, mesh: DeviceMesh, trainer: TrainerConfig, *, trained: bool) -> None:
-        """Shard a model. A collective.
+    def __init__(
+        self,
+        model_dir: Path,
+        setting: str,
+        mesh: DeviceMesh,
+        trainer: TrainerConfig,
+        *,
+        prepare: Callable[[Any], object] | None = None,
+    ) -> None:
+        """Load and shard a model. A collective.
 
         Args:
-            model: of transformers, float32, on the CPU, equal on every rank.
+            model_dir: a Hugging Face directory.
+            setting: its name, for errors.
             mesh: the data-parallel ranks.
             trainer: dtype and size of the passes, and whether they compute layers again.
-            trained: whether it has gradients and float32 masters; else it is in the dtype of the passes.
+            prepare: called with the model before it is sharded, which is trained then, and has float32
+                masters; None: it has no gradients, and is in the dtype of the passes.
+
+        Raises:
+            SettingsError: transformers cannot load it.
         """
-        self.module = model
-        self._output = OutputLayer.take_over(model)
-        self.passes = Passes(model, mesh, trainer)
-        if not trained:
-            in_dtype(model.requires_grad_(False), DTYPES[trainer.dtype])
-        shard(model, model, mesh, trainer)
+        tensors, traits = load_shards(model_dir, setting, mesh, trainer)
+        self.module: Any = load_model(model_dir, setting, blank=True)
+        self._output = traits.apply(self.module)
+        self.passes = Passes(self.module, mesh, trainer, traits.why_rows)
+        if prepare is None:
+            in_dtype(self.module.requires_grad_(False), DTYPES[trainer.dtype])
+        else:
+            prepare(self.module)
+        shard(self.module, self.module, mesh, trainer)
+        held = prepare is not None and trainer.offload_parameters
+        give(self.module, tensors, torch.device("cpu") if held else self.passes.device)
 
     def run(
         self,
@@ -70,11 +82,10 @@ class ShardedModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the log-probabilities of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
-        out = torch.zeros(len(batch.tokens))
-        for one in self.passes.divide(batch):
-            part = batch.select(one.samples).to(self.passes.device)
-            logprobs = self.run(one, part, part.sampled_mask.nonzero()[:, 0], lambda logprobs, _: logprobs)
-            out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = logprobs.cpu()
+        out = self.passes.sampled(
+            batch,
+            lambda one, part: self.run(one, part, part.sampled_mask.nonzero()[:, 0], lambda found, _: found),
+        )
         # Only a backward pass does that for the root module, which would keep its weights over a step.
         self.module.reshard()
         return out
@@ -86,35 +97,3 @@ class ShardedModel:
             return self._output.logprobs(self.module, arguments, tokens)
         logits = self.module(**arguments, use_cache=False).logits.flatten(0, 1)
         return token_logprobs(logits.index_select(0, tokens.rows), tokens.targets, tokens.temperature)
-
-
-def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
-    """Shard a module layer by layer: a pass gathers one layer at a time, in the dtype of training.
-
-    Gradients are added up over ranks and passes in float32. Parameters without a gradient stay as they are.
-
-    Args:
-        root: what is called, the model or a module around it.
-        model: of transformers; it names the layers that belong together.
-        mesh: the data-parallel ranks.
-        trainer: says the dtype, whether layers are compiled, whether the backward pass computes them again,
-            and whether shards with a gradient are in host memory.
-    """
-    trained = any(parameter.requires_grad for parameter in model.parameters())
-    dtype = DTYPES[trainer.dtype] if trained and trainer.dtype != "float32" else None
-    policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None, cast_forward_inputs=False)
-    place = OffloadPolicy()
-    if trained and trainer.offload_parameters:
-        place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    names = set(model._no_split_modules or ())
-    for layer in [module for module in model.modules() if type(module).__name__ in names]:
-        if trainer.compile:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-        if trained and trainer.recompute_granularity == "full":
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place)
-    fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=place)
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # losses are shares of the whole step's
-            module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing while it adds up

@@ -35,23 +35,20 @@ class OutputLayer:
         layer.forward = self._forward  # type: ignore
 
     @classmethod
-    def take_over(cls, model: Any) -> "OutputLayer | None":
-        """Take over the output layer of a model on the CPU.
+    def suits(cls, model: Any, device: torch.device) -> bool:
+        """Return whether a model's logits are what its output layer gives, and the layer has a weight alone.
 
-        None if the model bounds or scales what the layer gives, or the layer has more than a weight.
+        The model is used up: its output layer is replaced.
         """
         layer = model.get_output_embeddings()
         if not isinstance(layer, torch.nn.Linear) or layer.bias is not None:
-            return None
+            return False
         output = cls(layer)
-        output._asked = torch.tensor([[PROBE]])
-        with torch.no_grad():
-            given = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+        output._asked = torch.tensor([[PROBE]], device=device)
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        given = model(input_ids=ids, use_cache=False).logits
         output._asked = None
-        if given.flatten().tolist() == list(PROBE):
-            return output
-        del layer.forward
-        return None
+        return bool(given.flatten().tolist() == list(PROBE))
 
     def logprobs(
         self, model: Any, inputs: dict[str, Any], tokens: Tokens

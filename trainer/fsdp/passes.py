@@ -23,7 +23,6 @@ from trainer.data.family_packing import pack_families
 from trainer.data.packing import pack_padded
 from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_families
 from trainer.fsdp import attention
-from trainer.fsdp.attention_types import KNOWN_TYPES
 from trainer.layers.attention.rows import to_device
 from trainer.layers.attention.sequences import token_positions
 from trainer.layers.attention.visible import (
@@ -39,11 +38,6 @@ log = logging.getLogger("tether.trainer")
 
 AUTO_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens of a pass where `trainer.micro_batch_tokens` is 0, by the kind of device."""
-EXACT = 1e-4
-"""Largest difference of a float32 model's outputs between packed samples and a pass for each, relative to the
-largest output."""
-SAMPLE = 8
-"""Tokens of each of the two samples that show the difference."""
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest sample of a pass: each sample is a pass of its own."""
 
@@ -112,13 +106,13 @@ class Inputs:
 class Passes:
     """Layout of a model's batches: which samples share a pass, packed or padded."""
 
-    def __init__(self, model: Any, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
-        """Choose packing for a model on the CPU, in float32, if its outputs are the same then."""
+    def __init__(self, model: Any, mesh: DeviceMesh, trainer: TrainerConfig, why_rows: str) -> None:
+        """Pack samples, unless there is a reason for rows."""
         self.device, self._mesh, self._trainer = torch.device(mesh.device_type), mesh, trainer
         self.micro_batch_tokens = trainer.micro_batch_tokens or AUTO_TOKENS[mesh.device_type]
         """The budget of a pass; one that ran out of memory makes it smaller."""
         self._most = 1 if _rope_types(model) & set(BY_LENGTH) else trainer.micro_batch_size
-        self.why_rows = _packing_refusal(model)
+        self.why_rows = why_rows
         """Why samples are rows of their own, padded on the right; empty where they are packed."""
         if self.why_rows:
             log.warning("trainer.rows model=%s reason=%r", type(model).__name__, self.why_rows)
@@ -134,6 +128,17 @@ class Passes:
         most = torch.tensor([len(own)], device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
         return own + [empty] * (int(most) - len(own))
+
+    def sampled(self, batch: Batch, compute: Callable[[Pass, Batch], torch.Tensor]) -> torch.Tensor:
+        """Return what `compute` makes of each pass's sampled tokens, 0 elsewhere: float32 [t], on the CPU.
+
+        A collective; the samples that `compute` gets are on the device.
+        """
+        out = torch.zeros(len(batch.tokens))
+        for one in self.divide(batch):
+            found = compute(one, batch.select(one.samples).to(self.device))
+            out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = found.cpu()
+        return out
 
     def packing(self, batch: Batch) -> "OwnPasses":
         """Return how this rank divides a batch."""
@@ -172,7 +177,7 @@ class Passes:
         """Yield the stretches of a tree one after the other, at the positions of their samples."""
         division = Division.of(tree.lengths, 1)
         computed = ComputedTokens.of(one.starts, tree, division, 0)
-        lengths, keys = _sequences(tree, division)
+        lengths, keys = stretches_of(tree)
         tokens = to_device(computed.tokens, self.device)
         ids = torch.zeros(1, division.size, dtype=torch.int64, device=self.device)
         ids[0, : len(tokens)] = part.tokens[tokens].long()
@@ -198,8 +203,9 @@ def forget_pass(root: torch.nn.Module) -> None:
     root.reset_iter_state()  # type: ignore[operator]
 
 
-def _sequences(tree: PrefixTree, division: Division) -> tuple[list[int], VisibleKeys | None]:
-    """Return the tokens of each stretch, and the keys that they see where some follow others."""
+def stretches_of(tree: PrefixTree) -> tuple[list[int], VisibleKeys | None]:
+    """Return the tokens of each stretch of a tree, and the keys that they see where some follow others."""
+    division = Division.of(tree.lengths, 1)
     lengths = [piece.tokens for piece in pieces_with_padding(division, 0)]
     return lengths, visible_keys(division, 0, tree) if tree.is_shared else None
 
@@ -209,39 +215,3 @@ def _rope_types(model: Any) -> set[str]:
     rope = getattr(model.config, "rope_parameters", None) or {}
     by_layer = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return {parameters.get("rope_type", "") for parameters in by_layer}
-
-
-def _packing_refusal(model: Any) -> str:
-    """Return why a model's samples are not packed; empty after its attention was replaced.
-
-    Two samples begin alike. Their outputs in one pass, which computes that once, are compared with a pass
-    for each. They differ if layers have a state that goes from one sample to the next, or attention that is
-    not transformers' exchangeable one.
-    """
-    unknown = set(getattr(model.config, "layer_types", None) or ()) - KNOWN_TYPES
-    if unknown:
-        return f"layers of the types {', '.join(sorted(unknown))}"
-    before = model.config._attn_implementation
-    ids = torch.arange(SAMPLE + SAMPLE // 2) % model.config.vocab_size
-    first, second = ids[:SAMPLE], torch.cat([ids[: SAMPLE // 2], ids[SAMPLE:]])
-    apart = torch.cat([_outputs(model, first[None]), _outputs(model, second[None])[SAMPLE // 2 :]])
-    tree = PrefixTree.of([RowFamily((0, 1), (SAMPLE, SAMPLE), (0, SAMPLE // 2))])
-    lengths, keys = _sequences(tree, Division.of(tree.lengths, 1))
-    try:
-        model.set_attn_implementation(attention.NAME)
-        with attention.packed(lengths, torch.device("cpu"), keys):
-            together = _outputs(model, ids[None], position_ids=token_positions(lengths, keys)[None])
-    except (ValueError, RuntimeError, TypeError, KeyError) as error:
-        model.set_attn_implementation(before)
-        return f"its attention cannot be replaced: {error}"
-    difference = float((together - apart).abs().max() / apart.abs().max())
-    if difference <= EXACT:
-        return ""
-    model.set_attn_implementation(before)
-    return f"outputs of packed samples are off by {difference:.2g} of the largest"
-
-
-@torch.no_grad()
-def _outputs(model: Any, ids: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(input_ids=ids, use_cache=False, **options)[0]
-    return found.flatten(0, 1).double()

@@ -157,7 +157,7 @@ class MegatronBackend(Backend):
 
     @property
     def shares_prefixes(self) -> bool:
-        return self._trainer.share_prefixes == "auto"
+        return self._runner.shares_prefixes
 
     @property
     def device_name(self) -> str:
@@ -310,7 +310,7 @@ class MegatronBackend(Backend):
             trainer.micro_batch_tokens,
             trainer.micro_batch_size,
             replays_routing=replays_routing,
-            shares_prefixes=self.shares_prefixes,
+            shares_prefixes=trainer.share_prefixes == "auto",
             copies=key_copies(self._model_spec, trainer),
         )
 

@@ -5,6 +5,7 @@ The hidden state of a token predicts the next one, so the last token of a sample
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import tee
@@ -39,6 +40,10 @@ from trainer.step.made_passes import MadePasses
 from trainer.step.measures import StepMeasures
 from trainer.step.token_loss import micro_batch_loss
 
+log = logging.getLogger("tether.trainer")
+
+APART = "samples share no prefix: the state of a gated delta net has seen all of it"
+
 
 class Measures(Protocol):
     """Measures that join the vectors of micro-batches and ranks, such as `StepMeasures`."""
@@ -72,11 +77,15 @@ class Runner:
             micro_batch_tokens: tokens of a micro-batch, on each rank; see `Packing`.
             micro_batch_size: samples of a micro-batch, at most.
             replays_routing: whether routers choose the experts that the engine recorded.
-            shares_prefixes: whether what samples of a group begin with alike is computed once.
+            shares_prefixes: whether what samples of a group begin with alike is computed once, where no layer
+                has a state.
             copies: of shared keys that take room of tokens in a micro-batch.
         """
         self.chunks = list(chunks)
-        self.replays_routing, self.shares_prefixes = replays_routing, shares_prefixes
+        self.replays_routing = replays_routing
+        self.shares_prefixes = shares_prefixes and architecture.delta is None
+        if self.shares_prefixes != shares_prefixes:
+            log.warning("trainer.alone model=%s reason=%r", architecture.name, APART)
         self._copies = copies
         self.architecture = architecture
         self.position = position
@@ -188,6 +197,7 @@ class Runner:
             self._terms,
             trained=finish is not None,
             experts=self.architecture.experts.count > 0,
+            states=self.architecture.delta is not None,
         )
         communicator = None
         groups = None

@@ -155,6 +155,7 @@ class Packing:
         *,
         trained: bool,
         experts: bool = False,
+        states: bool = False,
     ) -> Iterator[MicroBatch]:
         """Make them in order, each when it is asked for.
 
@@ -166,9 +167,10 @@ class Packing:
             terms: the attention's terms of all layers.
             trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
             experts: whether layers have experts, whose routers have to know the padding.
+            states: whether layers have a state, which they compute by segments.
         """
         device, terms = position.device.type, tuple(terms)
-        segmented = any(kernel_for(device, dtype, one) is by_segments for one in terms)
+        segmented = states or any(kernel_for(device, dtype, one) is by_segments for one in terms)
         uses = key_uses(device, dtype, terms)
         for samples, tree, division in zip(self.samples, self.trees, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)

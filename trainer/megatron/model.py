@@ -96,17 +96,12 @@ def transformer_config(
             num_layers=architecture.layers,
             hidden_size=architecture.hidden,
             ffn_hidden_size=architecture.intermediate,
-            num_attention_heads=architecture.heads,
-            num_query_groups=architecture.kv_heads,
-            kv_channels=architecture.head_dim,
+            **_attention_fields(architecture),
             layernorm_epsilon=architecture.norm_eps,
             normalization="RMSNorm",
             gated_linear_unit=architecture.family.gated,
             activation_func=F.silu,  # of no effect: `MLPS` have their own
             add_bias_linear="mlp" in architecture.biases,
-            add_qkv_bias=architecture.qkv_bias,
-            # With it megatron adds up the norms' gradients over tensor ranks, as if all had the same weights.
-            qk_layernorm=architecture.qk_norm == "head",
             hidden_dropout=0.0,
             attention_dropout=0.0,
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -131,6 +126,19 @@ def transformer_config(
         )
     except (ValueError, AssertionError) as error:
         raise SettingsError(f"megatron-core refuses this model in this layout: {error}") from error
+
+
+def _attention_fields(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of megatron's configuration that describe attention."""
+    return {
+        "num_attention_heads": architecture.heads,
+        "num_query_groups": architecture.kv_heads,
+        "kv_channels": architecture.head_dim,
+        "add_qkv_bias": architecture.qkv_bias,
+        # With it megatron adds up the norms' gradients over tensor ranks, as if all had the same weights.
+        "qk_layernorm": architecture.qk_norm == "head",
+        "attention_output_gate": architecture.family.output_gate,
+    }
 
 
 def _expert_fields(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:

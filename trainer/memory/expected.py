@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from trainer.config import TrainerConfig
+from trainer.config import OptimizerConfig, TrainerConfig
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,6 +51,10 @@ class Planned(Protocol):
     @property
     def trainer(self) -> TrainerConfig:
         """Section `[trainer]`."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """Section `[optimizer]`."""
 
     def expected(self, tokens: int) -> ExpectedMemory:
         """Return the memory of a step with micro-batches of so many tokens, on the fullest rank."""

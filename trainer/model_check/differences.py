@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.batch import Batch
-from trainer.megatron.loading import SafetensorsReader
 
 TOLERANCE = 1e-4
 """Allowed difference of a log-probability, relative to the larger of its size and 1."""

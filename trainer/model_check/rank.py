@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import Backend
+from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.families.decoder import ignorable
 from trainer.megatron.families.reading import read_architecture
-from trainer.megatron.loading import SafetensorsReader
 from trainer.model_check.differences import (
     LogprobFindings,
     TensorFindings,

@@ -21,6 +21,8 @@ from trainer.roles.critic import Critic, CriticStats
 from trainer.roles.value_measures import ValueMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
+CRITIC = "setting critic.path:"
+"""Begins errors about its directory."""
 HEAD = ("score.weight", "score.bias")
 """Names of the value head in a checkpoint of Hugging Face."""
 
@@ -28,14 +30,14 @@ HEAD = ("score.weight", "score.bias")
 class ValueModel(torch.nn.Module):
     """A transformer without its output layer, and a linear layer from hidden states to values."""
 
-    def __init__(self, model_dir: Path) -> None:
-        """Load both; a head that is not in the checkpoint is zero.
+    def __init__(self, model_dir: Path, *, blank: bool = False) -> None:
+        """Load both; a head that is not in the checkpoint is zero, `blank` is as in `load_model`.
 
         Raises:
             SettingsError: transformers cannot load the directory, or its head has several labels.
         """
         super().__init__()
-        self.model = load_model(model_dir, "setting critic.path:", with_head=False)
+        self.model = load_model(model_dir, CRITIC, with_head=False, blank=blank)
         hidden = self.model.get_input_embeddings().weight.shape[1]
         self.score = torch.nn.Linear(hidden, 1)
         head = read_head(model_dir, hidden)

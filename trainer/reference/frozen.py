@@ -31,13 +31,14 @@ class FrozenTransformer(FrozenModel):
         return [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
 
 
-def load_model(model_dir: Path, setting: str, *, with_head: bool = True) -> Any:
+def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: bool = False) -> Any:
     """Return the model of a directory, float32, on the CPU.
 
     Args:
         model_dir: a Hugging Face directory.
         setting: its name, for errors.
         with_head: whether it has its output layer.
+        blank: whether its parameters have no memory, and its persistent buffers no content.
 
     Raises:
         SettingsError: transformers cannot load it.
@@ -49,7 +50,11 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True) -> Any:
     try:
         with MODEL_BUILDING:
             kind = AutoModelForCausalLM if with_head else AutoModel
-            model: Any = kind.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+            model: Any = (
+                _blank(kind, model_dir)
+                if blank
+                else kind.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+            )
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"{setting} {model_dir}: not a model that transformers can load: {error}"
@@ -61,6 +66,16 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True) -> Any:
             module.padding_idx = None  # torch would not train that row, and other backends do
     use_whole_attention(model)
     return model.eval()
+
+
+def _blank(kind: Any, model_dir: Path) -> Any:
+    from accelerate import init_empty_weights  # imports much
+
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    with init_empty_weights(include_buffers=False):
+        model = kind.from_config(config, dtype=torch.float32)
+    model.tie_weights()
+    return model
 
 
 def architecture_of(model_dir: Path) -> str:

@@ -38,7 +38,9 @@ def attach(
     first = initial_adapters(targets, config, seed)
     for target in targets:
         layer: Any = model.get_submodule(target.module)
-        layer.lora = LowRank(first[target.a], first[target.b], config.scaling).to(layer.weight.device)
+        layer.lora = LowRank(first[target.a], first[target.b], config.scaling)
+        if not layer.weight.is_meta:
+            layer.lora.to(layer.weight.device)
         layer.register_forward_hook(_add)
         parameters |= {target.a: layer.lora.a, target.b: layer.lora.b}
     return targets, parameters

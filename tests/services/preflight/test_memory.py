@@ -24,9 +24,8 @@ from services.preflight.model import ModelFacts, read_facts
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.trainer.megatron.models import save_model
-from trainer.fsdp.expected import ShardedWorkload
+from trainer.fsdp.memory.expected import ShardedWorkload
 from trainer.megatron.memory.expected import expected_memory
-from trainer.megatron.memory.host_memory import expected_host_memory
 from trainer.memory.expected import GIB
 
 QWEN: dict[str, Any] = {
@@ -71,6 +70,9 @@ def test_memory_of_a_sharded_model_is_described_by_its_files(tmp_path: Path) -> 
     assert expected_gb(given, facts) == work.expected(512).peak / GIB
     assert memory_text(work).endswith(f"at 512 tokens a micro-batch: {work.expected(512)}")
     assert describe_memory(given, facts, environ={"CUDA_VISIBLE_DEVICES": ""}) == []
+    offloaded = settings("trainer.backend=fsdp", "optimizer.cpu_offload=true")
+    (line,) = describe_memory(offloaded, facts, environ={"CUDA_VISIBLE_DEVICES": ""})
+    assert line.startswith("memory   expected of the host: ")
     apart = settings("trainer.backend=fsdp", "algorithm.kl_coef=0.1", "placement.reference=1")
     assert planned_of(apart, facts) == replace(work, others=(), trainer=apart.trainer)
     assert planned_of(given, replace(facts, is_made=False)) is None
@@ -107,8 +109,9 @@ def test_a_critic_apart_is_in_its_own_ranks_memory_and_not_in_the_policys() -> N
 def test_the_host_is_described_where_masters_are_on_it() -> None:
     given = settings("optimizer.cpu_offload=true")
     (line,) = describe_memory(given, FACTS, {"CUDA_VISIBLE_DEVICES": ""})
-    expected = expected_host_memory(host_workload_of(given, FACTS, environ={"CUDA_VISIBLE_DEVICES": ""}))
-    assert f"expected of the host: {expected}; this one has {memory_limit() / GIB:.1f} GiB, " in line
+    host = host_workload_of(given, FACTS, environ={"CUDA_VISIBLE_DEVICES": ""})
+    assert host is not None
+    assert f"expected of the host: {host.expected()}; this one has {memory_limit() / GIB:.1f} GiB, " in line
 
 
 def of_model(directory: Path, config: dict[str, Any], *overrides: str) -> Settings:

@@ -66,3 +66,19 @@ def test_masters_of_a_model_are_not_shared_where_the_engine_lacks_them(
     settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *shared)
     problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
     assert any(words in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("engine.name=megatron",), "engine megatron has no cache for the states of gated delta nets"),
+        (("parallel.context_parallel_size=2",), "context_parallel_size = 2 is not supported in qwen3_5_text"),
+    ],
+)
+def test_layouts_and_engines_that_a_state_rules_out_are_found(
+    overrides: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    model = save_model("qwen3.5", tmp_path)
+    settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *overrides)
+    problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
+    assert any(words in problem for problem in problems)

@@ -63,6 +63,9 @@ def test_a_model_of_transformers_is_sharded_over_all_gpus(tmp_path: Path) -> Non
     small = size_run(CONFIG, given, gpus=5, gpu_gb=0.01)
     assert small.remedy.startswith("the trainer does not fit on its device")
     assert "engine " not in render_sizes(small)
+    ppo = [*given[:2], "algorithm.name=ppo", "placement.critic=2"]
+    state = (4 + 4 + 8) / 2  # of a parameter on two GPUs: itself, its gradient, its moments
+    assert size_run(CONFIG, ppo, gpus=5, gpu_gb=80).critic_apart > state * sizes.parameters
 
 
 def test_gpus_of_models_of_their_own_are_not_the_policys(overrides: list[str]) -> None:

@@ -4,6 +4,7 @@ import faulthandler
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.fsdp.sharing import write_results
 from tests.trainer.lora.oracle import LORA
 from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
-from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, step_batch
 from tests.trainer.megatron.ranks import (
@@ -23,6 +23,7 @@ from tests.trainer.megatron.ranks import (
     checkpoint_in,
     part_of,
     publish_pieces,
+    train_and_restore,
     whole,
     write,
 )
@@ -30,10 +31,10 @@ from tests.trainer.megatron.trees import make_tree
 from tests.trainer.recomputed.ranks import process_group
 from trainer.backends import host_transfers
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.fsdp.backend import FsdpBackend
+from trainer.fsdp.backend import FsdpBackend, join_mesh
+from trainer.fsdp.loading import load_shards
+from trainer.reference.frozen import load_model
 from trainer.reference.shards import local_tensor
-from trainer.storage.hf_export import write_hf
-from trainer.storage.host_state import HostCopies
 
 MODELS = ("qwen2", "qwen2-tied", "qwen3-moe", "gpt-oss")
 """One of each: plain, tied, experts that the checkpoint has one by one, experts that it has joined."""
@@ -76,7 +77,8 @@ def run(ranks: int, models: Path, out: Path) -> None:
     torch.set_num_threads(1)
     with process_group(ranks):
         for name in MODELS:
-            _train(name, ranks, models / name, out / name)
+            _load(ranks, models / name, out / name)
+            train_and_restore(name, partial(make_backend, models / name, ranks), models / name, out / name)
         _recompute(ranks, models / MODELS[0], out / "recompute")
         for name, parameters in OFFLOADS.items():
             _offload(ranks, models / OFFLOADED, out / "offload" / name, parameters=parameters)
@@ -86,36 +88,20 @@ def run(ranks: int, models: Path, out: Path) -> None:
         _adapters(ranks, models / ADAPTED, out / "adapters")
 
 
-def _train(name: str, ranks: int, model_dir: Path, out: Path) -> None:
+def _load(ranks: int, model_dir: Path, out: Path) -> None:
+    """Count the elements that each rank has of a model, whose parameters have no memory before."""
     out.mkdir(parents=True, exist_ok=True)
-    backend = make_backend(model_dir, ranks)
-    backend.keep_reference()
-    batch = make_batch(name, 0)
-    write(out / "before", backend.export())
-    write(out / "logprobs", [("first", whole(backend, batch, backend.logprobs))])
-    stats = []
-    for step in range(STEPS):
-        stats.append(flat(backend.train_step(part_of(backend, step_batch(name, step)))))
-        if step == 0:
-            checkpoint = checkpoint_in(backend, out / "after-one")
-    write(out / "after", backend.export())
-    if ranks > 1:
-        publish_pieces(backend, out)
-    now = whole(backend, batch, backend.logprobs)
-    write(out / "reference", [("first", whole(backend, batch, backend.reference_logprobs)), ("now", now)])
-    model = HostCopies().copy_all(backend.export_model())
-    if model:  # on rank 0
-        write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
-    backend.restore(checkpoint)
-    for step in range(1, STEPS):
-        backend.train_step(part_of(backend, step_batch(name, step)))
-        backend.offload()
-        held = map(local_tensor, (*backend._model.module.parameters(), *backend._stepper.tensors()))
-        assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes() > 8] == []
-        backend.onload()
-    write(out / "restored", backend.export())
+    blank = load_model(model_dir, "model.path", blank=True)
+    assert all(parameter.is_meta for parameter in blank.parameters())
+    mesh, _ = join_mesh(ParallelConfig(data_parallel_size=ranks), TrainerConfig(device="cpu"))
+    tensors, _ = load_shards(model_dir, "model.path", mesh, TrainerConfig(device="cpu"))
+    sizes = {name: torch.tensor(local_tensor(tensor).numel()) for name, tensor in tensors.items()}
+    for size in sizes.values():
+        dist.all_reduce(size)
     if dist.get_rank() == 0:
-        (out / "stats.json").write_text(json.dumps(stats))
+        own = {name: local_tensor(tensor).numel() for name, tensor in tensors.items()}
+        counts = {"sum": sum(map(int, sizes.values())), "own": sum(own.values())}
+        (out / "loaded.json").write_text(json.dumps(counts))
 
 
 def _recompute(ranks: int, model_dir: Path, out: Path) -> None:

@@ -40,7 +40,7 @@ SLOW = [
         *(("qwen2", layout) for layout in ("tp2", "pp2", "dp2", "cp2", "tp2-pp2")),
         *(
             (name, "tp2-sequence")
-            for name in ("gemma2", "glm4", "phi", "starcoder2", "qwen3-windows", LATENT)
+            for name in ("gemma2", "glm4", "phi", "starcoder2", "qwen3-windows", "qwen3.5", LATENT)
         ),
         ("qwen3-deep", "pp2-vpp2"),
     )

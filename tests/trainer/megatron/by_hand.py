@@ -18,6 +18,7 @@ WHOLE = {
     "post_mlp_layernorm": "post_feedforward_layernorm",
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.norm": "linear_attn.norm",
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
 """What is the same on every rank: megatron's name -> that of the checkpoint."""
@@ -45,6 +46,8 @@ ROWS = {
     "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
     "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
     "self_attention.core_attention.sinks": "self_attn.sinks",
+    "self_attention.dt_bias": "linear_attn.dt_bias",
+    "self_attention.a_log": "linear_attn.A_log",
 }
 """What is split by rows."""
 STACKED = {"fc1": ("gate_up_proj", 2), "fc2": ("down_proj", 1)}
@@ -146,15 +149,21 @@ def layer_by_hand(
     layer, _, suffix = kind.rpartition(".")
     if layer.startswith("mlp.shared."):
         plain = layer_by_hand(kind.replace("shared.", ""), parts, config, parallel)
-        block = "shared_expert" if config.model_type == "qwen2_moe" else "shared_experts"
+        block = "shared_expert" if config.model_type in ("qwen2_moe", "qwen3_next") else "shared_experts"
         return {name.replace("mlp.", f"mlp.{block}."): tensor for name, tensor in plain.items()}
+    if kind in ("self_attention.in_proj.weight", "self_attention.conv"):
+        return delta_by_hand(kind, torch.cat(parts), config)
     if layer.endswith("linear_qkv"):
         return qkv_by_hand(suffix, torch.cat(parts), config)
     if layer.endswith("linear_fc1"):
         return into_mlp_by_hand(suffix, parts, config.model_type)
     down = {"starcoder2": "mlp.c_proj", "phi": "mlp.fc2"}.get(config.model_type, "mlp.down_proj")
     output = "self_attn.dense" if config.model_type == "phi" else "self_attn.o_proj"
-    columns = {"self_attention.linear_proj": output, "mlp.linear_fc2": down}
+    columns = {
+        "self_attention.linear_proj": output,
+        "self_attention.out_proj": "linear_attn.out_proj",
+        "mlp.linear_fc2": down,
+    }
     if layer in columns:
         whole = torch.cat(parts, 1) if suffix == "weight" else parts[0]
         return {f"{columns[layer]}.{suffix}": whole}
@@ -181,11 +190,33 @@ def router_by_hand(suffix: str, model_type: str) -> str:
 def qkv_by_hand(suffix: str, fused: torch.Tensor, config: PretrainedConfig) -> Tensors:
     """The tensors of queries, keys and values, which alternate by group."""
     groups, queries = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-    pieces = fused.view(groups, queries + 2, config.head_dim, *fused.shape[1:]).split([queries, 1, 1], 1)
+    heads = fused.view(groups, -1, config.head_dim, *fused.shape[1:])
+    pieces = heads.split([heads.size(1) - 2, 1, 1], 1)
+    if heads.size(1) == 2 * queries + 2:  # the gates of a group, which follow each query in the checkpoint
+        pieces = pieces[0].unflatten(1, (2, queries)).transpose(1, 2), *pieces[1:]
     split = [part.reshape(-1, *fused.shape[1:]) for part in pieces]
     if config.model_type == "phi3":
         return {"self_attn.qkv_proj.weight": torch.cat(split)}
     return {f"self_attn.{x}_proj.{suffix}": part for x, part in zip("qkv", split, strict=True)}
+
+
+def delta_by_hand(kind: str, fused: torch.Tensor, config: PretrainedConfig) -> Tensors:
+    """The tensors of a gated delta net whose rows alternate by key head."""
+    heads, values = config.linear_num_key_heads, config.linear_num_value_heads
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim * values // heads
+    by_head = fused.view(heads, -1, *fused.shape[1:])
+    here = "linear_attn."
+    if kind.endswith("conv"):
+        return {
+            f"{here}conv1d.weight": torch.cat([x.flatten(0, 1) for x in by_head.split([key, key, value], 1)])
+        }
+    if config.model_type == "qwen3_next":
+        pieces = zip(("qkvz", "ba"), by_head.split([2 * (key + value), 2 * values // heads], 1), strict=True)
+        return {f"{here}in_proj_{name}.weight": piece.flatten(0, 1) for name, piece in pieces}
+    small = values // heads
+    q, k, v, *others = (x.flatten(0, 1) for x in by_head.split([key, key, value, value, small, small], 1))
+    found = zip(("qkv", "z", "b", "a"), (torch.cat([q, k, v]), *others), strict=True)
+    return {f"{here}in_proj_{name}.weight": tensor for name, tensor in found}
 
 
 def into_mlp_by_hand(suffix: str, parts: list[torch.Tensor], model_type: str) -> Tensors:

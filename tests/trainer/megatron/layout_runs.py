@@ -4,16 +4,33 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from tests.changes import slow_unless_changed
+from tests.trainer.fsdp import ranks as sharded
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.layouts import BACK, FROM, LAYOUTS, SLOW
 from tests.trainer.megatron.models import ALL_MODELS, save_model, step_batch
 from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM, STEPS, restore_from, run
 
+SHARDED = {"fsdp-1": 1, "fsdp-2": 2, "fsdp-3": 3}
+"""Layout of the backend `fsdp` -> its ranks."""
+IF_CHANGED = slow_unless_changed(
+    "trainer/fsdp/", "trainer/layers/", "trainer/optimizers/", "trainer/reference/", "trainer/weights/"
+)
+"""Marks tests of that backend."""
+
 
 def marks_of(layout: str) -> list[pytest.MarkDecorator]:
+    if layout in SHARDED:
+        return [pytest.mark.slow if SHARDED[layout] > 2 else IF_CHANGED]
     return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 or layout in SLOW else []
+
+
+def same_bits(left: Path, right: Path) -> bool:
+    a, b = load_file(left), load_file(right)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class Runs:
@@ -25,13 +42,15 @@ class Runs:
         for name in ALL_MODELS:
             save_model(name, self.models)
         self._started: set[str] = set()
-        self._plain: dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
+        self._plain: dict[tuple[str, bool], tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = {}
 
     def __call__(self, layout: str) -> Path:
         if layout not in self._started:
             # Also when it fails: its other tests then fail on what is missing, instead of waiting once more.
             self._started.add(layout)
-            if LAYOUTS[layout].world_size == 1:
+            if ranks := SHARDED.get(layout):
+                self._shard(ranks, self.root / layout)
+            elif LAYOUTS[layout].world_size == 1:
                 run(layout, self.models, self.root / layout)
             else:
                 for source in FROM.get(layout, ()):
@@ -45,6 +64,13 @@ class Runs:
                 )
         return self.root / layout
 
+    def _shard(self, ranks: int, out: Path) -> None:
+        if ranks == 1:
+            sharded.run(1, self.models, out)
+            return
+        arguments = str(ranks), str(self.models), str(out)
+        launch(ranks, "tests.trainer.fsdp.ranks", *arguments, logs=self.root / f"logs-{out.name}")
+
     def restore_back(self) -> None:
         """Restore in a single rank what the ranks of other layouts saved."""
         self("single")
@@ -52,10 +78,14 @@ class Runs:
             self(source)
             restore_from(source, "single", self.models, self.root / "single")
 
-    def plain(self, model: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-        """Statistics of each step and the weights after the last, from plain torch."""
-        if model not in self._plain:
+    def plain(
+        self, model: str, *, balanced: bool = True
+    ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+        """Statistics of each step and the weights after the last, from plain torch; `balanced`: with losses
+        that balance experts."""
+        if (model, balanced) not in self._plain:
             trainer = PlainTrainer(model, ALGORITHM)
+            trainer.balance = trainer.balance if balanced else None
             stats = [trainer.step(step_batch(model, step)) for step in range(STEPS)]
-            self._plain[model] = stats, trainer.weights()
-        return self._plain[model]
+            self._plain[model, balanced] = stats, trainer.weights()
+        return self._plain[model, balanced]

@@ -47,7 +47,7 @@ EXPERT_LAYOUTS = {
 LAYOUTS |= EXPERT_LAYOUTS
 MORE_MODELS_OF = {
     "single": tuple(MORE_MODELS),
-    "tp2": ("deepseek-v3-dense",),
+    "tp2": ("deepseek-v3-dense", "qwen3.5"),
     "tp2-sequence": (
         "olmo2",
         "phi3",
@@ -58,6 +58,7 @@ MORE_MODELS_OF = {
         "deepseek-v3",
         "deepseek-v2-dense",
         "phi",
+        "qwen3-next",
     ),
     "tp2-sequence-more": (
         "mistral",

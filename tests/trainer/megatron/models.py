@@ -1,6 +1,5 @@
 """Makes tiny checkpoints and batches, and trains them in plain torch for comparison."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +68,15 @@ GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 GLM = {"vocab_size": 96, "pad_token_id": None, "eos_token_id": 1}
+HYBRID = {
+    "vocab_size": 96,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "pad_token_id": None,
+}
 ALTERNATING = ["full_attention", "sliding_attention"]
 MODELS = {
     "qwen2": ("Qwen2", {"vocab_size": 131, "tie_word_embeddings": False}),
@@ -204,9 +212,22 @@ MORE_MODELS = {
         },
     ),
     "ministral": ("Ministral", {"vocab_size": 96, "sliding_window": 5, "layer_types": ALTERNATING}),
+    "qwen3.5": ("Qwen3_5Text", HYBRID),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **HYBRID,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "llama-biases": ("Llama", {"vocab_size": 96, "attention_bias": True, "mlp_bias": True}),
 }
 """Trained in few layouts: these differ from the others in what every layout treats alike."""
+HYBRIDS = ("qwen3.5", "qwen3-next")
+"""Models with gated delta nets, whose samples share no prefix."""
 DEEP_MODELS = {
     "qwen3-deep": (
         "Qwen3",
@@ -226,6 +247,7 @@ EXPERTS = {
     "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
     "qwen2_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
     "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_next": ("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 """What checkpoints call the parts of experts: the block, gate, up and down."""
 SHARDED = "llama"
@@ -328,40 +350,6 @@ def make_batch(
         measured=torch.ones(samples, dtype=torch.bool),
         temperature=temperature,
     )
-
-
-def routed_batch(name: str) -> Batch:
-    """With recorded experts: random ones, of which some tokens have none."""
-    batch, numbers = make_batch(name, 0), ALL_MODELS[name][1]
-    generator = torch.Generator().manual_seed(5)
-    layers = int({**BASE, **numbers}["num_hidden_layers"]) - len(numbers.get("mlp_only_layers", ()))
-    scores = torch.rand(len(batch.tokens), layers, int(numbers["num_experts"]), generator=generator)
-    experts = scores.topk(int(numbers["num_experts_per_tok"])).indices.short()
-    experts[torch.rand(len(experts), generator=generator) < 0.3] = -1
-    return dataclasses.replace(batch, experts=experts)
-
-
-def forced_logprobs(name: str, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, PreTrainedModel]:
-    """[t] log-probabilities and entropies of transformers' own model whose routers choose as recorded."""
-    model, first = make_model(name), 0
-    routers = [module for name, module in model.named_modules() if name.endswith(".gate")]
-
-    def force(layer: int, router: Any, output: Any) -> Any:
-        logits, _, chosen = output
-        given = batch.experts[first : first + len(chosen), layer].long()
-        chosen = torch.where(given >= 0, given, chosen)
-        weights = torch.softmax(logits.float(), -1).gather(-1, chosen)
-        return logits, weights / weights.sum(-1, keepdim=True), chosen
-
-    for layer, router in enumerate(routers):
-        router.register_forward_hook(lambda module, _, output, layer=layer: force(layer, module, output))
-    found = []
-    for sample in range(len(batch.lengths)):
-        one = batch.select(torch.tensor([sample]))
-        found.append(plain_logprobs(model, one))
-        first += len(one.tokens)
-    logprobs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return logprobs, entropies, model
 
 
 def step_batch(name: str, step: int) -> Batch:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,9 +30,9 @@ from tests.trainer.megatron.models import (
     BALANCE,
     OPTIMIZER,
     make_batch,
-    routed_batch,
     step_batch,
 )
+from tests.trainer.megatron.routed import routed_batch
 from tests.trainer.megatron.trees import make_tree
 from tests.trainer.weights.served.trainer_ranks import EngineRank, tensor_ranks
 from trainer.algorithms.grpo import Grpo
@@ -40,9 +41,11 @@ from trainer.backends.base import Backend
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig, TrainerConfig, WeightConfig
 from trainer.data.packing import balance
+from trainer.fsdp.backend import FsdpBackend
 from trainer.megatron import cpu, parallel
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
+from trainer.reference.shards import local_tensor
 from trainer.step.measures import StepMeasures
 from trainer.storage.hf_export import write_hf
 from trainer.storage.host_state import HostCopies
@@ -140,7 +143,7 @@ def _run(layout: str, models: Path, out: Path) -> None:
     for name in models_of(layout):
         target = out / name
         target.mkdir(parents=True, exist_ok=True)
-        _train_and_restore(name, layout, models / name, target)
+        train_and_restore(name, partial(make_backend, models / name, layout), models / name, target)
     _one_by_one(layout, models)
     for dtype in ("bfloat16", "float16"):
         _sixteen_bits(dtype, layout, models, out / dtype)
@@ -152,8 +155,9 @@ def _run(layout: str, models: Path, out: Path) -> None:
         restore_from(source, layout, models, out)
 
 
-def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> None:
-    backend = make_backend(model_dir, layout)
+def train_and_restore(name: str, make: Callable[[], Backend], model_dir: Path, out: Path) -> None:
+    """Train three steps with a backend, save, publish, restore and train again."""
+    backend = make()
     backend.keep_reference()
     before = make_batch(name, 0)
     write(out / "before", backend.export())
@@ -164,7 +168,8 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
         if step == 0:
             checkpoint = checkpoint_in(backend, out / "after-one")
     write(out / "after", backend.export())
-    _write_held(backend, out / "held")
+    if isinstance(backend, MegatronBackend):
+        _write_held(backend, out / "held")
     if len(backend.publication.parts) > 1:
         publish_pieces(backend, out)
     write(
@@ -179,7 +184,7 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
         write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
     if name in FRESH:
         backend.close()
-        backend = make_backend(model_dir, layout)
+        backend = make()
     backend.restore(checkpoint)
     write(out / "restored", _go_on(backend, name, by_turns=True))
     backend.close()
@@ -212,18 +217,25 @@ def publish_pieces(backend: Backend, out: Path) -> None:
         )
 
 
-def _go_on(
-    backend: MegatronBackend, name: str, *, by_turns: bool = False
-) -> Iterable[tuple[str, torch.Tensor]]:
+def _go_on(backend: Backend, name: str, *, by_turns: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
     """`by_turns`: the device is free between two steps."""
     for step in range(1, STEPS):
         backend.train_step(part_of(backend, step_batch(name, step)))
         if by_turns:
             backend.offload()
-            held = [*backend._parameters.values(), *backend._optimizer.tensors()]
-            assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes()] == []
+            held = list(_on_device(backend))
+            assert held
+            assert [tuple(tensor.shape) for tensor in held if tensor.untyped_storage().nbytes() > 8] == []
             backend.onload()
     return backend.export()
+
+
+def _on_device(backend: Backend) -> Iterable[torch.Tensor]:
+    """The parameters, masters and moments of a rank."""
+    if isinstance(backend, MegatronBackend):
+        return [*backend._parameters.values(), *backend._optimizer.tensors()]
+    assert isinstance(backend, FsdpBackend)
+    return map(local_tensor, (*backend._model.module.parameters(), *backend._stepper.tensors()))
 
 
 def _one_by_one(layout: str, models: Path) -> None:

@@ -13,6 +13,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from tests.trainer.megatron.models import (
     ALL_MODELS,
     BALANCE,
+    HYBRIDS,
     OPTIMIZER,
     make_model,
     plain_logprobs,
@@ -102,10 +103,26 @@ def assert_shared_is_rows(directory: Path, batch: Batch, **how: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ALL_MODELS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in ALL_MODELS
+        if name not in HYBRIDS
+    ],
 )
 def test_tokens_that_are_computed_once_give_what_rows_give(name: str, tmp_path: Path) -> None:
     assert_shared_is_rows(save_model(name, tmp_path), make_tree(name), **BALANCE.get(name, {}))
+
+
+def test_samples_of_a_hybrid_are_computed_apart_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = make_tree("qwen3.5")
+    made, found = passes_of(save_model("qwen3.5", tmp_path), batch, "auto", recompute_granularity="full")
+    assert made.shared_share == 0
+    assert "trainer.alone model=Qwen3_5ForCausalLM reason='samples share no prefix" in caplog.text
+    expected, _ = plain_logprobs(make_model("qwen3.5"), batch)
+    torch.testing.assert_close(found["logprobs"], expected * batch.sampled_mask, atol=5e-6, rtol=0)
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS)

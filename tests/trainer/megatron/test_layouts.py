@@ -1,30 +1,27 @@
-"""Tests that every layout starts from the source's bits, trains as plain torch does, and restores exactly."""
+"""Tests what only Megatron's layouts have; tests/trainer/backends/test_training.py has the rest."""
 
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 
 from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.megatron.by_hand import gather_by_hand, held_by
-from tests.trainer.megatron.layout_runs import Runs, marks_of
+from tests.trainer.megatron.layout_runs import Runs, marks_of, same_bits
 from tests.trainer.megatron.layouts import EXPERT_LAYOUTS, LAYOUTS, models_of, one_of, tied_model_of
 from tests.trainer.megatron.models import (
-    forced_logprobs,
     make_batch,
     make_model,
     plain_logprobs,
     plain_loss,
-    routed_batch,
     tensors_of,
 )
 from tests.trainer.megatron.ranks import ALGORITHM, BY_SAMPLE, OVERFLOWS
+from tests.trainer.megatron.routed import forced_logprobs, routed_batch
 from trainer.config import ParallelConfig
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.families.reading import read_architecture
@@ -57,19 +54,6 @@ EACH_LAYOUT_AND_MODEL = pytest.mark.parametrize(
 )
 
 
-def same_bits(left: Path, right: Path) -> bool:
-    a, b = load_file(left), load_file(right)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@EACH_LAYOUT_AND_MODEL
-def test_export_before_training_is_the_source(runs: Runs, layout: str, model: str) -> None:
-    exported = load_file(runs(layout) / model / "before.safetensors")
-    source = tensors_of(make_model(model))
-    assert exported.keys() == source.keys()
-    assert [name for name in source if not torch.equal(exported[name], source[name])] == []
-
-
 def test_every_way_to_split_a_tensor_is_trained_by_default(runs: Runs) -> None:
     """The way: which parameter, and what rule cuts it along which dimension, in whole heads or not."""
 
@@ -94,43 +78,6 @@ def test_every_way_to_split_a_tensor_is_trained_by_default(runs: Runs) -> None:
 
 
 @EACH_LAYOUT_AND_MODEL
-def test_logprobs_equal_hugging_face(runs: Runs, layout: str, model: str) -> None:
-    of_ranks = load_file(runs(layout) / model / "logprobs.safetensors")["first"]
-    logprobs = of_ranks.amin(0)  # 0 on the ranks of other replicas
-    assert all(((row == logprobs) | (row == 0)).all() for row in of_ranks)
-    assert (
-        (of_ranks != 0).sum(0) == len(of_ranks) // LAYOUTS[layout].data_parallel_size * (logprobs != 0)
-    ).all()
-    batch = make_batch(model, 0)
-    with torch.no_grad():
-        expected, _ = plain_logprobs(make_model(model), batch)
-    torch.testing.assert_close(logprobs, expected * batch.sampled_mask, atol=4e-6, rtol=0)
-
-
-@EACH_LAYOUT_AND_MODEL
-def test_training_equals_plain_torch(runs: Runs, layout: str, model: str) -> None:
-    directory = runs(layout) / model
-    expected_stats, expected = runs.plain(model)
-    for stats, wanted in zip(json.loads((directory / "stats.json").read_text()), expected_stats, strict=True):
-        assert stats.pop("skipped") == ""
-        assert 1 <= stats.pop("micro_batches") <= 14
-        # one sample of 11 tokens leaves one of two micro-batches empty, and both of another replica
-        assert 0 <= stats.pop("padding_share") < 0.25
-        assert stats.pop("shared_share") < 0.1  # these samples begin alike by chance
-        assert stats.pop("computed_tokens") > 0
-        assert stats == pytest.approx(wanted, rel=5e-5, abs=2e-5)  # rel: a gradient norm of 20 in float32
-    trained = load_file(directory / "after.safetensors")
-    worst = max((trained[name] - expected[name]).abs().max().item() for name in expected)
-    assert worst < 1e-5
-
-
-@EACH_LAYOUT_AND_MODEL
-def test_continuing_from_a_checkpoint_is_bit_identical(runs: Runs, layout: str, model: str) -> None:
-    directory = runs(layout) / model
-    assert same_bits(directory / "after.safetensors", directory / "restored.safetensors")
-
-
-@EACH_LAYOUT_AND_MODEL
 def test_export_is_what_the_ranks_hold(runs: Runs, layout: str, model: str) -> None:
     directory = runs(layout) / model
     exported = load_file(directory / "after.safetensors")
@@ -138,38 +85,6 @@ def test_export_is_what_the_ranks_hold(runs: Runs, layout: str, model: str) -> N
     for name, tensor in held.items():
         assert torch.equal(exported[name], tensor), name
     assert held.keys() == exported.keys()
-
-
-@EACH_LAYOUT_AND_MODEL
-def test_engine_ranks_get_their_slices_from_the_ranks_that_hold_them(
-    runs: Runs, layout: str, model: str
-) -> None:
-    """The ranks have compared what arrived with the export."""
-    directory = runs(layout) / model
-    if LAYOUTS[layout].world_size == 1:
-        assert not (directory / "published.json").exists()
-        return
-    found = json.loads((directory / "published.json").read_text())
-    exported = load_file(directory / "after.safetensors")
-    assert found == {"tensors": len(exported), "parts": LAYOUTS[layout].world_size}
-
-
-@EACH_LAYOUT_AND_MODEL
-def test_reference_stays_while_the_model_moves(runs: Runs, layout: str, model: str) -> None:
-    directory = runs(layout) / model
-    kept = load_file(directory / "reference.safetensors")
-    assert torch.equal(kept["first"], load_file(directory / "logprobs.safetensors")["first"])
-    assert not torch.equal(kept["now"], kept["first"])
-
-
-@EACH_LAYOUT_AND_MODEL
-def test_saved_checkpoint_loads_in_transformers(runs: Runs, layout: str, model: str) -> None:
-    directory = runs(layout) / model
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory / "hf")
-    weights = tensors_of(loaded)
-    exported = load_file(directory / "after.safetensors")
-    assert weights.keys() == exported.keys()
-    assert all(torch.equal(weights[name], exported[name]) for name in weights)
 
 
 @EACH_LAYOUT

@@ -11,12 +11,13 @@ from transformers import LlamaConfig
 
 from protocol.errors import SettingsError
 from tests.trainer.megatron.models import make_model, save_model
+from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.config import ParallelConfig
 from trainer.megatron.families.decoder import EMBEDDING
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.layout import Grid, Layout, Place
-from trainer.megatron.loading import SafetensorsReader, check_names, check_parameters, load_checkpoint
+from trainer.megatron.loading import check_names, check_parameters, load_checkpoint
 
 MIB = 1 << 20
 SLACK = 4 * MIB

@@ -4,7 +4,8 @@ import dataclasses
 
 import torch
 
-from tests.trainer.megatron.models import make_batch, routed_batch
+from tests.trainer.megatron.models import make_batch
+from tests.trainer.megatron.routed import routed_batch
 from trainer.batch import Batch
 
 

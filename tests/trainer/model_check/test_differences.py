@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.megatron.loading import SafetensorsReader
+from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.model_check import differences
 from trainer.model_check.differences import TensorFindings, compare_logprobs, compare_tensors
 from trainer.model_check.expected import batch_of

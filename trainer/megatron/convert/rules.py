@@ -6,6 +6,7 @@ so a rule cannot disagree with its inverse.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -109,6 +110,10 @@ class FusedQKV(Rule):
     A group is the query heads of a key-value head, its key head and its value head.
     """
 
+    gated: bool = False
+    """Whether the rows of each query head are followed in the checkpoint by the rows of its output's gate. A
+    group has its gates after its queries."""
+
     names: tuple[str, str, str]
     """Tensors of query, key and value."""
     groups: int
@@ -121,22 +126,63 @@ class FusedQKV(Rule):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        heads = (self.queries, 1, 1)
         return {
             name: (self.groups * n * self.head_dim, *self.columns)
-            for name, n in zip(self.names, heads, strict=True)
+            for name, n in zip(self.names, self._heads, strict=True)
         }
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
-        part = _share(self.parameter, self.groups * (self.queries + 2) * self.head_dim, grid)
-        result: list[Segment] = []
-        offset = 0
-        for group in range(self.groups):
-            for name, heads in zip(self.names, (self.queries, 1, 1), strict=True):
-                length = heads * self.head_dim
-                result += _cut(name, group * length, offset, length, part)
-                offset += length
-        return tuple(result)
+        part = _share(self.parameter, self.groups * sum(self._heads) * self.head_dim, grid)
+        stretches = [
+            GroupRows(name, 0, heads * self.head_dim)
+            for name, heads in zip(self.names, self._heads, strict=True)
+        ]
+        if self.gated:
+            every = stretches[0].rows
+            stretches[:1] = [
+                GroupRows(self.names[0], head * self.head_dim, self.head_dim, every)
+                for first in (0, 1)
+                for head in range(first, 2 * self.queries, 2)
+            ]
+        return _interleaved(stretches, self.groups, part)
+
+    @property
+    def _heads(self) -> tuple[int, int, int]:
+        return (2 if self.gated else 1) * self.queries, 1, 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """Rows of a tensor that belong to one group of several."""
+
+    name: str
+    first: int
+    """The first row of the first group."""
+    rows: int
+    """Rows of each group."""
+    every: int = 0
+    """Rows from one group's first to the next one's; 0: as many as a group has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaved(Rule):
+    """Stretches of tensors, group by group; a rank has whole groups."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Name and shape of each tensor."""
+    stretches: tuple[GroupRows, ...]
+    """Rows of a group, in their order."""
+    groups: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.tensors)
+
+    def segments(self, grid: Grid) -> tuple[Segment, ...]:
+        groups = _share(self.parameter, self.groups, grid, "heads")
+        return _interleaved(
+            self.stretches, self.groups, groups * sum(stretch.rows for stretch in self.stretches)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +330,17 @@ def _share(name: str, size: int, grid: Grid, kind: str = "rows") -> int:
             f"{grid.setting} = {grid.tp} does not divide the {size} {kind} of {name}: choose a divisor"
         )
     return size // grid.tp
+
+
+def _interleaved(stretches: Iterable[GroupRows], groups: int, part: int) -> tuple[Segment, ...]:
+    """Return the segments of stretches that alternate group by group, where ranks have `part` rows."""
+    result: list[Segment] = []
+    offset = 0
+    for group in range(groups):
+        for one in stretches:
+            result += _cut(one.name, one.first + group * (one.every or one.rows), offset, one.rows, part)
+            offset += one.rows
+    return tuple(result)
 
 
 def _cut(name: str, start: int, offset: int, length: int, part: int) -> list[Segment]:

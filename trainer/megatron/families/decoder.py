@@ -11,6 +11,7 @@ from trainer.megatron.convert.rules import (
     Stacked,
     Vocabulary,
 )
+from trainer.megatron.families.delta import delta_rules
 from trainer.megatron.families.experts import expert_rules
 from trainer.megatron.families.latent import latent_rules
 from trainer.megatron.families.numbers import Architecture
@@ -48,7 +49,7 @@ def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> lis
         mlp = _mlp_rules(architecture, here + "mlp.", there + "mlp.", architecture.intermediate)
     return [
         *norm("input_layernorm"),
-        *_attention_rules(architecture, here + "self_attention.", there + "self_attn."),
+        *_mixer_rules(architecture, layer, here + "self_attention.", there),
         *norm("post_attention_layernorm"),
         *norm("pre_mlp_layernorm"),
         *mlp,
@@ -64,6 +65,14 @@ def _norm_rules(architecture: Architecture, parameter: str, name: str) -> list[R
     ]
 
 
+def _mixer_rules(architecture: Architecture, layer: int, here: str, there: str) -> list[Rule]:
+    """Return the rules of what mixes a layer's tokens: attention, or a gated delta net."""
+    if architecture.delta and architecture.is_delta(layer):
+        names = architecture.family.delta
+        return delta_rules(architecture.delta, names, architecture.hidden, here, there + "linear_attn.")
+    return _attention_rules(architecture, here, there + "self_attn.")
+
+
 def _attention_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
     hidden, head_dim = architecture.hidden, architecture.head_dim
     if architecture.latent:
@@ -77,6 +86,7 @@ def _attention_rules(architecture: Architecture, here: str, there: str) -> list[
             queries=architecture.heads // architecture.kv_heads,
             head_dim=head_dim,
             columns=columns,
+            gated=architecture.family.output_gate,
         )
         return _stacked(f"{there}qkv_proj.{kind}", apart) if architecture.family.fused_qkv else apart
 
@@ -184,5 +194,5 @@ def ignorable(architecture: Architecture, name: str) -> bool:
     if architecture.value_head and name == OUTPUT_BIAS:
         return True
     layer = _LAYER.match(name)
-    extra = layer is not None and int(layer[1]) >= architecture.layers
+    extra = name.startswith("mtp.") or (layer is not None and int(layer[1]) >= architecture.layers)
     return (architecture.family.extra_layers and extra) or _NOT_WEIGHTS.fullmatch(name) is not None

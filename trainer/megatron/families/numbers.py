@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.megatron.families.delta import DeltaNet
 from trainer.megatron.families.experts import NO_EXPERTS, Experts
 from trainer.megatron.families.latent import Latent
 from trainer.megatron.families.rope import Rope
@@ -48,6 +49,8 @@ class Architecture:
     """Whether config.json switches off the family's norm of queries and keys."""
     latent: Latent | None = None
     """Sizes of latent attention; None: attention is not latent."""
+    delta: DeltaNet | None = None
+    """Layers with a gated delta net in the place of attention, and its sizes; None: all have attention."""
     experts: Experts = NO_EXPERTS
     """Numbers of the layers with experts."""
     value_head: bool = False
@@ -86,7 +89,8 @@ class Architecture:
         """Elements of the matrices of a layer's attention."""
         queries, values = self.heads * self.head_dim, self.heads * self.value_dim
         if (low := self.latent) is None:
-            return self.hidden * (2 * queries + 2 * self.kv_heads * self.head_dim)
+            gates = queries if self.family.output_gate else 0
+            return self.hidden * (2 * queries + gates + 2 * self.kv_heads * self.head_dim)
         expanded = low.kv_rank * self.heads * (low.nope + low.value)
         lowered = self.hidden * (low.query_rank + low.kv_rank + low.rope)
         return lowered + (low.query_rank or self.hidden) * queries + expanded + values * self.hidden
@@ -95,6 +99,10 @@ class Architecture:
     def ropes(self) -> tuple[Rope, ...]:
         """Rotary embeddings of the model; the one for layers with a window comes second."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    def is_delta(self, layer: int) -> bool:
+        """Return whether a layer has a gated delta net."""
+        return self.delta is not None and layer in self.delta.layers
 
     def window_of(self, layer: int) -> int:
         """Return the window of a layer in tokens, 0 if it has none."""
@@ -115,10 +123,15 @@ class Architecture:
             tokens: length of the sequence, a number or an array of numbers.
             frozen: whether the weights take no gradient.
         """
-        weights = self.layers * self.attention_weights + sum(map(self.mlp_weights, range(self.layers)))
-        total = (4 if frozen else 6) * weights * tokens
+        attending = [layer for layer in range(self.layers) if not self.is_delta(layer)]
+        weights = len(attending) * self.attention_weights + sum(map(self.mlp_weights, range(self.layers)))
+        state = 0
+        if self.delta:
+            weights += len(self.delta.layers) * self.delta.weights(self.hidden)
+            state = len(self.delta.layers) * self.delta.state_flops
+        total = ((4 if frozen else 6) * weights + state) * tokens
         products = self.heads * (self.head_dim + self.value_dim)
-        for window, layers in Counter(map(self.window_of, range(self.layers))).items():
+        for window, layers in Counter(map(self.window_of, attending)).items():
             least = (tokens + window - abs(tokens - window)) // 2  # the minimum, for numbers and for arrays
             reach = least if window else tokens
             total = total + layers * 3 * products * reach * (2 * tokens - reach)

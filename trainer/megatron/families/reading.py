@@ -13,6 +13,7 @@ from trainer.megatron.families.config_file import (
     check_types,
     read_config,
 )
+from trainer.megatron.families.delta import delta_of
 from trainer.megatron.families.experts import NO_EXPERTS, experts_of
 from trainer.megatron.families.latent import latent_of
 from trainer.megatron.families.numbers import Architecture
@@ -71,7 +72,6 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
     head_dim = latent.head_dim if latent else int(config.get("head_dim") or hidden // heads)
     positions = int(config.get("max_position_embeddings") or 4096)
     rope, local_rope = ropes_of(path, config, family, positions, head_dim)
-    windows = windows_of(path, config, family, layers, positions)
     return Architecture(
         model_type=model_type,
         name=(config.get("architectures") or [FAMILIES[model_type].name])[0],
@@ -86,7 +86,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         norm_eps=float(config[family.eps_field]),
         max_positions=positions,
         rope=rope,
-        **_windows(windows),
+        **_windows(windows_of(path, config, family, layers, positions)),
         local_rope=local_rope,
         biases=biases,
         score_scale=float(config.get("query_pre_attn_scalar") or 0) ** -0.5 if _scales(family) else 0.0,
@@ -95,6 +95,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
         embedding_scale=math.sqrt(hidden) if family.scaled_embedding else 1.0,
         without_qk_norm=bool(family.qk_norm_switch) and not config.get(family.qk_norm_switch),
         latent=latent,
+        delta=delta_of(path, config) if family.delta else None,
         experts=experts_of(path, config, family.experts) if family.experts else NO_EXPERTS,
     )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from protocol.errors import SettingsError
 from trainer.megatron.convert.reshard import TensorPlan, plan_of
 from trainer.megatron.convert.rules import Rule
 from trainer.megatron.families.decoder import embedding_rules, layer_rules, output_rules
@@ -20,8 +21,13 @@ def export_plan(architecture: Architecture, layout: Layout) -> tuple[TensorPlan,
     """Plan all tensors of the model in the order of the export: embedding, layers, final norm, output layer.
 
     Raises:
-        SettingsError: the layout does not divide the model, or a name has two sources.
+        SettingsError: the layout does not divide the model or its samples, or a name has two sources.
     """
+    if architecture.delta and layout.cp > 1:
+        raise SettingsError(
+            f"parallel.context_parallel_size = {layout.cp} is not supported in {architecture.model_type}: "
+            "the state of a gated delta net has seen every token before: set it to 1"
+        )
     chunks = [
         (stage, _chunk_rules(architecture, layout, stage, chunk))
         for chunk in range(layout.chunks)

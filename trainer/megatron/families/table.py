@@ -15,6 +15,15 @@ GEMMA_NORMS = {
 }
 ATTENTION_BIAS = {"attention_bias": ("qkv", "output")}
 GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+HYBRID = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 GLM = {"attention_bias": True, "head_dim": 128, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
 
 
@@ -73,6 +82,10 @@ class Family:
     eps_field: str = "rms_norm_eps"
     latent: bool = False
     """Whether attention is latent (MLA), see `Latent`."""
+    output_gate: bool = False
+    """Whether each head's output is multiplied by a gate, whose rows follow its query's."""
+    delta: str = ""
+    """Names of the input projections of gated delta nets, see `delta.INPUTS`; empty: no layer has one."""
     sinks: bool = False
     """Whether each head has a sink: a learnt score in the softmax that has no value."""
     extra_layers: bool = False
@@ -263,7 +276,28 @@ FAMILIES = {
         windows="switch",
         defaults={"sliding_window": 4096},
     ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        qk_norm="head",
+        norm="rms_from_one",
+        partial_rotation=True,
+        output_gate=True,
+        delta="apart",
+        extra_layers=True,
+        defaults=HYBRID,
+    ),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qk_norm="head", experts=ExpertNames()),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        qk_norm="head",
+        norm="rms_from_one",
+        partial_rotation=True,
+        output_gate=True,
+        delta="by_head",
+        extra_layers=True,
+        experts=ExpertNames(shared="shared_expert", shared_gate="shared_expert_gate", normalized=True),
+        defaults=HYBRID,
+    ),
     "starcoder2": Family(
         "Starcoder2ForCausalLM",
         biases={"use_bias": ("qkv", "output", "mlp")},

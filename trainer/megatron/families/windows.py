@@ -48,7 +48,7 @@ def windows_of(
 def _has_windows(path: Path, config: dict[str, Any], family: Family, layers: int) -> list[bool]:
     """Return whether each layer has a window."""
     types = config.get("layer_types")
-    if types is None:
+    if types is None or family.delta:
         return [_has_window_by_default(config, family, layer) for layer in range(layers)]
     if len(types) != layers or set(types) - set(KINDS):
         raise SettingsError(

@@ -21,6 +21,7 @@ from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, OUTPUT_BIAS
+from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import export_plan, stage_rules
@@ -238,6 +239,7 @@ def _pages(
     architecture: Architecture, itemsize: int, length: int, running: int, buffer_bytes: int, ranks: int
 ) -> int:
     """Return how many pages the KV cache has."""
+    check_generation(architecture.delta)
     longest, each = pages_for(length), page_bytes(architecture, itemsize, ranks)
     if 0 < buffer_bytes < longest * each:
         raise SettingsError(

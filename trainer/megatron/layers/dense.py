@@ -173,6 +173,24 @@ MLPS: dict[str, type[SwigluMLP]] = {"swiglu": SwigluMLP, "geglu": GegluMLP, "gel
 """`Family.mlp` -> the MLP of its layers."""
 
 
+def by_heads(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
+    """Return a projection without a bias whose outputs the tensor ranks split."""
+    return ColumnParallelLinear(inputs, outputs, config=config, init_method=config.init_method, bias=False)
+
+
+def joining_heads(config: TransformerConfig, inputs: int) -> RowParallelLinear:
+    """Return a projection to the hidden size without a bias, of inputs that the tensor ranks split."""
+    return RowParallelLinear(
+        inputs,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+    )
+
+
 class BiasedRow(RowParallelLinear):
     """megatron's row-parallel layer with a bias, also where other layers have none."""
 

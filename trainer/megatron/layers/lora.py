@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
 from protocol.errors import SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from trainer.lora import AdapterSwitch, initial_adapters
-from trainer.megatron.convert.rules import Direct, ExpertStack, FusedQKV, Rule, Split, Stacked
+from trainer.megatron.convert.rules import Direct, ExpertStack, FusedQKV, Interleaved, Rule, Split, Stacked
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Grid
 from trainer.megatron.parallel import Position
@@ -46,6 +46,8 @@ class Adapters(torch.nn.ModuleDict, AdapterSwitch):
     groups: int
     """Key-value heads of this rank; set for qkv only, as is `head_dim`."""
     head_dim: int
+    gated: bool
+    """Whether each query head is followed by the gate of its output; set as these are."""
     sequence_parallel: bool
 
 
@@ -81,7 +83,7 @@ def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, 
         return Split(parameter=f"{here}.a", name=target.a, shape=a, dim=1), Direct(
             parameter=f"{here}.b", name=target.b, shape=b
         )
-    if rule.dim != 0 or isinstance(rule, Direct | Stacked) or "layers" not in rule.parameter:
+    if rule.dim != 0 or isinstance(rule, Direct | Interleaved | Stacked) or "layers" not in rule.parameter:
         raise SettingsError(
             f"setting lora.target_modules: {target.weight} cannot have an adapter in the megatron backend"
         )
@@ -158,6 +160,7 @@ def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Ada
                 "heads"
             )
         adapters.groups, adapters.head_dim = rule.groups // tp, rule.head_dim
+        adapters.gated = rule.gated
     return adapters
 
 
@@ -195,6 +198,9 @@ def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: to
         return next(iter(deltas.values()))
     groups, head_dim = adapters.groups, adapters.head_dim
     queries = output.shape[-1] // (groups * head_dim) - 2
+    if adapters.gated and "q_proj" in deltas:  # the layer has a group's gates after its queries
+        by_head = deltas["q_proj"].view(*lead, groups, queries // 2, 2, head_dim)
+        deltas = {**deltas, "q_proj": by_head.transpose(-2, -3).contiguous()}
     parts = [
         deltas[key].view(*lead, groups, heads * head_dim)
         if key in deltas

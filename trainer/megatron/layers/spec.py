@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.attention.latent import LatentAttention
+from trainer.megatron.layers.delta import DeltaNetLayer
 from trainer.megatron.layers.dense import MLPS, NORMS, BiasedRow, ProjectionNorm, RMSNorm
 from trainer.megatron.layers.experts.layer import ExpertLayer
 
@@ -115,6 +116,8 @@ def attention_terms(architecture: Architecture, layer: int) -> AttentionTerms:
 
 
 def _attention(architecture: Architecture, layer: int, attention: Any, core_attention: Any) -> ModuleSpec:
+    if architecture.is_delta(layer):
+        return ModuleSpec(module=DeltaNetLayer, params={"delta": architecture.delta})
     terms = attention_terms(architecture, layer)
     if architecture.latent:
         params = {

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 from trainer.config import TrainerConfig
 from trainer.layers.limits import NO_COPIES, KeyCopies
+from trainer.megatron.families.delta import DeltaNet
 from trainer.megatron.families.numbers import Architecture
+
+CHUNK = 64
+"""Tokens that the delta rule computes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +31,11 @@ class Activation:
     """0: as `trainer.dtype`."""
 
 
-ACTIVATIONS = (
+COMMON = (
     Activation("input of the attention's norm, the residual stream", lambda a: a.hidden, split="sequence"),
     Activation("input of the projection to q, k, v", lambda a: a.hidden, "layernorm", "sequence"),
-    Activation("what makes q, k, v, before and after its norms", lambda a: _low_ranks(a), split="sequence"),
-    Activation("q, k, v together, of which v stays a view", lambda a: _projected(a)),
-    Activation("q of its own, as a norm's input", lambda a: bool(a.qk_norm) * a.heads * a.head_dim),
-    Activation("k of its own, likewise", lambda a: _over_heads(a) * a.kv_heads * a.head_dim),
-    Activation(
-        "q and k normed, before the norm's weight",
-        lambda a: _over_heads(a) * (a.heads + a.kv_heads) * a.head_dim,
-        item_bytes=4,
-    ),
-    Activation("q with rotation", lambda a: a.heads * a.head_dim),
-    Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
-    Activation("v as wide as k, and attention's output", lambda a: _widened(a)),
-    Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
-    Activation("attention's output, input of its projection", lambda a: a.heads * a.value_dim),
     Activation("input of the MLP's norm, the residual stream", lambda a: _own_input(a), split="sequence"),
     Activation("input of the MLP", lambda a: _own_input(a), "layernorm", "sequence"),
-    Activation("gate and up, or what has no gate", lambda a: mlp_projections(a) * a.intermediate, "mlp"),
-    Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
     Activation("inputs of the norms after", lambda a: _both_norms(a) * 2 * a.hidden, split="sequence"),
     Activation(
         "inputs of the norms before, in float32",
@@ -62,16 +50,49 @@ ACTIVATIONS = (
         split="sequence",
         item_bytes=4,
     ),
+)
+"""Activations of every layer. With norms after attention and MLP instead of before it is as much: the norms'
+inputs instead of their outputs."""
+ATTENTION = (
+    Activation("what makes q, k, v, before and after its norms", lambda a: _low_ranks(a), split="sequence"),
+    Activation("q, k, v together, of which v stays a view", lambda a: _projected(a)),
+    Activation("q of its own, as a norm's input", lambda a: bool(a.qk_norm) * a.heads * a.head_dim),
+    Activation("k of its own, likewise", lambda a: _over_heads(a) * a.kv_heads * a.head_dim),
+    Activation(
+        "q and k normed, before the norm's weight",
+        lambda a: _over_heads(a) * (a.heads + a.kv_heads) * a.head_dim,
+        item_bytes=4,
+    ),
+    Activation("q with rotation", lambda a: a.heads * a.head_dim),
+    Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
+    Activation("v as wide as k, and attention's output", lambda a: _widened(a)),
+    Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
+    Activation("attention's output, input of its projection", lambda a: a.heads * a.value_dim),
+    Activation(
+        "output before its gate, gate and its sigmoid",
+        lambda a: a.family.output_gate * 3 * a.heads * a.head_dim,
+        item_bytes=4,
+    ),
     Activation(
         "q and k in float32, as inputs of a norm",
         lambda a: _in_float32(a) * bool(a.qk_norm) * (a.heads + a.kv_heads) * a.head_dim,
         item_bytes=4,
     ),
 )
-"""Activations that a layer keeps, in the order in which they are made. With norms after attention and MLP
-instead of before it is as much: the norms' inputs instead of their outputs."""
-EXPERT_ACTIVATIONS = (
-    *(row for row in ACTIVATIONS if row.module != "mlp"),
+"""Activations of attention."""
+DELTA = (
+    Activation("outputs of the input projection", lambda a: _delta(a).key_heads * sum(_delta(a).sizes)),
+    Activation("strengths and decays on the way", lambda a: 6 * _delta(a).value_heads, item_bytes=4),
+    Activation("output, normed, gate and both products", lambda a: 5 * _delta_values(a), item_bytes=4),
+    Activation("input of the output projection", lambda a: _delta_values(a)),
+)
+"""Activations of a gated delta net, whose convolution and delta rule are computed again."""
+MLP = (
+    Activation("gate and up, or what has no gate", lambda a: mlp_projections(a) * a.intermediate, "mlp"),
+    Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
+)
+"""Activations of an MLP."""
+EXPERTS = (
     Activation("logits and scores of the router", lambda a: 2 * a.experts.count, "mlp", "sequence", 4),
     Activation("rows of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "rows"),
     Activation("gate and up", lambda a: 2 * a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
@@ -79,7 +100,25 @@ EXPERT_ACTIVATIONS = (
     Activation("outputs of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "sequence"),
     Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
 )
-"""Activations that a layer with experts keeps, if all ranks get as many rows."""
+"""Activations of experts, if all ranks get as many rows."""
+
+
+def activations_of(*, sparse: bool = False, delta: bool = False) -> tuple[Activation, ...]:
+    """Return what a layer keeps, with experts if `sparse`, with a gated delta net if `delta`."""
+    return *COMMON, *(DELTA if delta else ATTENTION), *(EXPERTS if sparse else MLP)
+
+
+def delta_rule_elements(a: Architecture) -> int:
+    """Return the float32 elements of a token in the convolution and the delta rule, over all tensor ranks.
+
+    They are of transformers' own functions, measured on a CPU: the kernels of libraries take less. Chunks of
+    64 tokens have their products and a state.
+    """
+    if (delta := a.delta) is None:
+        return 0
+    keys, states = delta.value_heads * delta.key, delta.value_heads * delta.key * delta.value // CHUNK
+    mixed = delta.key_heads * sum(delta.sizes[:3])
+    return 12 * keys + 3 * _delta_values(a) + 6 * mixed + 5 * CHUNK * delta.value_heads + 4 * states
 
 
 def key_copies(a: Architecture, trainer: TrainerConfig) -> KeyCopies:
@@ -90,7 +129,9 @@ def key_copies(a: Architecture, trainer: TrainerConfig) -> KeyCopies:
     them.
     """
     without = trainer.recompute_modules if trainer.recompute_granularity == "selective" else ()
-    kept = sum(row.elements(a) * (row.item_bytes or 2) for row in ACTIVATIONS if row.module not in without)
+    kept = sum(
+        row.elements(a) * (row.item_bytes or 2) for row in activations_of() if row.module not in without
+    )
     heads, sizes = a.heads if a.latent else a.kv_heads, 2 * (a.head_dim + a.value_dim)
     if trainer.attention_backend not in ("auto", "torch") or a.score_softcap:
         return KeyCopies(heads * sizes / kept)
@@ -98,8 +139,18 @@ def key_copies(a: Architecture, trainer: TrainerConfig) -> KeyCopies:
     return KeyCopies((2 * heads + a.heads) * sizes / (kept * a.layers), window) if window else NO_COPIES
 
 
+def _delta(a: Architecture) -> DeltaNet:
+    if a.delta is None:
+        raise ValueError(f"no layer of {a.model_type} has a gated delta net")
+    return a.delta
+
+
+def _delta_values(a: Architecture) -> int:
+    return _delta(a).value_heads * _delta(a).value
+
+
 def _heads(a: Architecture) -> int:
-    return a.heads + 2 * a.kv_heads
+    return (1 + a.family.output_gate) * a.heads + 2 * a.kv_heads
 
 
 def _projected(a: Architecture) -> int:

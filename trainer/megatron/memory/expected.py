@@ -16,7 +16,13 @@ from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.layout import Layout
-from trainer.megatron.memory.activations import ACTIVATIONS, EXPERT_ACTIVATIONS, Activation, mlp_projections
+from trainer.megatron.memory.activations import (
+    COMMON,
+    Activation,
+    activations_of,
+    delta_rule_elements,
+    mlp_projections,
+)
 from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 
 RECOMPUTES: tuple[RecomputeGranularity, ...] = ("", "selective", "full")
@@ -223,7 +229,12 @@ def _sizes(architecture: Architecture, layout: Layout, stage: int) -> tuple[int,
 
 
 def bytes_of_layer(
-    work: Workload, tokens: int, *, sparse: bool = False, without: tuple[str, ...] = ()
+    work: Workload,
+    tokens: int,
+    *,
+    sparse: bool = False,
+    delta: bool = False,
+    without: tuple[str, ...] = (),
 ) -> int:
     """Return the bytes that a layer keeps of a micro-batch.
 
@@ -231,6 +242,7 @@ def bytes_of_layer(
         work: the run.
         tokens: of the micro-batch.
         sparse: whether the layer has experts.
+        delta: whether it has a gated delta net.
         without: modules that are recomputed.
     """
     if not work.architecture.family.pre_norms:  # those after are not computed again
@@ -238,7 +250,7 @@ def bytes_of_layer(
     seen = 0 if "core_attn" in without else _keys_seen(work, tokens)
     return seen + sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
-        for row in (EXPERT_ACTIVATIONS if sparse else ACTIVATIONS)
+        for row in activations_of(sparse=sparse, delta=delta)
         if not row.module or row.module not in without
     )
 
@@ -247,11 +259,13 @@ def _bytes_of_layers(
     work: Workload, tokens: int, layers: Sequence[int], *, without: tuple[str, ...] = ()
 ) -> list[int]:
     """Return the bytes that each of some layers keeps."""
-    sparse = work.architecture.experts.is_sparse
+    a = work.architecture
+    kinds = [(a.experts.is_sparse(layer), a.is_delta(layer)) for layer in layers]
     found = {
-        kind: bytes_of_layer(work, tokens, sparse=kind, without=without) for kind in set(map(sparse, layers))
+        (sparse, delta): bytes_of_layer(work, tokens, sparse=sparse, delta=delta, without=without)
+        for sparse, delta in set(kinds)
     }
-    return [found[sparse(layer)] for layer in layers]
+    return [found[kind] for kind in kinds]
 
 
 def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
@@ -290,14 +304,15 @@ def _layer_backward_bytes(work: Workload, tokens: int) -> int:
     experts, layout = a.experts, work.layout
     weight = mlp_projections(a) * a.intermediate * a.hidden // tp
     if experts.count:  # rows of experts pass, too, and the gradients of a rank's experts are a stack
-        own = experts.per_token / _pieces(work, ACTIVATIONS[0])
+        own = experts.per_token / _pieces(work, COMMON[0])
         rows = own * (gradients * experts.intermediate + 2 * a.hidden * layout.etp) / gradients
         width = max(width, rows)
         weight = max(weight, 2 * experts.intermediate * a.hidden * experts.count // (layout.ep * layout.etp))
     passing = ceil(tokens * gradients * width * work.item) + 2 * _stream(work, tokens)
     weights = 0 if work.adapters.rank else weight * work.item
     bounded = SCORE_COPIES * SCORES_CHUNK_BYTES if a.score_softcap else 0
-    return max(passing + weights, bounded, 2 * _keys_seen(work, tokens))
+    delta_rule = 2 * 4 * tokens * delta_rule_elements(a) // tp
+    return max(passing + weights, bounded, delta_rule, 2 * _keys_seen(work, tokens))
 
 
 def _keys_seen(work: Workload, tokens: int) -> int:
@@ -379,4 +394,4 @@ def _pieces(work: Workload, row: Activation) -> float:
 
 def _stream(work: Workload, tokens: int) -> int:
     """Return the bytes of the residual stream of a micro-batch."""
-    return ceil(tokens * work.architecture.hidden * work.item / _pieces(work, ACTIVATIONS[0]))
+    return ceil(tokens * work.architecture.hidden * work.item / _pieces(work, COMMON[0]))

@@ -1,4 +1,4 @@
-"""Computes from the settings the host memory of the trainer's ranks. No torch here."""
+"""Computes from the settings the host memory of `megatron` ranks. No torch here."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,20 +10,12 @@ from trainer.config import ParallelConfig
 from trainer.megatron.families.stages import stage_rules
 from trainer.megatron.memory.expected import (
     Workload,
-    expected_memory,
     frozen_bytes,
     memory_of_stage,
     parameters_of_stage,
     stepped_of_stage,
 )
-from trainer.memory.expected import GIB
-
-STATE_BYTES = 12
-"""Master and moments of a parameter, float32."""
-CHUNK_ELEMENTS = 1 << 26
-"""Elements that the optimizer steps together, at least; as in `host_transfers.py`, which needs torch."""
-ROOMS = 2
-"""Chunks that have room in page-locked memory, in either direction."""
+from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, transfer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,96 +35,23 @@ class HostWorkload:
         """Ranks of one host."""
         return self.work.layout.ranks // self.hosts
 
+    def expected(self) -> ExpectedHostMemory:
+        """Return the memory of the host that takes the most."""
+        return max((_host_bytes(self, host) for host in range(self.hosts)), key=lambda found: found.total)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedHostMemory:
-    """Bytes in the memory of a host, by what they are for."""
+    def alternatives(self) -> Iterator[tuple[str, "HostWorkload"]]:
+        """Yield settings that may take less memory and the run with them, the cheapest first."""
+        work = self.work
+        parallel = dataclasses.replace(work.parallel, use_distributed_optimizer=True)
+        distributed = dataclasses.replace(work, parallel=parallel)
+        yield "parallel.use_distributed_optimizer = true", dataclasses.replace(self, work=distributed)
+        if self.on_gpu:
+            on_device = work.changed(cpu_offload=False)
+            yield "optimizer.cpu_offload = false", dataclasses.replace(self, work=on_device)
 
-    model: int
-    """What ranks on a CPU compute with, or what others keep there while engines have the GPU."""
-    optimizer: int
-    """Masters and moments of `optimizer.cpu_offload`."""
-    transfers: int
-    """Its gradients and parameters on their way."""
-    checkpoint: int
-    """Bytes of the copy that is written during the steps."""
-    export: int
-    """The model as it is exported, on the host of rank 0."""
-
-    @property
-    def total(self) -> int:
-        """Their sum: all are there while a checkpoint is written."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
-
-    def __str__(self) -> str:
-        sizes = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes if size)
-        return f"{self.total / GIB:.1f} GiB ({parts})"
-
-
-def expected_host_memory(given: HostWorkload) -> ExpectedHostMemory:
-    """Return the memory of the host that takes the most."""
-    return max((_host_bytes(given, host) for host in range(given.hosts)), key=lambda found: found.total)
-
-
-def host_refusal(given: HostWorkload, room: int, setting: str) -> str:
-    """Return why a run does not fit the memory of a host, in one sentence with settings that would.
-
-    Args:
-        given: the run.
-        room: bytes that there are.
-        setting: how the room is called, such as "has" or "has free".
-
-    Returns:
-        An empty text if it fits.
-    """
-    needed = expected_host_memory(given)
-    if needed.total <= room:
-        return ""
-    return (
-        f"the trainer's {given.ranks} rank(s) on a host are expected to take {needed} of its memory, and "
-        f"this host {setting} {room / GIB:.1f} GiB; {_remedy(given, room)}"
-    )
-
-
-def host_alternatives(given: HostWorkload, room: int) -> Iterator[tuple[str, HostWorkload]]:
-    """Yield settings that fit, the cheapest first."""
-    work = given.work
-    parallel = dataclasses.replace(work.parallel, use_distributed_optimizer=True)
-    changes = {"parallel.use_distributed_optimizer = true": dataclasses.replace(work, parallel=parallel)}
-    if given.on_gpu:
-        changes["optimizer.cpu_offload = false"] = work.changed(cpu_offload=False)
-    for name, change in changes.items():
-        changed = dataclasses.replace(given, work=change)
-        if changed != given and _fits(changed, room):
-            yield name, changed
-    for hosts in range(given.hosts + 1, work.layout.ranks + 1):
-        changed = dataclasses.replace(given, hosts=hosts)
-        if work.layout.ranks % hosts == 0 and _fits(changed, room):
-            yield f"cluster.nodes = {hosts}", changed
-            return
-
-
-def _remedy(given: HostWorkload, room: int) -> str:
-    remedies = [_described(given, name, changed) for name, changed in host_alternatives(given, room)]
-    if not remedies:
-        return (
-            "no setting of its ranks would fit: spread them over more hosts ([parallel], cluster.nodes), or "
-            "train adapters (lora.rank)"
-        )
-    return f"it would fit with {', or with '.join(remedies)}"
-
-
-def _described(given: HostWorkload, name: str, changed: HostWorkload) -> str:
-    size = f"{expected_host_memory(changed).total / GIB:.1f} GiB"
-    if changed.work.optimizer == given.work.optimizer:
-        return f"{name} ({size})"
-    least = expected_memory(changed.work, 1024).peak / GIB
-    return f"{name} ({size}, and at least {least:.1f} GiB of each GPU)"
-
-
-def _fits(given: HostWorkload, room: int) -> bool:
-    return expected_host_memory(given).total <= room
+    def on(self, hosts: int) -> "HostWorkload":
+        """Return the run on another number of hosts."""
+        return dataclasses.replace(self, hosts=hosts)
 
 
 def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
@@ -169,7 +88,7 @@ def _transfers(work: Workload, stage: int, stepped: int) -> int:
     rules = stage_rules(work.architecture, work.layout, stage)
     largest = max(prod(rule.local_shape(work.layout.grid(expert=rule.expert))) for rule in rules)
     gradient = 4 if work.optimizer.grad_reduce_in_fp32 else work.item
-    return ROOMS * min(stepped, max(CHUNK_ELEMENTS, largest)) * (gradient + work.item)
+    return transfer_bytes(stepped, largest, gradient + work.item)
 
 
 def _exported(work: Workload) -> int:

@@ -333,6 +333,23 @@ def test_gpt_oss_has_the_numbers_of_its_config(tmp_path: Path) -> None:
     assert attention_terms(found, 1).sinks
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        (
+            {"layer_types": ["linear_attention", "sliding_attention"]},
+            "layer_types must name 2 layers, each li",
+        ),
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads = 3 does not divide the 4"),
+    ],
+)
+def test_a_hybrid_of_other_layers_or_heads_is_refused(
+    tmp_path: Path, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(SettingsError, match=named):
+        architecture_of({**make_model("qwen3.5").config.to_dict(), **changes}, tmp_path)
+
+
 def test_glm4_moe_may_lack_norms_of_queries_and_keys(tmp_path: Path) -> None:
     config = make_model("glm4-moe").config.to_dict()
     found = architecture_of(config, tmp_path)

@@ -15,6 +15,7 @@ from tests.trainer.megatron.models import save_model
 from trainer.config import ParallelConfig
 from trainer.megatron.convert.reshard import stretch
 from trainer.megatron.convert.rules import Direct, Rule
+from trainer.megatron.families.delta import DeltaNet
 from trainer.megatron.families.experts import NO_EXPERTS, ExpertNames, Experts, check_ranks
 from trainer.megatron.families.latent import Latent
 from trainer.megatron.families.numbers import Architecture
@@ -38,6 +39,14 @@ def latents() -> st.SearchStrategy[Latent]:
 
 
 @st.composite
+def delta_nets(draw: st.DrawFn) -> DeltaNet:
+    """Gated delta nets that split over up to 4 tensor ranks, in some layers."""
+    heads, size = 4 * draw(st.integers(1, 2)), st.integers(1, 3)
+    layers = draw(st.sampled_from([(0,), (1,), (0, 1)]))
+    return DeltaNet(layers, heads, heads * draw(size), key=draw(size), value=draw(size), kernel=draw(size))
+
+
+@st.composite
 def architectures(draw: st.DrawFn) -> Architecture:
     """Small models of every family that split over up to 4 tensor and 2 pipeline ranks; also fewer kv heads
     than tensor ranks."""
@@ -49,7 +58,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         model_type=model_type,
         name="Any",
         layers=draw(st.sampled_from([2, 4])),
-        hidden=draw(st.integers(1, 9)),
+        hidden=draw(st.integers(1, 9)) * (2 if FAMILIES[model_type].experts else 1),
         intermediate=4 * draw(st.integers(1, 4)),
         heads=heads,
         kv_heads=kv_heads,
@@ -60,6 +69,7 @@ def architectures(draw: st.DrawFn) -> Architecture:
         max_positions=64,
         rope=Rope(10000.0),
         latent=draw(latents()) if FAMILIES[model_type].latent else None,
+        delta=draw(delta_nets()) if FAMILIES[model_type].delta else None,
         biases=tuple(name for names in switches for name in names),
         experts=draw(experts(FAMILIES[model_type].experts)),
     )
@@ -222,6 +232,17 @@ def test_a_norm_over_all_heads_needs_whole_heads_on_each_rank(tmp_path: Path) ->
     architecture = read_architecture(save_model("olmo2", tmp_path))
     with pytest.raises(SettingsError, match=r"= 4 does not divide the 2 heads of .*k_norm"):
         export_plan(architecture, layout_of(architecture, tp=4))
+
+
+def test_layouts_and_adapters_that_a_gated_delta_net_cannot_have_are_refused(tmp_path: Path) -> None:
+    architecture = read_architecture(save_model("qwen3-next", tmp_path))
+    sizes = ParallelConfig(context_parallel_size=2)
+    with pytest.raises(SettingsError, match=r"context_parallel_size = 2 is not supported in qwen3_next"):
+        export_plan(architecture, Layout.of(sizes, architecture.layers))
+    with pytest.raises(SettingsError, match=r"= 4 does not divide the 2 heads of .*in_proj"):
+        export_plan(architecture, layout_of(architecture, tp=4))
+    with pytest.raises(SettingsError, match=r"in_proj_qkvz\.weight cannot have an adapter"):
+        lora_rules(whole_rules(architecture), LoraConfig(rank=2, target_modules=("in_proj_qkvz",)))
 
 
 def test_a_fused_tensor_cannot_have_an_adapter(tmp_path: Path) -> None:

@@ -16,19 +16,15 @@ from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Layout
-from trainer.megatron.memory import host_memory
 from trainer.megatron.memory.expected import FrozenShape, Workload
-from trainer.megatron.memory.host_memory import (
-    HostWorkload,
-    expected_host_memory,
-    host_alternatives,
-    host_refusal,
-)
+from trainer.megatron.memory.host_memory import HostWorkload
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.optimizer import wrap_model
 from trainer.megatron.parallel import Position
+from trainer.memory import host
 from trainer.memory.expected import GIB
+from trainer.memory.host import host_alternatives, host_refusal
 from trainer.storage.host_state import HostCopies
 
 OFFLOADED = OptimizerConfig(cpu_offload=True)
@@ -62,7 +58,7 @@ def test_expected_bytes_are_those_of_the_tensors_that_are_there(
         trainer=TrainerConfig(dtype=dtype),
         optimizer=OFFLOADED,
     )
-    found = expected_host_memory(HostWorkload(work=work))
+    found = HostWorkload(work=work).expected()
     counts = sum(tensor.nbytes for tensor in optimizer.tensors() if tensor.ndim == 0)
     assert sum(tensor.nbytes for tensor in optimizer.tensors()) - counts == found.optimizer
     rooms = optimizer._transfers._arriving + optimizer._transfers._leaving
@@ -77,11 +73,11 @@ def test_expected_bytes_are_those_of_the_tensors_that_are_there(
 
 
 def test_constants_are_those_of_what_they_describe() -> None:
-    assert host_memory.CHUNK_ELEMENTS == host_transfers.CHUNK_ELEMENTS
+    assert host.CHUNK_ELEMENTS == host_transfers.CHUNK_ELEMENTS
 
 
 def test_a_host_holds_twelve_bytes_a_parameter_and_as_much_again_for_a_checkpoint() -> None:
-    found = expected_host_memory(HOST)
+    found = HOST.expected()
     assert found.optimizer == found.checkpoint == 12 * PARAMETERS_7B
     assert found.export == 2 * PARAMETERS_7B
     table = QWEN_7B.hidden * QWEN_7B.vocabulary
@@ -90,45 +86,45 @@ def test_a_host_holds_twelve_bytes_a_parameter_and_as_much_again_for_a_checkpoin
 
 
 def test_ranks_of_a_host_share_what_is_distributed_and_copy_what_is_not() -> None:
-    shared = expected_host_memory(on_ranks(data_parallel_size=4))
+    shared = on_ranks(data_parallel_size=4).expected()
     assert shared.optimizer == pytest.approx(12 * PARAMETERS_7B, abs=100)
-    alike = expected_host_memory(on_ranks(data_parallel_size=4, use_distributed_optimizer=False))
+    alike = on_ranks(data_parallel_size=4, use_distributed_optimizer=False).expected()
     assert alike.optimizer == 4 * 12 * PARAMETERS_7B
     assert alike.checkpoint == 12 * PARAMETERS_7B  # the first of them writes it
 
 
 def test_hosts_divide_the_ranks_and_the_first_one_exports() -> None:
-    whole = expected_host_memory(on_ranks(pipeline_model_parallel_size=2))
-    half = expected_host_memory(on_ranks(hosts=2, pipeline_model_parallel_size=2))
+    whole = on_ranks(pipeline_model_parallel_size=2).expected()
+    half = on_ranks(hosts=2, pipeline_model_parallel_size=2).expected()
     assert half.export == whole.export
     assert half.optimizer == pytest.approx(whole.optimizer / 2, rel=1e-6)  # but for the last norm
     other = HostWorkload(work=workload(parallel=ParallelConfig(data_parallel_size=2)), hosts=2)
-    assert expected_host_memory(other).checkpoint == pytest.approx(6 * PARAMETERS_7B, abs=100)
+    assert other.expected().checkpoint == pytest.approx(6 * PARAMETERS_7B, abs=100)
 
 
 def test_state_that_leaves_the_gpu_in_turns_is_on_the_host_and_on_a_cpu_everything_is() -> None:
     device = HostWorkload(work=workload())
-    assert expected_host_memory(device).model == 0
-    assert expected_host_memory(replace(device, turns=True)).model == (2 + 12) * PARAMETERS_7B
-    assert expected_host_memory(replace(device, on_gpu=False)).model == (2 + 4 + 12) * PARAMETERS_7B
-    assert expected_host_memory(replace(HOST, turns=True)).model == 2 * PARAMETERS_7B
+    assert device.expected().model == 0
+    assert replace(device, turns=True).expected().model == (2 + 12) * PARAMETERS_7B
+    assert replace(device, on_gpu=False).expected().model == (2 + 4 + 12) * PARAMETERS_7B
+    assert replace(HOST, turns=True).expected().model == 2 * PARAMETERS_7B
 
 
 def test_adapters_take_little() -> None:
     adapters = replace(HOST, work=workload(optimizer=OFFLOADED, adapters=LoraConfig(rank=8)))
-    found = expected_host_memory(adapters)
+    found = adapters.expected()
     assert found.total < found.export + GIB
     assert found.export == 2 * PARAMETERS_7B
 
 
 def test_host_memory_that_suffices_is_not_refused() -> None:
-    assert host_refusal(HOST, expected_host_memory(HOST).total, "has") == ""
+    assert host_refusal(HOST, HOST.expected().total, "has") == ""
 
 
 def test_a_refusal_names_both_sizes_and_settings_that_fit() -> None:
     text = host_refusal(HOST, 128 * GIB, "has free")
     assert text.startswith(
-        f"the trainer's 1 rank(s) on a host are expected to take {expected_host_memory(HOST)} of its memory, "
+        f"the trainer's 1 rank(s) on a host are expected to take {HOST.expected()} of its memory, "
         "and this host has free 128.0 GiB; it would fit with optimizer.cpu_offload = false (99.3 GiB, and at "
     )
     replicas = on_ranks(data_parallel_size=4, use_distributed_optimizer=False)
@@ -148,7 +144,7 @@ def test_more_hosts_and_adapters_are_named_where_nothing_fits() -> None:
 def test_frozen_models_rest_where_the_setting_says() -> None:
     def model(*, offload: bool, turns: bool = False) -> int:
         work = replace(HOST.work, frozen=(FrozenShape(QWEN_7B, offload),) * 2)
-        return expected_host_memory(replace(HOST, work=work, turns=turns)).model
+        return replace(HOST, work=work, turns=turns).expected().model
 
     assert model(offload=True) == 2 * 2 * PARAMETERS_7B
     assert model(offload=False) == 0
@@ -157,8 +153,8 @@ def test_frozen_models_rest_where_the_setting_says() -> None:
 
 def test_a_critic_takes_as_much_again_but_is_not_exported() -> None:
     critic = replace(HOST.work.architecture, value_head=True)
-    both = expected_host_memory(replace(HOST, work=replace(HOST.work, critic=critic)))
-    alone = expected_host_memory(HOST)
+    both = replace(HOST, work=replace(HOST.work, critic=critic)).expected()
+    alone = HOST.expected()
     assert both.export == alone.export
     for kind in ("optimizer", "checkpoint"):
         assert 1.9 < getattr(both, kind) / getattr(alone, kind) < 2

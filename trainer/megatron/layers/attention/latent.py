@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     checkpoint,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -29,7 +27,7 @@ from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.families.latent import Latent
 from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.sequences import RotarySequences
-from trainer.megatron.layers.dense import RMSNorm
+from trainer.megatron.layers.dense import RMSNorm, by_heads, joining_heads
 
 EPS = 1e-6
 """Epsilon of the norms of low rank: transformers has it fixed, regardless of `rms_norm_eps`."""
@@ -59,22 +57,14 @@ class LatentAttention(MegatronModule):
         if latent.query_rank:
             self.linear_q_down_proj = ReplicatedLinear(config, hidden, latent.query_rank)
             self.q_layernorm = RMSNorm(config, latent.query_rank, EPS)
-            self.linear_q_up_proj = _by_heads(config, latent.query_rank, heads * latent.head_dim)
+            self.linear_q_up_proj = by_heads(config, latent.query_rank, heads * latent.head_dim)
         else:
-            self.linear_q_proj = _by_heads(config, hidden, heads * latent.head_dim)
+            self.linear_q_proj = by_heads(config, hidden, heads * latent.head_dim)
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.kv_rank + latent.rope)
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, EPS)
-        self.linear_kv_up_proj = _by_heads(config, latent.kv_rank, heads * (latent.nope + latent.value))
+        self.linear_kv_up_proj = by_heads(config, latent.kv_rank, heads * (latent.nope + latent.value))
         self.core_attention = LatentCore(config, terms, latent, rotary_factor)
-        self.linear_proj = RowParallelLinear(
-            heads * latent.value,
-            hidden,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        self.linear_proj = joining_heads(config, heads * latent.value)
         self.recomputes_core = (
             config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
         )
@@ -160,7 +150,3 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
-
-
-def _by_heads(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
-    return ColumnParallelLinear(inputs, outputs, config=config, init_method=config.init_method, bias=False)

@@ -99,18 +99,27 @@ class ShardedWorkload:
     critic: ModelSize | None = None
     """Critic that is trained, too; its passes come after the policy's."""
 
+    @property
+    def models(self) -> tuple[ModelSize, ...]:
+        """Models that are trained, the policy first."""
+        return (self.model,) if self.critic is None else (self.model, self.critic)
+
+    @property
+    def stepped(self) -> int:
+        """Trained parameters of all models, on all ranks."""
+        return _adapters(self.model, self.adapters) + (self.critic.parameters if self.critic else 0)
+
     def expected(self, tokens: int) -> ExpectedMemory:
         """Return the memory of a step with passes of so many tokens."""
-        models = [self.model] if self.critic is None else [self.model, self.critic]
+        models, trained = self.models, self.stepped
         item, ranks = ITEM_BYTES[self.trainer.dtype], self.parallel.data_parallel_size
         held = not self.trainer.offload_parameters
-        trained = [_adapters(one, self.adapters) if one is self.model else one.parameters for one in models]
         frozen = self.model.parameters if self.adapters.rank else 0
-        shards = FLOAT32 * (sum(trained) + frozen) * held + item * sum(self.others)
+        shards = FLOAT32 * (trained + frozen) * held + item * sum(self.others)
         return ExpectedMemory(
             parameters=ceil(shards / ranks) + max(_gathered(one) for one in models) * item,
-            gradients=ceil(FLOAT32 * sum(trained) * held / ranks),
-            optimizer=0 if self.optimizer.cpu_offload else ceil(2 * FLOAT32 * sum(trained) / ranks),
+            gradients=ceil(FLOAT32 * trained * held / ranks),
+            optimizer=0 if self.optimizer.cpu_offload else ceil(2 * FLOAT32 * trained / ranks),
             activations=max(self._kept(one, tokens) for one in models) * item,
             head=_head(self.model, tokens, item, trained=not self.adapters.rank),
             workspace=max(self._workspace(one, tokens, item) for one in models),

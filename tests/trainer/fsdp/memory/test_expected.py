@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.fsdp.expected import FLOAT32, ModelSize, ShardedWorkload, read_size
+from trainer.fsdp.memory.expected import FLOAT32, ModelSize, ShardedWorkload, read_size
 from trainer.memory.budget import largest_budget, refusal
 from trainer.memory.expected import GIB, LIBRARIES
 
@@ -115,5 +115,5 @@ def test_budget_and_refusal_are_those_of_all_backends() -> None:
 
 
 def test_the_expected_memory_is_computed_without_torch() -> None:
-    code = "import sys, trainer.fsdp.expected; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer.fsdp.memory.expected; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,61 @@
+"""Tests that a model is read shard by shard, or whole where its files have other tensors.
+
+test_backend.py counts what each of several ranks reads.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
+
+from protocol.device.checkpoint_views import model_tensors
+from tests.trainer.fsdp.tiny_models import save_tiny
+from tests.trainer.megatron.layout_runs import IF_CHANGED
+from tests.trainer.megatron.models import make_model, save_model
+from tests.trainer.recomputed.ranks import process_group
+from trainer.config import ParallelConfig, TrainerConfig
+from trainer.fsdp.backend import join_mesh
+from trainer.fsdp.loading import load_shards
+from trainer.reference.shards import gathered
+
+pytestmark = IF_CHANGED
+TRAINER = TrainerConfig(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with process_group(1):
+        yield join_mesh(ParallelConfig(), TRAINER)[0]
+
+
+def assert_loaded(model_dir: Path, mesh: DeviceMesh) -> None:
+    """The parameters are those that transformers loads."""
+    found, _ = load_shards(model_dir, "model.path", mesh, TRAINER)
+    expected = model_tensors(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32))
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(gathered(found[name]), expected[name])] == []
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3-moe", "gpt-oss"])
+def test_the_files_have_every_shard(
+    name: str, mesh: DeviceMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert_loaded(save_model(name, tmp_path), mesh)
+    assert caplog.text == ""
+
+
+def test_a_tensor_may_be_a_number(mesh: DeviceMesh, tmp_path: Path) -> None:
+    assert_loaded(save_tiny("apertus", tmp_path), mesh)
+
+
+def test_a_checkpoint_of_other_tensors_is_loaded_whole_and_the_log_says_so(
+    mesh: DeviceMesh, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("qwen2-tied")
+    model.model.save_pretrained(tmp_path)  # names without the prefix of the model with its output layer
+    model.config.save_pretrained(tmp_path)
+    assert_loaded(tmp_path, mesh)
+    assert "trainer.whole" in caplog.text

@@ -1,0 +1,80 @@
+"""Reads tensors of a checkpoint directory, whole or some rows of them."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from protocol.errors import SettingsError
+
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsReader:
+    """Tensors of a checkpoint directory by name, in one file or many. Files are mapped, not read whole."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Open the directory.
+
+        Raises:
+            SettingsError: the directory has no safetensors, or its index names a missing file.
+        """
+        self.model_dir = model_dir
+        self._open: dict[str, Any] = {}
+        index = model_dir / INDEX
+        if index.exists():
+            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            missing = sorted(name for name in set(self._files.values()) if not (model_dir / name).exists())
+        else:
+            files = sorted(path.name for path in model_dir.glob("*.safetensors"))
+            missing = [] if files else ["*.safetensors"]
+            self._files = {name: file for file in files for name in self._file(file).keys()}  # noqa: SIM118 (not a mapping)
+        if missing:
+            raise SettingsError(
+                f"{model_dir} lacks {', '.join(missing)}: the model must be a complete safetensors checkpoint"
+            )
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the whole tensor."""
+        return tuple(self._file(self._files[name]).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Return the dtype by its name in the file."""
+        return str(self._file(self._files[name]).get_slice(name).get_dtype())
+
+    def rows(self, name: str, dim: int, start: int, length: int, matrix: int | None = None) -> torch.Tensor:
+        """Return `length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype.
+
+        Where the tensor is a stack of matrices, `matrix` is the index of one. A number has itself alone.
+        """
+        part = self._file(self._files[name]).get_slice(name)
+        if not part.get_shape():
+            return self._file(self._files[name]).get_tensor(name)  # type: ignore[no-any-return]
+        cut = slice(start, start + length)
+        if matrix is None:
+            result: torch.Tensor = part[cut] if dim == 0 else part[:, cut]
+        else:
+            result = part[matrix, cut] if dim == 0 else part[matrix, :, cut]
+        return result
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(str(self.model_dir / name), framework="pt").__enter__()
+        return self._open[name]
+
+    def __enter__(self) -> "SafetensorsReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._open.values():
+            file.__exit__(None, None, None)
+        self._open.clear()

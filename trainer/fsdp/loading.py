@@ -1,0 +1,122 @@
+"""Loads models of transformers onto the ranks that shard them: a rank reads no more than its own shards.
+
+A model is built without memory for its parameters, sharded, and only then given them. What has to be known of
+it before its passes are laid out is found with a first such model, in float32, in host memory.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from protocol.device.checkpoint_views import model_tensors
+from protocol.errors import SettingsError
+from trainer.backends.safetensors_reader import SafetensorsReader
+from trainer.config import TrainerConfig
+from trainer.fsdp.sharding import shard
+from trainer.fsdp.shards import ShardPlan, TensorView, shard_rows, tensor_views
+from trainer.fsdp.traits import Traits, probe
+from trainer.reference.frozen import load_model
+from trainer.reference.shards import local_tensor
+
+log = logging.getLogger("tether.trainer")
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def load_shards(
+    model_dir: Path, setting: str, mesh: DeviceMesh, trainer: TrainerConfig, *, with_head: bool = True
+) -> tuple[Tensors, Traits]:
+    """Return this rank's shards of a model, float32, in host memory, and its traits. A collective.
+
+    Args:
+        model_dir: a Hugging Face directory.
+        setting: its name, for errors.
+        mesh: the data-parallel ranks.
+        trainer: settings of the backend.
+        with_head: whether it has its output layer.
+
+    Raises:
+        SettingsError: transformers cannot load it.
+    """
+    model = load_model(model_dir, setting, with_head=with_head, blank=True)
+    plain = replace(
+        trainer, dtype="float32", compile=False, recompute_granularity="", offload_parameters=True
+    )
+    model._can_set_attn_implementation()  # it keeps what it reads in the source of the class, for `probe`
+    shard(model, model, mesh, plain)
+    tensors, conversions = _read(model, model_dir, mesh), None
+    if tensors is None:
+        log.warning("trainer.whole model=%s reason='its files have no range for each shard'", model_dir)
+        whole = load_model(model_dir, setting, with_head=with_head)
+        tensors, conversions = _cut(model, model_tensors(whole), mesh), whole._weight_conversions
+    give(model, tensors, torch.device("cpu"))
+    return tensors, replace(probe(model, torch.device(mesh.device_type)), conversions=conversions)
+
+
+def give(model: Any, tensors: Tensors, device: torch.device) -> None:
+    """Put shards in the place of the parameters without memory, on a device, in the parameters' types."""
+    held: dict[str, torch.Tensor] = {}
+    tied = model.all_tied_weights_keys
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (source := tied.get(name, name)) in tensors:
+            if source not in held:
+                value = tensors[source].to(device, parameter.dtype)
+                held[source] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+            held[name] = held[source]
+    model.load_state_dict(held, assign=True, strict=False)
+    for name, buffer in model.named_buffers():
+        if name in tensors:
+            buffer.copy_(tensors[name])
+
+
+def _read(model: Any, model_dir: Path, mesh: DeviceMesh) -> Tensors | None:
+    """Read this rank's shards; None if the files lack a range that is the shard, or part of it."""
+    sharded = model_tensors(model)
+    try:
+        views, files = tensor_views(model, sharded), SafetensorsReader(model_dir)
+    except SettingsError:  # a tensor is no part of a parameter, or transformers reads other files
+        return None
+    split = [view for view in views if isinstance(sharded[view.parameter], DTensor)]
+    plan = ShardPlan.make(split, sharded, mesh.size())
+    with files as reader:
+        names = {view.name: _name_in(reader, view, model.base_model_prefix) for view in views}
+        if plan is None or not all(names.values()):
+            return None
+        tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in sharded.items()}
+        rank = mesh.get_local_rank()
+        for piece, (name, memory) in zip(plan.parts[rank], plan.cut(tensors, rank), strict=True):
+            first, stop = piece.box[0]
+            memory.copy_(reader.rows(names[name], 0, first, stop - first))
+        for view in views:
+            if view not in split:
+                whole = reader.rows(names[view.name], 0, 0, math.prod(view.shape[:1]))
+                view.within(tensors[view.parameter]).copy_(whole)
+    return tensors
+
+
+def _name_in(reader: SafetensorsReader, view: TensorView, prefix: str) -> str:
+    """Return the name of a tensor in the files, which may hold a model around this one; empty: not there."""
+    for name in (view.name, f"{prefix}.{view.name}"):
+        if name in reader.names and reader.shape(name) == view.shape:
+            return name
+    return ""
+
+
+def _cut(model: Any, whole: Tensors, mesh: DeviceMesh) -> Tensors:
+    """Return this rank's shards of a model that was loaded whole."""
+    tensors = {}
+    for name, tensor in model_tensors(model).items():
+        tensors[name] = torch.empty_like(tensor, device="cpu")
+        source = whole[name]
+        if isinstance(tensor, DTensor):
+            first, stop = shard_rows(len(source), mesh.get_local_rank(), mesh.size())
+            source = source[first:stop]
+        local_tensor(tensors[name]).copy_(source)
+    return tensors

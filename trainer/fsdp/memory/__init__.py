@@ -1,0 +1,1 @@
+"""Memory of a rank and of a host by arithmetic."""

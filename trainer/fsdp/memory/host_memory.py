@@ -1,0 +1,65 @@
+"""Computes from the settings the host memory of `fsdp` ranks. No torch here."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+
+from trainer.fsdp.memory.expected import FLOAT32, ShardedWorkload
+from trainer.memory.expected import ITEM_BYTES
+from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, transfer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedHost:
+    """Facts that the memory of a host depends on."""
+
+    work: ShardedWorkload
+    hosts: int = 1
+    """Hosts of the trainer; each has as many ranks."""
+    on_gpu: bool = True
+    """Whether ranks compute on GPUs; if not, all that they have is in host memory."""
+    turns: bool = False
+    """Whether the GPU's state moves to the host while engines have the GPU."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one host."""
+        return self.work.parallel.data_parallel_size // self.hosts
+
+    def expected(self) -> ExpectedHostMemory:
+        """Return the memory of the host of rank 0, which has the export, too."""
+        work, ranks = self.work, self.work.parallel.data_parallel_size
+        stepped = ceil(work.stepped / ranks)
+        offloads, held = work.optimizer.cpu_offload, work.trainer.offload_parameters
+        moments = STATE_BYTES - FLOAT32 * held  # the parameters are the masters
+        largest = max(model.layer + model.outside for model in work.models)
+        return ExpectedHostMemory(
+            model=self.ranks * (self._device_bytes() + 2 * FLOAT32 * held * stepped),
+            optimizer=self.ranks * offloads * moments * stepped,
+            transfers=self.ranks * (offloads and not held) * transfer_bytes(stepped, largest, 2 * FLOAT32),
+            checkpoint=self.ranks * STATE_BYTES * stepped,
+            export=work.model.parameters * ITEM_BYTES[work.trainer.dtype],
+        )
+
+    def alternatives(self) -> Iterator[tuple[str, "ShardedHost"]]:
+        """Yield settings that may take less memory and the run with them, the cheapest first."""
+        work = self.work
+        if self.on_gpu:
+            on_device = dataclasses.replace(
+                work,
+                trainer=dataclasses.replace(work.trainer, offload_parameters=False),
+                optimizer=dataclasses.replace(work.optimizer, cpu_offload=False),
+            )
+            yield "optimizer.cpu_offload = false", dataclasses.replace(self, work=on_device)
+
+    def on(self, hosts: int) -> "ShardedHost":
+        """Return the run on another number of hosts."""
+        return dataclasses.replace(self, hosts=hosts)
+
+    def _device_bytes(self) -> int:
+        """Return the bytes of a rank that are on the host because it has no device, or not always."""
+        found = self.work.expected(1)
+        if not self.on_gpu:
+            return found.parameters + found.gradients + found.optimizer
+        return self.turns * (found.parameters + found.optimizer)

@@ -1,0 +1,80 @@
+"""Finds out from a model's outputs whether samples can be packed, and whether it changes its logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.data.prefix_tree import PrefixTree, RowFamily
+from trainer.fsdp import attention
+from trainer.fsdp.attention_types import KNOWN_TYPES
+from trainer.fsdp.output_layer import OutputLayer
+from trainer.fsdp.passes import stretches_of
+from trainer.layers.attention.sequences import token_positions
+
+EXACT = 1e-4
+"""Largest difference of a float32 model's outputs between packed samples and a pass for each, relative to the
+largest output."""
+SAMPLE = 8
+"""Tokens of each of the two samples that show the difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Facts about a model that decide how it is computed."""
+
+    leaves_logits: bool
+    """Whether its logits are what its output layer gives, which has a weight alone."""
+    why_rows: str
+    """Why samples are rows of their own, padded on the right; empty where they are packed."""
+    conversions: Any = None
+    """How transformers made the model of its files, where that is not as it saves one."""
+
+    def apply(self, model: Any) -> OutputLayer | None:
+        """Replace the attention and the output layer of a model that is like the one that was probed."""
+        if self.conversions is not None:
+            model._weight_conversions = self.conversions
+        if not self.why_rows:
+            model.set_attn_implementation(attention.NAME)
+        return OutputLayer(model.get_output_embeddings()) if self.leaves_logits else None
+
+
+def probe(model: Any, device: torch.device) -> Traits:
+    """Compute a few tokens with a sharded model, in float32, on a device. A collective."""
+    with torch.no_grad():
+        traits = Traits(OutputLayer.suits(model, device), _packing_refusal(model, device))
+    model.reshard()
+    return traits
+
+
+def _packing_refusal(model: Any, device: torch.device) -> str:
+    """Return why a model's samples are not packed.
+
+    Two samples begin alike. Their outputs in one pass, which computes that once, are compared with a pass
+    for each. They differ if layers have a state that goes from one sample to the next, or attention that is
+    not transformers' exchangeable one.
+    """
+    unknown = set(getattr(model.config, "layer_types", None) or ()) - KNOWN_TYPES
+    if unknown:
+        return f"layers of the types {', '.join(sorted(unknown))}"
+    ids = torch.arange(SAMPLE + SAMPLE // 2, device=device) % model.config.vocab_size
+    first, second = ids[:SAMPLE], torch.cat([ids[: SAMPLE // 2], ids[SAMPLE:]])
+    apart = torch.cat([_outputs(model, first[None]), _outputs(model, second[None])[SAMPLE // 2 :]])
+    tree = PrefixTree.of([RowFamily((0, 1), (SAMPLE, SAMPLE), (0, SAMPLE // 2))])
+    lengths, keys = stretches_of(tree)
+    try:
+        model.set_attn_implementation(attention.NAME)
+        with attention.packed(lengths, device, keys):
+            positions = token_positions(lengths, keys)[None].to(device)
+            together = _outputs(model, ids[None], position_ids=positions)
+    except (ValueError, RuntimeError, TypeError, KeyError) as error:
+        return f"its attention cannot be replaced: {error}"
+    difference = float((together - apart).abs().max() / apart.abs().max())
+    return (
+        "" if difference <= EXACT else f"outputs of packed samples are off by {difference:.2g} of the largest"
+    )
+
+
+def _outputs(model: Any, ids: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids, use_cache=False, **options)[0]
+    return found.flatten(0, 1).double()

@@ -1,0 +1,115 @@
+"""Computes gated delta nets (Yang et al. 2024, arXiv 2412.06464) over packed samples with a state each.
+
+megatron's own layer refuses packed samples, and needs flash-linear-attention also where its kernels do not
+run. Here the convolution and the delta rule are transformers' functions, which call the kernels of
+causal-conv1d and flash-linear-attention where these are installed.
+
+Shapes: T tokens, t of them on this rank (all without sequence parallelism); H hidden size; n samples of a
+segment, L tokens of its longest; heads are this tensor rank's.
+"""
+
+import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
+
+# isort: split
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils.checkpoint import checkpoint
+
+from trainer.layers.attention.segmented import AttentionSegment
+from trainer.megatron.families.delta import DeltaNet
+from trainer.megatron.layers.attention.sequences import RotarySequences
+from trainer.megatron.layers.dense import by_heads, joining_heads, rms_norm
+
+
+class DeltaNetLayer(MegatronModule):
+    """A layer's gated delta net. Tensor ranks split the key heads, each with its value heads.
+
+    A segment's samples are rows that are padded on the right, where padding changes no state that is read.
+    """
+
+    def __init__(self, config: TransformerConfig, *, delta: DeltaNet, **unused: Any) -> None:
+        """Make the layer's parameters, uninitialized."""
+        from transformers.models.qwen3_next.modeling_qwen3_next import (  # imports much
+            causal_conv1d_fn,
+            torch_chunk_gated_delta_rule,
+        )
+
+        super().__init__(config=config)
+        self._convolve, self._delta_rule = causal_conv1d_fn, torch_chunk_gated_delta_rule
+        self.delta = delta
+        ranks = config.tensor_model_parallel_size
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+
+        def empty(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+        self.in_proj = by_heads(config, config.hidden_size, delta.key_heads * sum(delta.sizes))
+        self.conv = empty(delta.key_heads * sum(delta.sizes[:3]) // ranks, 1, delta.kernel)
+        self.dt_bias, self.a_log = empty(delta.value_heads // ranks), empty(delta.value_heads // ranks)
+        self.norm = torch.nn.Module()
+        self.norm.weight = empty(delta.value)
+        self.out_proj = joining_heads(config, delta.value_heads * delta.value)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: None = None,
+        *,
+        packed_seq_params: RotarySequences,
+        **unused: Any,
+    ) -> Any:
+        """Map [t, 1, H] to the same shape; returns it with None, as megatron does where there is no bias."""
+        delta = self.delta
+        sizes = [sum(delta.sizes[:3]), *delta.sizes[3:]]
+        rows = self.in_proj(hidden_states)[0][:, 0].unflatten(-1, (-1, sum(sizes)))
+        mixed, gates, strengths, decays = rows.split(sizes, dim=-1)
+        strengths = strengths.flatten(1).sigmoid()
+        decays = -self.a_log.float().exp() * F.softplus(decays.flatten(1).float() + self.dt_bias)
+        out = torch.cat(
+            [
+                # Kept, what its chunks compute would take more memory than all else of the layer.
+                checkpoint(self._segment, mixed, strengths, decays, segment, use_reentrant=False)
+                for segment in packed_seq_params.segments
+            ]
+        )
+        # Each rank norms its own heads, so the weight's gradient is a sum over the ranks.
+        weight = copy_to_tensor_model_parallel_region(self.norm.weight)
+        normed = rms_norm(out.float(), weight.float(), self.config.layernorm_epsilon)
+        gated = normed * F.silu(gates.unflatten(-1, (-1, delta.value)).flatten(1, 2).float())
+        return self.out_proj(gated.to(out.dtype).flatten(1)[:, None])
+
+    def _segment(
+        self,
+        mixed: torch.Tensor,
+        strengths: torch.Tensor,
+        decays: torch.Tensor,
+        segment: AttentionSegment,
+    ) -> torch.Tensor:
+        """Return the outputs of a segment's tokens, [tokens, value heads, V].
+
+        Args:
+            mixed: [T, key heads, R], a head's query, key and values before the convolution.
+            strengths: [T, value heads].
+            decays: [T, value heads], logarithms.
+            segment: of the T tokens.
+        """
+        delta = self.delta
+        heads = mixed.size(1)
+        channels = segment.spread(mixed).transpose(2, 3).flatten(1, 2)  # [n, key heads * R, L]
+        convolved = self._convolve(channels.contiguous(), self.conv[:, 0], None, activation="silu")
+        rows = convolved.unflatten(1, (heads, -1)).permute(0, 3, 1, 2)  # [n, L, key heads, R]
+        query, key, values = rows.split(delta.sizes[:3], dim=-1)
+        strengths, decays = (segment.spread(x[..., None])[..., 0].mT for x in (strengths, decays))
+        out, _ = self._delta_rule(
+            *(x.repeat_interleave(delta.values_of_key, dim=2) for x in (query, key)),
+            values.unflatten(-1, (-1, delta.value)).flatten(2, 3),
+            g=decays.contiguous(),
+            beta=strengths.contiguous(),
+            use_qk_l2norm_in_kernel=True,
+        )
+        return segment.picked(out.transpose(1, 2))

@@ -1,0 +1,132 @@
+"""Describes the memory of a host with the trainer's ranks, and says what would fit. No torch here."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.memory.expected import GIB, Planned
+
+STATE_BYTES = 12
+"""Master and moments of a parameter, float32."""
+CHUNK_ELEMENTS = 1 << 26
+"""Elements that the optimizer steps together, at least; as in `host_transfers.py`, which needs torch."""
+ROOMS = 2
+"""Chunks that have room in page-locked memory, in either direction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedHostMemory:
+    """Bytes in the memory of a host, by what they are for."""
+
+    model: int
+    """What ranks on a CPU compute with, or what others keep there while engines have the GPU."""
+    optimizer: int
+    """Masters and moments of `optimizer.cpu_offload`."""
+    transfers: int
+    """Its gradients and parameters on their way."""
+    checkpoint: int
+    """Bytes of the copy that is written during the steps."""
+    export: int
+    """The model as it is exported, on the host of rank 0."""
+
+    @property
+    def total(self) -> int:
+        """Their sum: all are there while a checkpoint is written."""
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    def __str__(self) -> str:
+        sizes = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes if size)
+        return f"{self.total / GIB:.1f} GiB ({parts})"
+
+
+class HostPlanned(Protocol):
+    """A run whose host memory a backend computes from its settings."""
+
+    @property
+    def work(self) -> Planned:
+        """The run."""
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of the trainer; each has as many ranks."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether ranks compute on GPUs."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one host."""
+
+    def expected(self) -> ExpectedHostMemory:
+        """Return the memory of the host that takes the most."""
+
+    def alternatives(self) -> "Iterator[tuple[str, HostPlanned]]":
+        """Yield settings that may take less memory and the run with them, the cheapest first."""
+
+    def on(self, hosts: int) -> "HostPlanned":
+        """Return the run on another number of hosts."""
+
+
+def host_refusal(given: HostPlanned, room: int, setting: str) -> str:
+    """Return why a run does not fit the memory of a host, in one sentence with settings that would.
+
+    Args:
+        given: the run.
+        room: bytes that there are.
+        setting: how the room is called, such as "has" or "has free".
+
+    Returns:
+        An empty text if it fits.
+    """
+    needed = given.expected()
+    if needed.total <= room:
+        return ""
+    return (
+        f"the trainer's {given.ranks} rank(s) on a host are expected to take {needed} of its memory, and "
+        f"this host {setting} {room / GIB:.1f} GiB; {_remedy(given, room)}"
+    )
+
+
+def host_alternatives(given: HostPlanned, room: int) -> Iterator[tuple[str, HostPlanned]]:
+    """Yield settings that fit, the cheapest first, and at last the fewest hosts that do."""
+    for name, changed in given.alternatives():
+        if changed != given and changed.expected().total <= room:
+            yield name, changed
+    ranks = given.ranks * given.hosts
+    for hosts in range(given.hosts + 1, ranks + 1):
+        more = given.on(hosts)
+        if ranks % hosts == 0 and more.expected().total <= room:
+            yield f"cluster.nodes = {hosts}", more
+            return
+
+
+def transfer_bytes(stepped: int, largest: int, item: int) -> int:
+    """Return the bytes of gradients and parameters on their way between a device and its host.
+
+    Args:
+        stepped: elements that the rank steps.
+        largest: elements of its largest parameter.
+        item: bytes of an element's gradient and of its parameter, together.
+    """
+    return ROOMS * min(stepped, max(CHUNK_ELEMENTS, largest)) * item
+
+
+def _remedy(given: HostPlanned, room: int) -> str:
+    remedies = [_described(given, name, changed) for name, changed in host_alternatives(given, room)]
+    if not remedies:
+        return (
+            "no setting of its ranks would fit: spread them over more hosts ([parallel], cluster.nodes), or "
+            "train adapters (lora.rank)"
+        )
+    return f"it would fit with {', or with '.join(remedies)}"
+
+
+def _described(given: HostPlanned, name: str, changed: HostPlanned) -> str:
+    size = f"{changed.expected().total / GIB:.1f} GiB"
+    if changed.work.optimizer == given.work.optimizer:
+        return f"{name} ({size})"
+    least = changed.work.expected(1024).peak / GIB
+    return f"{name} ({size}, and at least {least:.1f} GiB of each GPU)"
