@@ -28,7 +28,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of one step: all of them, or those of one data-parallel replica.
+    """Samples of one step: all of them, or one data-parallel replica's.
 
     Token i of sample s is at `offsets[s] + i` of the arrays [t]. The first token of a sample is never
     trained.

@@ -22,8 +22,7 @@ from trainer.megatron.memory.expected import (
     parameters_of_stage,
 )
 from trainer.megatron.memory.host_memory import HostWorkload, expected_host_memory, host_refusal
-from trainer.memory.budget import TOKENS_MOST, TOKENS_STEP
-from trainer.memory.expected import GIB, ITEM_BYTES, Planned
+from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_MOST, TOKENS_STEP, Planned
 from trainer.roles.config import FROZEN_ROLES
 
 

@@ -1,7 +1,7 @@
 """Implements PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic and the token loss of `surrogate.py`.
 
-Advantages of single tokens are estimated by `trainer/functional/gae.py` from the critic's values, once for a
-batch (`trainer/roles/advantages.py`).
+Advantages of single tokens are estimated by `trainer/functional/advantages.py` from the critic's values, once
+for a batch (`trainer/roles/advantages.py`).
 """
 
 import torch

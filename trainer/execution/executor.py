@@ -34,9 +34,8 @@ from trainer.execution.commands import (
     next_command,
 )
 from trainer.execution.state_writer import StateWriter
-from trainer.ranks.collectives import is_distributed
-from trainer.ranks.messages import broadcast_message
-from trainer.ranks.scatter_batch import receive_part, send_part
+from trainer.ranks.collectives import broadcast_message, is_distributed
+from trainer.ranks.wire import receive_part, send_part
 from trainer.roles.models import RankModels
 from trainer.roles.placed import RoleLink, StepDivision
 from trainer.step.plan import StepPlan

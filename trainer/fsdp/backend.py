@@ -36,8 +36,7 @@ from trainer.reference.lora import attach
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.step.made_passes import MadePasses
-from trainer.step.measures import StepMeasures
-from trainer.step.token_loss import micro_batch_loss
+from trainer.step.measures import StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
 

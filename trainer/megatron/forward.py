@@ -36,8 +36,7 @@ from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
 from trainer.step.made_passes import MadePasses
-from trainer.step.measures import StepMeasures
-from trainer.step.token_loss import micro_batch_loss
+from trainer.step.measures import StepMeasures, micro_batch_loss
 
 
 class Measures(Protocol):

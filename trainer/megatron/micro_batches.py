@@ -16,22 +16,21 @@ import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
-from trainer.data.family_packing import pack_families
-from trainer.data.packing import fill_groups
+from trainer.data.packing import fill_groups, pack_families
 from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.layers.attention.kernels import by_segments, kernel_for, key_uses
-from trainer.layers.attention.rows import to_device
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.layers.attention.visible import (
     ComputedTokens,
     pieces_with_padding,
+    to_device,
     visible_keys,
 )
 from trainer.layers.limits import NO_COPIES, KeyCopies
-from trainer.megatron.layers.attention.context import sum_over_context_ranks
+from trainer.megatron.layers.attention.core import sum_over_context_ranks
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.attention.sequences import RotarySequences, packed_sequences
-from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
+from trainer.megatron.layers.experts.balance import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
 
 T = TypeVar("T", TrainedTokens, RoutedTokens)

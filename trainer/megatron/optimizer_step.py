@@ -11,11 +11,11 @@ from trainer.backends.base import NOTHING_TRAINED
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig
 from trainer.megatron.forward import Runner
-from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.memory.recompute import forget_passes
-from trainer.megatron.memory.retry import retry_of
-from trainer.megatron.optimizer import Optimizer
+from trainer.megatron.optimizer import LossScale, Optimizer
+from trainer.megatron.parallel import Position
+from trainer.memory.oom_retry import OomRetry
 from trainer.step.made_passes import MadePasses
 
 
@@ -117,3 +117,17 @@ class ModelStepper:
         ]
         kept = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         return [*self.optimizer.tensors(), *kept], [buffer.grad_data for buffer in buffers]
+
+
+def retry_of(position: Position, tokens: int, reset: Callable[[], None]) -> OomRetry:
+    """Return the budget of a rank and how it shrinks; arguments as in `OomRetry`.
+
+    With tensor, pipeline or context parallelism, or experts on several ranks, they wait for each other
+    within a pass, and with `overlap_grad_reduce` gradients are added up within it.
+    """
+    parallel = position.config
+    replicas = parallel.data_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    within = len(position.replicas()[0]) == 1 and experts == 1
+    is_whole = within and not (replicas > 1 and parallel.overlap_grad_reduce)
+    return OomRetry(position.device, tokens, reset, replicas=replicas, is_whole=is_whole)

@@ -16,20 +16,17 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
-from trainer.backends.engine_attach import check_parameters, take_parameters
+from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.lora import merged, without_adapters
-from trainer.reference.attaching import check_model_buffers
 from trainer.reference.frozen import FrozenTransformer, in_dtype, load_model
-from trainer.reference.logprobs import evaluate, forward
+from trainer.reference.logprobs import evaluate, forward, passes
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.padding import passes
 from trainer.reference.state import copy_state, load_state
-from trainer.step.measures import StepMeasures
-from trainer.step.token_loss import micro_batch_loss
+from trainer.step.measures import StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -13,8 +13,8 @@ from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.reference.backend import DTYPES, ReferenceBackend
 from trainer.reference.frozen import in_dtype, load_model
+from trainer.reference.logprobs import padded, passes
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.padding import padded, passes
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticStats

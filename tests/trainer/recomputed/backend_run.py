@@ -28,8 +28,7 @@ from trainer.registry import make_backend, make_critic
 from trainer.roles.critic import Critic
 from trainer.roles.frozen import FrozenModels, FrozenRole
 from trainer.roles.models import RankModels
-from trainer.roles.placed import RoleLink
-from trainer.roles.placed_critic import PlacedCritic
+from trainer.roles.placed import PlacedCritic, RoleLink
 from trainer.step.plan import StepPlan
 
 NOT_OF_THE_RECIPE = (

@@ -14,8 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from trainer.layers.attention.joined import joined_attention
-from trainer.layers.attention.seen_rows import seen_rows
+from trainer.layers.attention.joined import joined_attention, seen_rows
 from trainer.layers.attention.sequences import PackedSequences
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.layers.attention.visible import SharedKeys

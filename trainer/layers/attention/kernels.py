@@ -12,12 +12,10 @@ import torch.nn.functional as F
 from protocol.errors import SettingsError
 from trainer.config import AttentionBackend
 from trainer.layers.attention import fused
-from trainer.layers.attention.backends import LIBRARIES, lacks_terms
-from trainer.layers.attention.joined import joined_attention
-from trainer.layers.attention.seen_rows import seen_rows, spread_queries
+from trainer.layers.attention.joined import joined_attention, seen_rows, spread_queries
 from trainer.layers.attention.segmented import CausalPart, WholePart, segmented_attention
 from trainer.layers.attention.sequences import PackedSequences
-from trainer.layers.attention.terms import PLAIN, AttentionTerms
+from trainer.layers.attention.terms import LIBRARIES, PLAIN, AttentionTerms, lacks_terms
 from trainer.layers.attention.visible import KeyUse
 
 Kernel = Callable[..., torch.Tensor]
@@ -122,7 +120,7 @@ def packed_attention(
 
     Args:
         query: of the tokens.
-        key: of the tokens, or of those of all context ranks, of which `sequences.keys` says the ones seen.
+        key: of the tokens, or of all context ranks' tokens; `sequences.keys` says which of them are seen.
         value: likewise.
         sequences: describes them.
         terms: the layer's.

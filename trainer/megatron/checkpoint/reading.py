@@ -13,16 +13,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
-from trainer.megatron.checkpoint.description import FORMAT, TrainedModel, read_layout
-from trainer.megatron.checkpoint.file_names import (
+from trainer.megatron.checkpoint.description import (
+    FORMAT,
     KINDS,
     LAYOUT,
     MASTER,
     STEPS,
     VALUE,
+    TrainedModel,
     parse_name,
     part_name,
     rank_file,
+    read_layout,
 )
 from trainer.megatron.checkpoint.shard_mapping import (
     Key,

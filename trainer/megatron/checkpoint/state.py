@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.megatron.checkpoint.description import TrainedModel
-from trainer.megatron.checkpoint.file_names import (
+from trainer.megatron.checkpoint.description import (
     KINDS,
     LAYOUT,
     LOSS_SCALE,
@@ -21,6 +20,7 @@ from trainer.megatron.checkpoint.file_names import (
     RANDOM_CUDA,
     STEPS,
     VALUE,
+    TrainedModel,
     part_name,
     rank_file,
 )

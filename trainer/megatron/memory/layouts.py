@@ -10,8 +10,7 @@ from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import Workload
-from trainer.memory.budget import USED_SHARE, largest_budget
-from trainer.memory.expected import ExpectedMemory
+from trainer.memory.expected import USED_SHARE, ExpectedMemory, largest_budget
 
 TENSOR_RANKS = (1, 2, 4, 8)
 """Tensor ranks exchange activations in every layer, so they are on one host."""

@@ -12,10 +12,10 @@ from trainer.megatron.backend import initialize
 from trainer.megatron.families.reading import read_critic
 from trainer.megatron.forward import Runner
 from trainer.megatron.memory.expected import Workload
-from trainer.megatron.memory.retry import retry_of
+from trainer.megatron.optimizer_step import retry_of
 from trainer.megatron.roles.critic import MegatronCritic
 from trainer.megatron.roles.frozen import FrozenPart
-from trainer.memory.budget import TOKENS_ON_CPU
+from trainer.memory.expected import TOKENS_ON_CPU
 from trainer.memory.plan import MemoryPlan
 from trainer.roles.critic import Critic, CriticSpec
 

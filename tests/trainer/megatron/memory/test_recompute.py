@@ -12,8 +12,8 @@ from tests.trainer.megatron.models import save_model
 from trainer.config import TrainerConfig
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.experts.balance import routed_tokens
 from trainer.megatron.layers.experts.router import ExpertRouter
-from trainer.megatron.layers.experts.tokens import routed_tokens
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import build_model, transformer_config

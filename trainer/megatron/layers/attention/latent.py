@@ -52,7 +52,7 @@ class LatentAttention(MegatronModule):
         rotary_factor: float,
         **unused: Any,
     ) -> None:
-        """Make the layer's parameters, uninitialized; arguments beside megatron's as those of its core."""
+        """Make the layer's parameters, uninitialized; other arguments as of its core."""
         super().__init__(config=config)
         self.latent = latent
         hidden, heads = config.hidden_size, config.num_attention_heads

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.layers.attention.rows import to_device
 from trainer.layers.attention.sequences import PackedSequences, token_positions
-from trainer.layers.attention.visible import VisibleKeys
+from trainer.layers.attention.visible import VisibleKeys, to_device
 from trainer.megatron.layers.attention.rotary import Angles, Rotary
-from trainer.megatron.layers.experts.tokens import RoutedTokens
+from trainer.megatron.layers.experts.balance import RoutedTokens
 
 
 @dataclass(frozen=True, slots=True)

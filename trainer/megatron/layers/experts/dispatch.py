@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import all_to_all
 
-from trainer.layers.attention.rows import to_device
+from trainer.layers.attention.visible import to_device
 
 
 class ExpertOrder:

@@ -17,11 +17,10 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.dense import SwigluMLP, swiglu
-from trainer.megatron.layers.experts.clamped import ClampedExperts
+from trainer.megatron.layers.experts.balance import RoutedTokens
 from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder
 from trainer.megatron.layers.experts.router import ExpertRouter
-from trainer.megatron.layers.experts.stacks import expert_products, stack
-from trainer.megatron.layers.experts.tokens import RoutedTokens
+from trainer.megatron.layers.experts.stacks import ClampedExperts, expert_products, stack
 
 
 class ExpertLayer(TransformerLayer):

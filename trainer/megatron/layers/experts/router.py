@@ -16,8 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.megatron.families.experts import Experts
-from trainer.megatron.layers.experts.balance import auxiliary_loss, tokens_by_sample, z_loss
-from trainer.megatron.layers.experts.tokens import RoutedTokens
+from trainer.megatron.layers.experts.balance import RoutedTokens, auxiliary_loss, tokens_by_sample, z_loss
 
 
 @dataclass(frozen=True, slots=True)

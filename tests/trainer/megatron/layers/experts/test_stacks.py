@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from trainer.megatron.layers.experts.stacks import grouped, one_by_one
+from trainer.megatron.layers.experts.stacks import clamped_swiglu, grouped, one_by_one
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -30,3 +32,11 @@ def test_a_grouped_product_equals_one_for_each_expert(dtype: torch.dtype, counts
     found, expected = (products(way, torch.tensor(counts), dtype) for way in (grouped, one_by_one))
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other)
+
+
+def test_the_activation_is_bounded_as_that_of_transformers() -> None:
+    theirs = GptOssExperts(transformers.GptOssConfig(hidden_size=4, intermediate_size=3, num_local_experts=1))
+    x = torch.randn(50, 2 * 3, generator=torch.Generator().manual_seed(0)) * 10
+    assert (x.abs() > theirs.limit).any()
+    found = clamped_swiglu(x, theirs.limit, theirs.alpha)
+    torch.testing.assert_close(found, theirs._apply_gate(x), atol=1e-6, rtol=1e-6)

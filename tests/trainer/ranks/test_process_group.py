@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.ranks.seats import Seat, seat_of
+from trainer.ranks.process_group import Seat, seat_of
 
 
 def test_the_policy_has_the_first_processes_and_other_models_the_next() -> None:

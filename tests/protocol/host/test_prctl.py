@@ -11,22 +11,22 @@ from tests.integration.loop import ROOT
 
 PROGRAM = """
 import os, sys
-from protocol.host import privacy
+from protocol.host import prctl
 
 def be_a_common_user():
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(54321, 54321, 54321)
         os.setresuid(54321, 54321, 54321)
-    privacy.open_to_own_user()  # as it is after an exec
+    prctl.open_to_own_user()  # as it is after an exec
 
 be_a_common_user()
 ready, done = os.pipe(), os.pipe()
 if (child := os.fork()) == 0:
     if sys.argv[1] != "open":
-        privacy.keep_private()
+        prctl.keep_private()
     if sys.argv[1] == "opened":
-        privacy.open_to_own_user()
+        prctl.open_to_own_user()
     os.close(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY, 0o666))
     os.write(ready[1], b"x")
     os.read(done[0], 1)

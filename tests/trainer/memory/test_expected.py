@@ -6,14 +6,14 @@ from protocol.errors import SettingsError
 from tests.trainer.megatron.memory.test_expected import QWEN_7B, workload
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.megatron.memory.expected import Workload, expected_memory
-from trainer.memory.budget import (
+from trainer.memory.expected import (
+    GIB,
     TOKENS_MOST,
     TOKENS_STEP,
     alternatives,
     choose_tokens,
     largest_budget,
 )
-from trainer.memory.expected import GIB
 from trainer.memory.plan import planned_tokens
 
 HOST = workload(optimizer=OptimizerConfig(cpu_offload=True))

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from protocol.device.pair_group import RECEIVER, SENDER, abort
-from protocol.device.pair_store import join_pair
+from protocol.device.pair_group import RECEIVER, SENDER, abort, join_pair
 
 SECONDS = 30.0
 

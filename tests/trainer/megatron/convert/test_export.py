@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import Box, covers, relative, shape_of, size_of, whole
 from protocol.weights.slices import BucketSizes, check_parts, senders_of, transfer_of
-from trainer.megatron.convert.pieces import PublishedPiece, published_pieces
+from trainer.megatron.convert.export import PublishedPiece, published_pieces
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.convert.rules import (
     Direct,
