@@ -1,15 +1,25 @@
-"""Defines a training batch: samples of one step, one after the other, without padding.
+"""Defines a training batch: samples of one step, one after the other, without padding; and its digest.
 
 Shapes: n samples, t tokens of all of them together, prompts and responses. A branch of a sample with several
 is a sample here, with the advantage and the weight of the whole one.
+
+The digest, by which `tether replay` can tell whether it built the same batch, covers the numbers and arrays
+that the records and the algorithm determine, without log-probabilities of other policies and the choice of
+measurements.
+
+The digest, by which `tether replay` can tell whether it built the same batch, covers the numbers and arrays
+that the records and the algorithm determine, without log-probabilities of other policies and the choice of
+measurements.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,3 +232,31 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
 
 def _picked(values: torch.Tensor | None, place: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[place]
+
+
+class BatchDigest:
+    """Digests samples as they come: the arrays of a batch, not how they are divided or padded.
+
+    Each array is an xxh3-128 of its bytes, little-endian, as `Batch` has them; the digest is the xxh3-128 of
+    all names, dtypes and digests.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, xxhash.xxh3_128] = {}
+
+    def add(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Add the `token_arrays` of the next sample."""
+        for name, values in arrays.items():
+            self._tokens.setdefault(f"{name} {values.dtype}", xxhash.xxh3_128()).update(values.data)
+
+    def finish(self, numbers: Mapping[str, float], by_sample: Mapping[str, torch.Tensor]) -> str:
+        """Return the digest, 32 hex digits, with the numbers of the step and arrays [N] by sample."""
+        state = xxhash.xxh3_128()
+        for name, value in numbers.items():
+            state.update(f"{name} {value!r}\n".encode())
+        for name, values in by_sample.items():
+            array = values.numpy()
+            state.update(f"{name} {array.dtype} {xxhash.xxh3_128_hexdigest(array.data)}\n".encode())
+        for name, digest in self._tokens.items():
+            state.update(f"{name} {digest.hexdigest()}\n".encode())
+        return state.hexdigest()

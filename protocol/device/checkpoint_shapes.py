@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_models import MODEL_BUILDING
+from protocol.device.checkpoint_views import MODEL_BUILDING, checkpoint_views, model_tensors
 from protocol.errors import EngineError
 
 MAX_HEADER_BYTES = 100 << 20

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
-from protocol.host.memory import memory_available, memory_limit
+from protocol.host.machine import memory_available, memory_limit
 from services.preflight.critic import critic_architecture
 from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem

@@ -17,8 +17,7 @@ from trainer.ranks.wire import BetweenModels
 from trainer.registry import make_backend, make_critic, make_critic_apart, make_frozen
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.entropy import EntropyControl
-from trainer.roles.frozen import FrozenModels, FrozenRole
-from trainer.roles.models import RankModels
+from trainer.roles.models import FrozenModels, FrozenRole, RankModels
 from trainer.roles.placed import PlacedCritic, PlacedRole, RoleLink
 from trainer.step.train_command import TrainCommand
 

@@ -39,8 +39,8 @@ from trainer.megatron.families.reading import architecture_of
 from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import SafetensorsReader, check_names
-from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import LONGEST, batch_of, hf_logprobs, random_samples
+from trainer.model_check.rank import TOLERANCE
 from trainer.ranks.launch import result_of_ranks
 from trainer.storage.checksums import check_model_files
 

@@ -43,14 +43,15 @@ from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import (
     DTYPES,
     PackedModel,
+    buffers_of,
     build_model,
+    parts_of,
     transformer_config,
     whole_part,
 )
 from trainer.megatron.optimizer import is_distributed, wrap_model
 from trainer.megatron.optimizer_step import ModelStepper
 from trainer.megatron.roles.frozen import FrozenPart, shapes_of
-from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication
 from trainer.step.measures import StepMeasures

@@ -28,8 +28,7 @@ from trainer.layers.attention.visible import (
 )
 from trainer.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.layers.attention.core import sum_over_context_ranks
-from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import RotarySequences, packed_sequences
+from trainer.megatron.layers.attention.rotary import Rotary, RotarySequences, packed_sequences
 from trainer.megatron.layers.experts.balance import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
 

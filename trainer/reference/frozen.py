@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from protocol.device.hf_models import MODEL_BUILDING, use_whole_attention
+from protocol.device.checkpoint_views import MODEL_BUILDING, use_whole_attention
 from protocol.errors import SettingsError
 from trainer.backends.base import FrozenModel
 from trainer.batch import Batch

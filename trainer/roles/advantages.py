@@ -21,7 +21,7 @@ from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
 from trainer.functional.advantages import generalized_advantages, terminal_rewards
 from trainer.ranks.collectives import sum_replicas
-from trainer.roles.frozen import FrozenModels
+from trainer.roles.models import FrozenModels
 
 
 def with_advantages(

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from protocol.errors import BoundViolation, ProtocolError
 from protocol.messages import ScoredRollout
 from trainer.algorithms.base import Algorithm
-from trainer.batch import Batch, StepTotals
+from trainer.batch import Batch, BatchDigest, StepTotals
 from trainer.config import AlgorithmConfig
-from trainer.data.batch_digest import BatchDigest
 from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts, rewards_of
 from trainer.data.mini_batches import MiniBatches
 from trainer.data.prefix_tree import RowFamily, find_families, together

@@ -26,8 +26,7 @@ from trainer.megatron.roles.critic import MegatronCritic
 from trainer.reference.critic import ReferenceCritic
 from trainer.registry import make_backend, make_critic
 from trainer.roles.critic import Critic
-from trainer.roles.frozen import FrozenModels, FrozenRole
-from trainer.roles.models import RankModels
+from trainer.roles.models import FrozenModels, FrozenRole, RankModels
 from trainer.roles.placed import PlacedCritic, RoleLink
 from trainer.step.plan import StepPlan
 

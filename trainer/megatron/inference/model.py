@@ -27,11 +27,10 @@ from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.inference.attention import CachedCore, CachedLatentAttention, CachedSelfAttention
 from trainer.megatron.inference.cache import PagedCache, page_bytes, pages_for
 from trainer.megatron.layers import lora
-from trainer.megatron.layers.experts.replay import RouterRecorder
+from trainer.megatron.layers.experts.router import RouterRecorder
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.model import DTYPES, PackedModel, build_model, transformer_config
-from trainer.megatron.sharing import buffers_of, parts_of
+from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model, parts_of, transformer_config
 
 VOCABULARY = (EMBEDDING, OUTPUT, OUTPUT_BIAS)
 """Tensors that are padded to a multiple of the ranks."""

@@ -11,7 +11,7 @@ from protocol.errors import SettingsError
 from tests.trainer.megatron.models import save_model
 from trainer.config import TrainerConfig
 from trainer.megatron.families.reading import read_architecture
-from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.attention.rotary import packed_sequences
 from trainer.megatron.layers.experts.balance import routed_tokens
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layout import Layout

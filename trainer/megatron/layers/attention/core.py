@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.layers.attention.kernels import packed_attention
 from trainer.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.sequences import RotarySequences
+from trainer.megatron.layers.attention.rotary import RotarySequences
 
 # isort: split
 from megatron.core import parallel_state as mpu

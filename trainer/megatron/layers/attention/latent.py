@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.families.latent import Latent
 from trainer.megatron.layers.attention.core import PackedAttention
-from trainer.megatron.layers.attention.sequences import RotarySequences
+from trainer.megatron.layers.attention.rotary import RotarySequences
 from trainer.megatron.layers.dense import RMSNorm
 
 EPS = 1e-6

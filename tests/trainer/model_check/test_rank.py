@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.megatron.loading import SafetensorsReader
-from trainer.model_check import differences
-from trainer.model_check.differences import TensorFindings, compare_logprobs, compare_tensors
+from trainer.model_check import rank
 from trainer.model_check.expected import batch_of
+from trainer.model_check.rank import TensorFindings, compare_logprobs, compare_tensors
 
 TENSORS = {"a": torch.arange(12.0).view(4, 3).bfloat16(), "b": torch.arange(3.0), "kept": torch.zeros(1)}
 
@@ -27,7 +27,7 @@ def test_compare_tensors_says_what_was_compared_and_what_was_not(tmp_path: Path)
 
 
 def test_compare_tensors_names_the_first_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(differences, "BLOCK_ELEMENTS", 6)  # two rows
+    monkeypatch.setattr(rank, "BLOCK_ELEMENTS", 6)  # two rows
     wrong = TENSORS["a"].float()
     wrong[3, 1] += 1
     found = compared(tmp_path, {"a": wrong, "b": TENSORS["b"][:2]})

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from trainer.megatron.layers.experts.stacks import clamped_swiglu, grouped, one_by_one
+from trainer.megatron.layers.experts.layer import clamped_swiglu, grouped, one_by_one
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -21,8 +21,7 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.convert.reshard import Piece, TensorPlan
 from trainer.megatron.inference.model import CachedModel
-from trainer.megatron.model import DTYPES
-from trainer.megatron.sharing import parts_of
+from trainer.megatron.model import DTYPES, parts_of
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.shared import SharedSender
 

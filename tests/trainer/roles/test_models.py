@@ -15,8 +15,7 @@ from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.reference.backend import ReferenceBackend
-from trainer.roles.frozen import FrozenModels, FrozenRole
-from trainer.roles.models import RankModels
+from trainer.roles.models import FrozenModels, FrozenRole, RankModels
 
 TRAINER = TrainerConfig(device="cpu", micro_batch_size=7)
 NEAR = AlgorithmConfig(kl_coef=0.1)
