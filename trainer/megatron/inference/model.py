@@ -6,9 +6,6 @@ has its own length and pages: requests start and end between two steps, and weig
 Shapes: B sequences that get one token each; N sequences, S tokens of the longest; V vocabulary.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -1,8 +1,5 @@
 """Loads models beside the policy on ranks of their own, in a layout of their own."""
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 import torch
 
 from trainer.backends.base import FrozenModel, FrozenSpec, Replicas

@@ -1,8 +1,5 @@
 """Trains a critic with megatron-core, on the policy's ranks and in its layout, or on ranks of its own."""
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 import dataclasses
 from collections.abc import Iterator
 from functools import partial

@@ -8,9 +8,6 @@ elsewhere. A rank gathers keys and values of all context ranks. They are few com
 share them, so they are gathered whole; a ring would take less memory and more messages.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 from typing import Any
 
 import torch

@@ -7,9 +7,6 @@ Shapes: T tokens, t of them on this rank (all without sequence parallelism); H h
 query and key, whose last R carry the position; V of a head's value; heads are this tensor rank's.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 from functools import partial
 from typing import Any
 

@@ -4,9 +4,6 @@ Shapes: S, B leading dimensions; T = S B tokens of this rank, H hidden size; E e
 on a rank; k experts for a token; F width of an expert, F' columns of it on a rank.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 from typing import Any
 
 import torch

@@ -7,9 +7,6 @@ Routing replay: arXiv 2510.11370.
 Routing replay: arXiv 2510.11370.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 from dataclasses import dataclass
 from typing import Any
 
