@@ -126,8 +126,8 @@ class Runner:
             router.forget()
         outputs = self._run(batch, packing, finish)
         position = self.position
-        speaks = position.tp == position.cp == 0 and position.last_stage
-        vector = measures.join(outputs if position.tp == 0 else (), position.device)
+        speaks = position.place.tp == position.place.cp == 0 and position.last_stage
+        vector = measures.join(outputs if position.place.tp == 0 else (), position.device)
         sums, maxima = measures.split(vector)
         computed = [packing.tokens, packing.padding, packing.row_tokens] if speaks else [0, 0, 0]
         loads = self._loads().to(sums)
@@ -243,7 +243,7 @@ class Runner:
             "vocabulary": self.architecture.vocabulary,
             "temperature": temperature,
             "softcap": self.architecture.logit_softcap,
-            "rank": self.position.tp,
+            "rank": self.position.place.tp,
             "size": self.position.config.tensor_model_parallel_size,
             "group": mpu.get_tensor_model_parallel_group(),
             "bias": self._inner[-1].output_bias,

@@ -171,10 +171,10 @@ class Packing:
         for samples, tree, division in zip(self.samples, self.trees, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             part = batch.select(chosen)
-            inputs = ComputedTokens.of(part.offsets, tree, division, position.cp)
-            lengths = [piece.tokens for piece in pieces_with_padding(division, position.cp)]
+            inputs = ComputedTokens.of(part.offsets, tree, division, position.place.cp)
+            lengths = [piece.tokens for piece in pieces_with_padding(division, position.place.cp)]
             apart = len(division.pieces) > 1 or tree.is_shared
-            keys = [visible_keys(division, position.cp, tree, use) for use in uses] if apart else []
+            keys = [visible_keys(division, position.place.cp, tree, use) for use in uses] if apart else []
             sequences = packed_sequences(lengths, rotaries, dtype, keys, segmented=segmented)
             if experts:
                 routed = _routed(part, division, inputs, position)
@@ -286,7 +286,7 @@ def _routed(part: Batch, division: Division, inputs: ComputedTokens, position: P
         part.totals.samples,
         shares=part.shares,
         experts=None if part.experts is None else part.experts[inputs.tokens],
-        part=position.tp if position.sequence_parallel else 0,
+        part=position.place.tp if position.sequence_parallel else 0,
         parts=_divisor(position),
     )
     return _on(routed, position.device)

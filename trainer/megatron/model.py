@@ -196,7 +196,7 @@ def build_model(
         attention: class of self-attention, None for training; generation has one of its own, and also of
         core_attention: what computes the attention itself.
     """
-    chunks = Layout.of(position.config, architecture.layers).stages[position.pp]
+    chunks = Layout.of(position.config, architecture.layers).stages[position.place.pp]
     block = TransformerBlockSubmodules(
         layer_specs=[layer_spec(architecture, layer, attention, core_attention) for layer in chunks[chunk]],
         layer_norm=NORMS[architecture.family.norm],

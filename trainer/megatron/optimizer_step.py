@@ -54,7 +54,7 @@ class ModelStepper:
             apart: have masters in float32, too.
         """
         dtype, position = config.params_dtype, runner.position
-        self._runner = runner
+        self.runner = runner
         kind = HostOptimizer if optimizer.cpu_offload else Optimizer
         self.optimizer = kind(optimizer, runner.chunks, position, dtype, apart=apart)
         if dtype is torch.float16:
@@ -88,7 +88,7 @@ class ModelStepper:
 
         def attempt() -> tuple[MadeStep, float]:
             self.optimizer.zero_grad()
-            found, told = self.passes.step(self._runner, batch, passes)
+            found, told = self.passes.step(self.runner, batch, passes)
             warnings.extend(told)
             used = scale.value if scale is not None else None
             norm, skipped = (
@@ -112,7 +112,7 @@ class ModelStepper:
         self.optimizer.zero_grad()
         buffers = [
             buffer
-            for chunk in self._runner.chunks
+            for chunk in self.runner.chunks
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
         kept = [buffer.param_data for buffer in buffers if buffer.param_data is not None]

@@ -15,11 +15,11 @@ from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
+from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, Replicas, StepStats
 from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
-from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, without_adapters
 from trainer.reference.frozen import FrozenTransformer, in_dtype, load_model
 from trainer.reference.logprobs import evaluate, forward, passes
@@ -222,6 +222,19 @@ def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) 
     return FrozenTransformer(
         in_dtype(model, DTYPES[trainer.dtype]), lambda model, batch: evaluate(model, batch, trainer)
     )
+
+
+def load_frozen_apart(
+    spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[FrozenModel, Replicas]:
+    """Load a model that is never trained; as `trainer.registry.make_frozen`.
+
+    Raises:
+        SettingsError: transformers cannot load it, or it has several ranks.
+    """
+    require_one_rank()
+    torch.set_num_threads(trainer.threads)
+    return load_frozen(spec, trainer, choose_device(trainer.device)), ((0,),)
 
 
 def require_one_rank() -> None:

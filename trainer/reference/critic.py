@@ -8,16 +8,17 @@ import torch
 from safetensors import safe_open
 
 from protocol.errors import SettingsError
+from trainer.backends.base import Replicas
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
-from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.reference.backend import DTYPES, ReferenceBackend
-from trainer.reference.frozen import in_dtype, load_model
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.reference.backend import DTYPES, ReferenceBackend, choose_device, require_one_rank
+from trainer.reference.frozen import architecture_of, in_dtype, load_model
 from trainer.reference.logprobs import padded, passes
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.critic import Critic, CriticSpec, CriticStats
 from trainer.roles.value_measures import ValueMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -171,6 +172,27 @@ class ReferenceCritic(Critic):
         loss.backward()
         self._stepper.collect()
         return vector
+
+
+def load_critic_apart(
+    spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[Critic, Replicas]:
+    """Load a critic; as `trainer.registry.make_critic_apart`.
+
+    Raises:
+        SettingsError: transformers cannot load it, or it has several ranks.
+    """
+    require_one_rank()
+    torch.set_num_threads(trainer.threads)
+    critic = ReferenceCritic(
+        choose_device(trainer.device),
+        architecture_of(spec.policy_dir),
+        spec.directory,
+        optimizer=spec.optimizer,
+        trainer=trainer,
+        config=spec.config,
+    )
+    return critic, ((0,),)
 
 
 def read_head(model_dir: Path, hidden: int) -> dict[str, torch.Tensor]:

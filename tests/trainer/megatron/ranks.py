@@ -302,7 +302,7 @@ def _exchange_in_both_directions(layout: str, model_dir: Path, out: Path) -> Non
     """A stage sends an activation and a gradient at once, and receives both."""
     backend = make_backend(model_dir, layout)
     groups, shape = ProcessGroupCollection.use_mpu_process_groups(), (3, 1, 4)
-    messages = PlannedShapes(groups.pp, backend._config, ReceivedShapes([shape], [shape]))
+    messages = PlannedShapes(groups.pp, backend._part.config, ReceivedShapes([shape], [shape]))
     activation, gradient = (torch.full(shape, kind + groups.pp.rank()) for kind in (10.0, 20.0))
     received = messages.send_forward_backward_recv_forward_backward(activation, gradient, True, True, shape)
     backend.close()

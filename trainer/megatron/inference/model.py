@@ -131,7 +131,7 @@ class CachedModel:
 
     def _add(self, adapters: LoraConfig, position: parallel.Position) -> dict[str, torch.Tensor]:
         """Put adapters into the layers; returns their parameters."""
-        rules = stage_rules(self.architecture, self._layout, position.pp)
+        rules = stage_rules(self.architecture, self._layout, position.place.pp)
         added = lora.attach(self.module, rules, as_scaled(adapters), position, 0)
         self.module.requires_grad_(False)
         return added

@@ -9,32 +9,26 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from protocol.weights.lora import NO_ADAPTERS
+from trainer.backends.base import Replicas
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import parallel
-from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.backend import MegatronBackend, initialize
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.export import Exporter
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_critic
-from trainer.megatron.families.stages import export_plan, stage_rules
+from trainer.megatron.families.stages import export_plan
 from trainer.megatron.forward import Runner
-from trainer.megatron.layers.experts.balance import set_balance
-from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
-from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.memory.activations import key_copies
-from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
+from trainer.megatron.memory.expected import Workload
 from trainer.megatron.micro_batches import MicroBatch
-from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
-from trainer.megatron.optimizer import is_distributed, wrap_model
-from trainer.megatron.optimizer_step import ModelStepper
-from trainer.memory.plan import peak_gb
+from trainer.megatron.model import DTYPES
+from trainer.megatron.part import ModelPart
+from trainer.memory.plan import MemoryPlan, peak_gb
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.critic import Critic, CriticSpec, CriticStats
 from trainer.roles.value_measures import ValueMeasures
 from trainer.step.made_passes import MadePasses
 from trainer.storage.host_state import HostCopies, HostState
@@ -88,15 +82,21 @@ class MegatronCritic(Critic):
             SettingsError: the model is not supported, or does not fit the layout.
         """
         self.config, self._trainer = config, trainer
-        self._spec = read_critic(model_dir)
-        check_ranks(self._spec.experts, layout)
-        self._places = Layout.of(layout, self._spec.layers)
+        spec = read_critic(model_dir)
+        check_ranks(spec.experts, layout)
+        Layout.of(layout, spec.layers)  # refuses before ranks meet
         self._position = parallel.initialize(
             layout, trainer.device, trainer.seed, trainer.process_group_timeout_s
         )
         self._closed = False
         try:
-            self._build(model_dir, tokens, config.optimizer(optimizer))
+            self._part = ModelPart(spec, self._position, trainer)
+            chunks = self._part.build()
+            self._parameters = self._part.load(model_dir, chunks)
+            self._stepper = self._part.stepper(
+                chunks, config.optimizer(optimizer), ValueRunner, tokens=tokens
+            )
+            self._runner: Any = self._stepper.runner
         except BaseException:
             self.close()
             raise
@@ -128,15 +128,15 @@ class MegatronCritic(Critic):
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield copies of the trained tensors on rank 0, as `Backend.export` does."""
         dtype = DTYPES[self._trainer.dtype]
-        exporter = Exporter(self._places, self._position, dtype, self._parameters.__getitem__)
-        yield from exporter.gathered(export_plan(self._spec, self._places))
+        exporter = Exporter(self._part.layout, self._position, dtype, self._parameters.__getitem__)
+        yield from exporter.gathered(export_plan(self._part.spec, self._part.layout))
 
     def copy_state(self) -> HostState:
-        optimizer, model = self._stepper.optimizer, self._trained_model()
+        optimizer, model = self._stepper.optimizer, self._part.description()
         return copy_part(self._copies, self._parameters, optimizer, model, self._position.rank)
 
     def restore(self, directory: Path) -> None:
-        optimizer, model = self._stepper.optimizer, self._trained_model()
+        optimizer, model = self._stepper.optimizer, self._part.description()
         restore_part(directory, self._parameters, optimizer, model, self._position.rank)
 
     def offload(self) -> int:
@@ -153,38 +153,27 @@ class MegatronCritic(Critic):
             self._closed = True
             parallel.finalize()
 
-    def _build(self, model_dir: Path, tokens: int, optimizer: OptimizerConfig) -> None:
-        """Load this rank's part, and make what steps it."""
-        spec, position, trainer = self._spec, self._position, self._trainer
-        config = transformer_config(spec, position, DTYPES[trainer.dtype])
-        set_recompute(config, trainer, self._places)
-        set_balance(config, spec.experts, trainer)
-        chunks = [build_model(spec, config, position, chunk=chunk) for chunk in range(self._places.chunks)]
-        keep_input_gradient(chunks[0], trainer)
-        self._parameters: dict[str, torch.Tensor] = dict(whole_part(chunks).named_parameters())
-        mark_split(self._parameters, stage_rules(spec, self._places, position.pp))
-        load_checkpoint(model_dir, spec, self._parameters, self._places, position.place)
 
-        wrapped = wrap_model(chunks, config, position, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32)
-        self._runner = ValueRunner(
-            wrapped,
-            spec,
-            position,
-            tokens,
-            trainer.micro_batch_size,
-            shares_prefixes=trainer.share_prefixes == "auto",
-            copies=key_copies(spec, trainer),
-        )
-        self._stepper = ModelStepper(self._runner, config, optimizer, tokens=tokens)
+def load_critic_apart(
+    spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[Critic, Replicas]:
+    """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
 
-    def _trained_model(self) -> TrainedModel:
-        return TrainedModel(
-            self._spec,
-            self._places,
-            self._trainer.dtype,
-            NO_ADAPTERS,
-            distributed=is_distributed(self._position),
-        )
+    Raises:
+        SettingsError: the model is not supported, or does not fit the layout or its devices.
+    """
+    position = initialize(parallel, trainer)
+    architecture, optimizer = read_critic(spec.directory), spec.config.optimizer(spec.optimizer)
+    work = Workload(architecture=architecture, parallel=parallel, trainer=trainer, optimizer=optimizer)
+    critic = MegatronCritic(
+        parallel,
+        MemoryPlan(work, position.device).tokens,
+        spec.directory,
+        optimizer=spec.optimizer,
+        trainer=trainer,
+        config=spec.config,
+    )
+    return critic, position.replicas()
 
 
 def _loss(
