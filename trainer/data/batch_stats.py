@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -11,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from protocol.errors import ProtocolError
-from protocol.messages import ScoredRollout
+from protocol.messages import ScoredRollout, StepReport
 from protocol.staleness import lag
 from protocol.tensors import Array
 from trainer.batch import StepTotals
@@ -68,51 +67,6 @@ def _source(metadata: bytes) -> str:
 
 TrainedCounts = dict[int, dict[int, int]]
 """Group -> version -> tokens that carry gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchStats:
-    """Statistics of a batch before it is trained, with the names of `StepReport`; None: not measured."""
-
-    lag_histogram: dict[int, int]
-    """Lag in versions -> trained tokens."""
-    lag_mean: float | None
-    """Mean lag of trained tokens, in versions."""
-    lag_max: int | None
-    lag_in_flight_mean: float | None
-    """Part of `lag_mean` that passed until the token's group was complete."""
-    lag_in_queue_mean: float | None
-    """The rest of `lag_mean`."""
-    step_tokens: int
-    """Tokens of all samples, prompts and inserted ones included."""
-    trained_tokens: int
-    masked_tokens: int
-    """Sampled tokens that carry no gradient because they exceed the bound."""
-    masked_share: float | None
-    """Share of these in them and the trained ones, 0 to 1; None if there is neither."""
-    response_length_mean: float
-    """Mean tokens of a sample after the prompt, inserted ones included."""
-    reward_mean: float
-    reward_std: float
-    """Population standard deviation over all samples."""
-    frac_reward_zero_std: float | None
-    """Share of groups whose rewards are all equal, among groups of several samples; None if there is none."""
-    truncated_share: float | None
-    """Share of samples that ended at the length limit; None where the limit is one token: all end there."""
-    truncated_tokens: int | None
-    """Sampled tokens that carry no gradient because their sample is truncated; None unless it is masked."""
-    shaped_reward_mean: float | None
-    """As `reward_mean`, after the punishment of long samples; None unless rewards are shaped."""
-    generate_s: float | None
-    """Mean seconds to generate a group, over the groups that say."""
-    prefix_hit_rate: float | None
-    """Share of the tokens that engines were given whose KV they had in their cache; None if no group says."""
-    reward_by_source: dict[str, float]
-    """Source of prompts -> mean reward."""
-    score_by_verifier: dict[str, float]
-    """Verifier -> mean score of a sample, before weighting."""
-    score_s: float | None
-    """Mean seconds to score a group, over the groups that say."""
 
 
 def rewards_of(samples: Sequence[BatchSample]) -> torch.Tensor:
@@ -221,8 +175,8 @@ class StepTally:
             fresh=0 in lags,
         )
 
-    def stats(self, samples: Sequence[BatchSample], truncated: str, shaped: torch.Tensor) -> BatchStats:
-        """Return the statistics of all samples.
+    def stats(self, samples: Sequence[BatchSample], truncated: str, shaped: torch.Tensor) -> StepReport:
+        """Return the report of the step, with the statistics of its samples before they are trained.
 
         Args:
             samples: the first row of each.
@@ -234,7 +188,10 @@ class StepTally:
         masked = sum(self.sampled_tokens) - trained - self._truncated_tokens
         total, queued = sum(n * count for n, count in histogram.items()), self._lag_in_queue()
         cut = sum(sample.truncated for sample in samples) / len(samples)
-        return BatchStats(
+        return StepReport(
+            step=self.step,
+            version=self.step + 1,
+            epoch="",
             lag_histogram=dict(sorted(histogram.items())),
             lag_mean=total / trained if trained else None,
             lag_max=max(histogram, default=None),
