@@ -10,8 +10,15 @@ import torch
 from trainer.algorithms.base import TokenLoss
 from trainer.batch import TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import kept_tokens, truncated_weight
-from trainer.functional.losses import clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
+from trainer.functional.losses import (
+    clipped_surrogate,
+    k1_kl,
+    k2_kl,
+    k3_kl,
+    kept_tokens,
+    probability_ratio,
+    truncated_weight,
+)
 
 KL = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
 """`algorithm.kl_estimator` -> the estimator."""

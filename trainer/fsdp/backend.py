@@ -35,8 +35,7 @@ from trainer.reference.frozen import FrozenTransformer, load_model
 from trainer.reference.lora import attach
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
-from trainer.step.made_passes import MadePasses
-from trainer.step.measures import StepMeasures, micro_batch_loss
+from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
 

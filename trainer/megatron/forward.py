@@ -34,8 +34,7 @@ from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
-from trainer.step.made_passes import MadePasses
-from trainer.step.measures import StepMeasures, micro_batch_loss
+from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
 
 
 class Measures(Protocol):

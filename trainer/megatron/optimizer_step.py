@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.backends.base import NOTHING_TRAINED
@@ -12,11 +13,10 @@ from trainer.batch import Batch
 from trainer.config import OptimizerConfig
 from trainer.megatron.forward import Runner
 from trainer.megatron.memory.host_optimizer import HostOptimizer
-from trainer.megatron.memory.recompute import forget_passes
 from trainer.megatron.optimizer import LossScale, Optimizer
 from trainer.megatron.parallel import Position
 from trainer.memory.oom_retry import OomRetry
-from trainer.step.made_passes import MadePasses
+from trainer.step.measures import MadePasses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,3 +131,9 @@ def retry_of(position: Position, tokens: int, reset: Callable[[], None]) -> OomR
     within = len(position.replicas()[0]) == 1 and experts == 1
     is_whole = within and not (replicas > 1 and parallel.overlap_grad_reduce)
     return OomRetry(position.device, tokens, reset, replicas=replicas, is_whole=is_whole)
+
+
+def forget_passes(model: GPTModel) -> None:
+    """Drop the layers' state of a pass that did not end."""
+    for layer in model.decoder.layers:
+        layer.input_layernorm_checkpoint = layer.pre_mlp_norm_checkpoint = None

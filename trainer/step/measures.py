@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,14 @@ from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import interpolated_logprobs, kept_tokens, level_ratio
-from trainer.functional.losses import MAX_LOG_RATIO, k3_kl, probability_ratio
+from trainer.functional.losses import (
+    MAX_LOG_RATIO,
+    interpolated_logprobs,
+    k3_kl,
+    kept_tokens,
+    level_ratio,
+    probability_ratio,
+)
 
 TOTALS = (
     "loss",
@@ -286,3 +293,38 @@ def _proximal(algorithm: Algorithm, tokens: TrainedTokens, logprobs: torch.Tenso
     if algorithm.config.proximal_policy == "interpolated":
         return interpolated_logprobs(logprobs, tokens.behaviour_logprobs, tokens.lags)
     return tokens.start_logprobs
+
+
+class MadePasses(NamedTuple):
+    """Result of a step's passes; equal on every rank. Tokens are inputs of all replicas."""
+
+    vector: torch.Tensor
+    """Measurements of the whole step."""
+    micro_batches: int
+    """Forward passes of the busiest replica."""
+    tokens: int
+    """Tokens that were computed, with padding."""
+    padding: int
+    """Tokens of them that are no sample's."""
+    row_tokens: int
+    """Tokens of all samples, those that were computed once counted for each."""
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding in the tokens that were computed."""
+        return self.padding / self.tokens if self.tokens else 0.0
+
+    @property
+    def shared_share(self) -> float:
+        """Share of the samples' tokens that another sample's computation stood for."""
+        return 1 - (self.tokens - self.padding) / self.row_tokens if self.row_tokens else 0.0
+
+    def counted_in(self, stats: StepStats) -> StepStats:
+        """Return a step's statistics with these counts."""
+        return dataclasses.replace(
+            stats,
+            micro_batches=self.micro_batches,
+            padding_share=self.padding_share,
+            shared_share=self.shared_share,
+            computed_tokens=self.tokens - self.padding,
+        )

@@ -10,7 +10,7 @@ from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import NOTHING_TRAINED, StepStats
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import leaves_region, log_ratio_limit
+from trainer.functional.losses import leaves_region, log_ratio_limit
 from trainer.ranks.collectives import concatenate_replicas
 from trainer.roles.advantages import with_advantages, with_frozen, with_whitened
 from trainer.roles.models import RankModels

@@ -30,7 +30,7 @@ from trainer.memory.plan import MemoryPlan, peak_gb
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticSpec, CriticStats
 from trainer.roles.value_measures import ValueMeasures
-from trainer.step.made_passes import MadePasses
+from trainer.step.measures import MadePasses
 from trainer.storage.host_state import HostCopies, HostState
 
 

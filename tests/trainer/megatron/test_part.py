@@ -15,10 +15,10 @@ from trainer.megatron.layers.attention.rotary import packed_sequences
 from trainer.megatron.layers.experts.balance import routed_tokens
 from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layout import Layout
-from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import build_model, transformer_config
 from trainer.megatron.optimizer import wrap_model
 from trainer.megatron.parallel import Position
+from trainer.megatron.part import keep_input_gradient, set_recompute
 
 SETTINGS: dict[str, dict[str, object]] = {
     "full-uniform": {"recompute_granularity": "full", "recompute_num_layers": 2},
