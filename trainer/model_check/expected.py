@@ -6,11 +6,11 @@ Shapes: t tokens of all samples.
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from protocol.errors import SettingsError
 from trainer.batch import Batch, StepTotals
+from trainer.config import TrainerConfig
+from trainer.reference.frozen import load_model
+from trainer.reference.logprobs import evaluate
 
 SAMPLES = 8
 LONGEST = 128
@@ -57,7 +57,6 @@ def batch_of(tokens: torch.Tensor, lengths: torch.Tensor) -> Batch:
     )
 
 
-@torch.no_grad()
 def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
     """Return the log-probabilities of the sampled tokens by transformers in float32, 0 elsewhere, [t].
 
@@ -66,16 +65,6 @@ def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
     Raises:
         SettingsError: transformers cannot load the model.
     """
-    transformers_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
-        ).eval()
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
-    rows = []
-    for tokens in batch.tokens.long().split(batch.lengths.tolist()):
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-        picked = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
-        rows += [picked.new_zeros(1), picked]
-    return torch.cat(rows)
+    model = load_model(model_dir, "model")
+    model.set_attn_implementation("eager")
+    return evaluate(model, batch, TrainerConfig(micro_batch_size=1))

@@ -1,6 +1,5 @@
 """Trains a critic with plain torch and transformers: the oracle of the other backends' critics."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +109,6 @@ class ReferenceCritic(Critic):
     def beside(cls, policy: ReferenceBackend, model_dir: Path, **settings: Any) -> "ReferenceCritic":
         """Load the model on the policy's rank; arguments as in `make_critic`."""
         return cls(policy.device, policy.architecture, model_dir, **settings)
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters, by the names of a checkpoint."""
-        return self._trained
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Trains a critic with megatron-core, on the policy's ranks and in its layout, or on ranks of its own."""
 
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,12 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import parallel
 from trainer.megatron.backend import MegatronBackend, initialize
 from trainer.megatron.checkpoint.state import copy_part, restore_part
-from trainer.megatron.convert.export import Exporter
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_critic
-from trainer.megatron.families.stages import export_plan
 from trainer.megatron.forward import Runner
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import Workload
 from trainer.megatron.micro_batches import MicroBatch
-from trainer.megatron.model import DTYPES
 from trainer.megatron.part import ModelPart
 from trainer.memory.plan import MemoryPlan, peak_gb
 from trainer.roles.config import CriticConfig
@@ -123,13 +119,6 @@ class MegatronCritic(Critic):
         return dataclasses.replace(
             stats, memory_peak_gb=peak_gb(self._position.device), warnings=stats.warnings + step.warnings
         )
-
-    @torch.no_grad()
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies of the trained tensors on rank 0, as `Backend.export` does."""
-        dtype = DTYPES[self._trainer.dtype]
-        exporter = Exporter(self._part.layout, self._position, dtype, self._parameters.__getitem__)
-        yield from exporter.gathered(export_plan(self._part.spec, self._part.layout))
 
     def copy_state(self) -> HostState:
         optimizer, model = self._stepper.optimizer, self._part.description()

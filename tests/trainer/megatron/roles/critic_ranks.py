@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.trainer.megatron.layouts import LAYOUTS
+from tests.trainer.megatron.roles.critic_weights import critic_export
 from tests.trainer.roles.ppo_steps import STEPS, command, make_models
 from trainer.backends.base import StepStats
 from trainer.execution.commands import (
@@ -66,7 +67,7 @@ def exported(models: RankModels) -> Iterator[tuple[str, torch.Tensor]]:
     """Copies of the tensors of both models, on rank 0."""
     assert isinstance(models.critic, MegatronCritic)
     yield from ((f"policy.{name}", tensor.clone()) for name, tensor in models.policy.export())
-    yield from ((f"critic.{name}", tensor.clone()) for name, tensor in models.critic.export())
+    yield from ((f"critic.{name}", tensor.clone()) for name, tensor in critic_export(models.critic))
 
 
 def _train(leader: Executor, out: Path) -> None:
