@@ -12,9 +12,8 @@ that the records and the algorithm determine, without log-probabilities of other
 measurements.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,18 +123,18 @@ class Batch:
         place = torch.arange(int(offsets[-1]), device=offsets.device) + shift.repeat_interleave(lengths)
         changed = self._map(TOKEN_FIELDS, lambda values: values[place])
         changed |= self._map(SAMPLE_FIELDS, lambda values: values[samples])
-        return dataclasses.replace(self, offsets=offsets, **changed)
+        return replace(self, offsets=offsets, **changed)
 
     def select_mini_batch(self, mini_batch: int, totals: StepTotals) -> "Batch":
         """Return its samples of a mini-batch, whose totals over all replicas are given."""
         part = self
         if self.mini_batch is not None:
             part = self.select((self.mini_batch == mini_batch).nonzero()[:, 0])
-        return dataclasses.replace(part, totals=totals)
+        return replace(part, totals=totals)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with every array on a device."""
-        return dataclasses.replace(
+        return replace(
             self,
             **self._map(("offsets", *TOKEN_FIELDS, *SAMPLE_FIELDS), lambda values: values.to(device)),
         )

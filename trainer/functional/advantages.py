@@ -8,7 +8,6 @@ Computed in float64. Shapes: N samples of the batch; t tokens of n samples, one 
 """
 
 import torch
-from torch import Tensor
 
 from trainer.functional.shapes import FloatN, IntN
 
@@ -68,7 +67,7 @@ def overlong_punishment(lengths: IntN, limit: int, buffer: int) -> FloatN:
     return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
 
 
-def _centred(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
+def _centred(rewards: torch.Tensor, group_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (r_i - mean of its group [N], size of each group) in float64."""
     values = rewards.double()
     sizes = torch.bincount(group_index).double()
@@ -77,8 +76,14 @@ def _centred(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def generalized_advantages(
-    rewards: Tensor, values: Tensor, sampled: Tensor, sample: Tensor, *, gamma: float, gae_lambda: float
-) -> Tensor:
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    sampled: torch.Tensor,
+    sample: torch.Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> torch.Tensor:
     """Return A_i = d_i + gamma lambda A_(i+1), d_i = r_i + gamma v_(i+1) - v_i, over the tokens of a sample.
 
     Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. i counts the tokens that the model sampled: tokens
@@ -114,7 +119,7 @@ def generalized_advantages(
     return result
 
 
-def terminal_rewards(rewards: Tensor, sampled: Tensor, sample: Tensor) -> Tensor:
+def terminal_rewards(rewards: torch.Tensor, sampled: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
     """Return the reward of each sample at its last sampled token, 0 elsewhere: float64 [t].
 
     Args:

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -108,7 +107,7 @@ def transformer_config(
             layernorm_epsilon=architecture.norm_eps,
             normalization="RMSNorm",
             gated_linear_unit=architecture.family.gated,
-            activation_func=F.silu,  # of no effect: `MLPS` have their own
+            activation_func=torch.nn.functional.silu,  # of no effect: `MLPS` have their own
             add_bias_linear="mlp" in architecture.biases,
             add_qkv_bias=architecture.qkv_bias,
             # With it megatron adds up the norms' gradients over tensor ranks, as if all had the same weights.

@@ -1,8 +1,7 @@
 """Makes the optimizer steps of one model: passes, sums of gradients, optimizer, factor of the loss."""
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -105,7 +104,7 @@ class ModelStepper:
             return made, norm
 
         made, repeats = scale.repeated(attempt) if scale is not None else (attempt()[0], None)
-        return dataclasses.replace(made, loss_scale_repeats=repeats, warnings=tuple(warnings))
+        return replace(made, loss_scale_repeats=repeats, warnings=tuple(warnings))
 
     def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return tensors that an offload must keep in addition to the parameters, and ones to forget."""

@@ -1,8 +1,7 @@
 """Adapts the entropy bonus of a run to a target, from step to step and in checkpoints."""
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from protocol.errors import SettingsError
@@ -71,8 +70,8 @@ class EntropyControl:
 
     def added_to(self, state: HostState) -> HostState:
         """Return rank 0's part of a checkpoint with the bonus."""
-        text = json.dumps(dataclasses.asdict(self.bonus))
-        return dataclasses.replace(state, texts={**state.texts, FILE: text})
+        text = json.dumps(asdict(self.bonus))
+        return replace(state, texts={**state.texts, FILE: text})
 
     def restore(self, directory: Path) -> None:
         """Read the bonus of a checkpoint; one that was made without a target leaves the first step's bonus.

@@ -1,9 +1,8 @@
 """Holds a rank's parts of all models of a run."""
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -104,7 +103,7 @@ class RankModels:
         if self.entropy is not None and is_rank_0():
             state = self.entropy.added_to(state)
         if self.critic is not None:
-            state = dataclasses.replace(state, parts={CRITIC: self.critic.copy_state()})
+            state = replace(state, parts={CRITIC: self.critic.copy_state()})
         return state
 
     def finish_save(self) -> str:

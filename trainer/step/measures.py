@@ -6,10 +6,9 @@ joined by sums and maxima alone, so no split of the batch changes a result. Ever
 Shapes: k trained tokens of a micro-batch, K lags.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -277,11 +276,11 @@ def micro_batch_loss(
         entropy: float32 [k], nats; gradients flow through it if the algorithm wants them.
     """
     if tokens.start_logprobs is None:  # the update is the step's first, or nothing compares with its start
-        tokens = dataclasses.replace(tokens, start_logprobs=logprobs.detach())
+        tokens = replace(tokens, start_logprobs=logprobs.detach())
     if tokens.decoupled:
-        tokens = dataclasses.replace(tokens, proximal_logprobs=_proximal(algorithm, tokens, logprobs))
+        tokens = replace(tokens, proximal_logprobs=_proximal(algorithm, tokens, logprobs))
     if tokens.entropy_coef is None:
-        tokens = dataclasses.replace(tokens, entropy_coef=algorithm.config.entropy_coef)
+        tokens = replace(tokens, entropy_coef=algorithm.config.entropy_coef)
     terms = algorithm.token_loss(tokens, logprobs, entropy if tokens.entropy_coef else None)
     loss = (terms.loss * tokens.weights).sum()
     # the empty sum keeps a graph to the parameters where a micro-batch trains no token
@@ -321,7 +320,7 @@ class MadePasses(NamedTuple):
 
     def counted_in(self, stats: StepStats) -> StepStats:
         """Return a step's statistics with these counts."""
-        return dataclasses.replace(
+        return replace(
             stats,
             micro_batches=self.micro_batches,
             padding_share=self.padding_share,

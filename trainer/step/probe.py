@@ -3,9 +3,8 @@
 Shapes: N samples of the batch, k trained tokens.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -79,7 +78,7 @@ def probe(algorithm: Algorithm, plan: StepPlan) -> Probed:
     """
     batch = plan.part(range(len(plan.samples)))
     if algorithm.config.kl_coef:
-        batch = dataclasses.replace(batch, reference_logprobs=batch.behaviour_logprobs - MOVED)
+        batch = replace(batch, reference_logprobs=batch.behaviour_logprobs - MOVED)
     tokens = trained_tokens(batch)
     noise = torch.randn(len(tokens.place), generator=torch.Generator().manual_seed(SEED))
     logprobs = (tokens.behaviour_logprobs + MOVED * noise).clamp_max(0.0).requires_grad_()

@@ -1,8 +1,7 @@
 """Computes from the settings the host memory of the trainer's ranks. No torch here."""
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 
@@ -62,10 +61,10 @@ class ExpectedHostMemory:
     @property
     def total(self) -> int:
         """Their sum: all are there while a checkpoint is written."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        return sum(getattr(self, field.name) for field in fields(self))
 
     def __str__(self) -> str:
-        sizes = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        sizes = ((field.name, getattr(self, field.name)) for field in fields(self))
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes if size)
         return f"{self.total / GIB:.1f} GiB ({parts})"
 
@@ -98,16 +97,16 @@ def host_refusal(given: HostWorkload, room: int, setting: str) -> str:
 def host_alternatives(given: HostWorkload, room: int) -> Iterator[tuple[str, HostWorkload]]:
     """Yield settings that fit, the cheapest first."""
     work = given.work
-    parallel = dataclasses.replace(work.parallel, use_distributed_optimizer=True)
-    changes = {"parallel.use_distributed_optimizer = true": dataclasses.replace(work, parallel=parallel)}
+    parallel = replace(work.parallel, use_distributed_optimizer=True)
+    changes = {"parallel.use_distributed_optimizer = true": replace(work, parallel=parallel)}
     if given.on_gpu:
         changes["optimizer.cpu_offload = false"] = work.changed(cpu_offload=False)
     for name, change in changes.items():
-        changed = dataclasses.replace(given, work=change)
+        changed = replace(given, work=change)
         if changed != given and _fits(changed, room):
             yield name, changed
     for hosts in range(given.hosts + 1, work.layout.ranks + 1):
-        changed = dataclasses.replace(given, hosts=hosts)
+        changed = replace(given, hosts=hosts)
         if work.layout.ranks % hosts == 0 and _fits(changed, room):
             yield f"cluster.nodes = {hosts}", changed
             return
@@ -173,5 +172,5 @@ def _transfers(work: Workload, stage: int, stepped: int) -> int:
 
 
 def _exported(work: Workload) -> int:
-    whole = dataclasses.replace(work, parallel=ParallelConfig())
+    whole = replace(work, parallel=ParallelConfig())
     return parameters_of_stage(whole, 0) * work.item
