@@ -20,51 +20,6 @@ SOURCE = "source"
 """Field of a prompt's metadata that names its source; every prompt of a mixture has it."""
 MAX_NAMES = 32
 """Names of each kind that are averaged; groups of further ones count in no average."""
-
-
-class ScoreMeans:
-    """Means over the samples of the groups that were added so far."""
-
-    def __init__(self) -> None:
-        self._sums: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
-        """Name -> sum and number of its samples; of sources and of verifiers."""
-
-    @property
-    def reward_by_source(self) -> dict[str, float]:
-        """Source -> mean reward; empty if no prompt names one."""
-        return _means(self._sums[0])
-
-    @property
-    def score_by_verifier(self) -> dict[str, float]:
-        """Verifier -> mean score before weighting."""
-        return _means(self._sums[1])
-
-    def add(self, scored: ScoredRollout) -> None:
-        """Count the rewards and scores of a group."""
-        source = _source(scored.rollout.metadata)
-        rewards: Mapping[str, Array] = {source: scored.rewards} if source else {}
-        for sums, arrays in zip(self._sums, (rewards, scored.components), strict=True):
-            for name, array in arrays.items():
-                if name in sums or len(sums) < MAX_NAMES:
-                    values, found = array.numpy(), sums.setdefault(name, [0.0, 0.0])
-                    found[0] += float(values.sum(dtype=np.float64))
-                    found[1] += len(values)
-
-
-def _means(sums: Mapping[str, list[float]]) -> dict[str, float]:
-    return {name: total / count for name, (total, count) in sorted(sums.items()) if count}
-
-
-def _source(metadata: bytes) -> str:
-    """Return the name of a prompt's source; empty if it has none, or one that is no text."""
-    try:
-        found = msgspec.msgpack.decode(metadata)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
-    name = found.get(SOURCE) if isinstance(found, dict) else None
-    return name if isinstance(name, str) else ""
-
-
 TrainedCounts = dict[int, dict[int, int]]
 """Group -> version -> tokens that carry gradient."""
 
@@ -108,7 +63,10 @@ class StepTally:
         """Group -> newest version of a sampled token."""
         self._generate_s: list[float] = []
         self._score_s: list[float] = []
-        self._scores = ScoreMeans()
+        self._rewards_of: dict[str, list[float]] = {}
+        """Source of prompts -> sum of the rewards of its samples, and their number."""
+        self._scores_of: dict[str, list[float]] = {}
+        """Verifier -> sum of its scores, before weighting, and their number."""
         self._tokens = self._truncated_tokens = self._read_tokens = self._cached_tokens = 0
         self._last: tuple[int, int] | None = None
         """Group and sample of the row that was added last."""
@@ -127,7 +85,10 @@ class StepTally:
             self._generate_s.append(rollout.generate_s)
         if scored.score_s > 0:
             self._score_s.append(scored.score_s)
-        self._scores.add(scored)
+        if source := _source(rollout.metadata):
+            _count(self._rewards_of, source, scored.rewards)
+        for verifier, scores in scored.components.items():
+            _count(self._scores_of, verifier, scores)
         self._read_tokens += rollout.read_tokens
         self._cached_tokens += rollout.cached_tokens
 
@@ -210,8 +171,8 @@ class StepTally:
             shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,
             generate_s=_mean(self._generate_s),
             prefix_hit_rate=self._cached_tokens / self._read_tokens if self._read_tokens > 0 else None,
-            reward_by_source=self._scores.reward_by_source,
-            score_by_verifier=self._scores.score_by_verifier,
+            reward_by_source=_means(self._rewards_of),
+            score_by_verifier=_means(self._scores_of),
             score_s=_mean(self._score_s),
         )
 
@@ -229,3 +190,25 @@ class StepTally:
         return sum(
             (self.step - self._newest[group]) * sum(counts.values()) for group, counts in self._counts.items()
         )
+
+
+def _count(sums: dict[str, list[float]], name: str, array: Array) -> None:
+    """Add a group's values to the sum and number of a name; further names than `MAX_NAMES` are left out."""
+    if name in sums or len(sums) < MAX_NAMES:
+        values, found = array.numpy(), sums.setdefault(name, [0.0, 0.0])
+        found[0] += float(values.sum(dtype=np.float64))
+        found[1] += len(values)
+
+
+def _means(sums: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in sorted(sums.items()) if count}
+
+
+def _source(metadata: bytes) -> str:
+    """Return the name of a prompt's source; empty if it has none, or one that is no text."""
+    try:
+        found = msgspec.msgpack.decode(metadata)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    name = found.get(SOURCE) if isinstance(found, dict) else None
+    return name if isinstance(name, str) else ""
