@@ -129,7 +129,9 @@ class Runner:
         vector = measures.join(outputs if position.place.tp == 0 else (), position.device)
         sums, maxima = measures.split(vector)
         computed = [packing.tokens, packing.padding, packing.row_tokens] if speaks else [0, 0, 0]
-        loads = self._loads().to(sums)
+        own_loads = [(router.layer, router.loads) for router in self.routers]
+        experts = self.architecture.experts.count
+        loads = loads_by_layer(own_loads, self.architecture.layers, experts).to(sums)
         summed = torch.cat([sums, sums.new_tensor(computed), loads.flatten()])
         largest = torch.cat([maxima, maxima.new_tensor([len(packing)])])
         dist.all_reduce(summed)
@@ -164,11 +166,6 @@ class Runner:
         most = torch.tensor([len(packing)], device=self.position.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, mpu.get_expert_tensor_and_model_parallel_group())
         return packing.filled(int(most), self.position)
-
-    def _loads(self) -> torch.Tensor:
-        """Return how many tokens of this rank each expert got: float64 [layers, experts], on the host."""
-        found = [(router.layer, router.loads) for router in self.routers]
-        return loads_by_layer(found, self.architecture.layers, self.architecture.experts.count)
 
     def _run(self, batch: Batch, packing: Packing, finish: Any = None) -> list[Any]:
         """Run all passes; without `finish`, which makes a loss, forward alone."""

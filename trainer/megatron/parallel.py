@@ -39,7 +39,7 @@ class Position:
     @property
     def rank(self) -> int:
         """Global rank."""
-        return self._sizes.rank_of(self.place.tp, self.place.pp, self.place.dp, self.place.cp)
+        return sizes_of(self.config).rank_of(self.place.tp, self.place.pp, self.place.dp, self.place.cp)
 
     @property
     def first_stage(self) -> bool:
@@ -54,13 +54,9 @@ class Position:
         """Whether sequences are split over the tensor ranks: never with one of them."""
         return self.config.sequence_parallel and self.config.tensor_model_parallel_size > 1
 
-    @property
-    def _sizes(self) -> Layout:
-        return sizes_of(self.config)
-
     def replicas(self) -> list[list[int]]:
         """Return the global ranks of every data-parallel replica, ascending."""
-        sizes = self._sizes
+        sizes = sizes_of(self.config)
         return [
             [
                 sizes.rank_of(tp, pp, dp, cp)

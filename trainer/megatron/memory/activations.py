@@ -41,14 +41,20 @@ ACTIVATIONS = (
     ),
     Activation("q with rotation", lambda a: a.heads * a.head_dim),
     Activation("k with rotation", lambda a: a.kv_heads * a.head_dim),
-    Activation("v as wide as k, and attention's output", lambda a: _widened(a)),
+    Activation(
+        "v as wide as k, and attention's output", lambda a: 2 * a.heads * a.head_dim if a.latent else 0
+    ),
     Activation("log-sum-exp of the scores", lambda a: a.heads, "core_attn", item_bytes=4),
     Activation("attention's output, input of its projection", lambda a: a.heads * a.value_dim),
     Activation("input of the MLP's norm, the residual stream", lambda a: _own_input(a), split="sequence"),
     Activation("input of the MLP", lambda a: _own_input(a), "layernorm", "sequence"),
     Activation("gate and up, or what has no gate", lambda a: mlp_projections(a) * a.intermediate, "mlp"),
     Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
-    Activation("inputs of the norms after", lambda a: _both_norms(a) * 2 * a.hidden, split="sequence"),
+    Activation(
+        "inputs of the norms after",
+        lambda a: a.family.pre_norms * a.family.post_norms * 2 * a.hidden,
+        split="sequence",
+    ),
     Activation(
         "inputs of the norms before, in float32",
         lambda a: _in_float32(a) * a.family.pre_norms * 2 * a.hidden,
@@ -98,21 +104,13 @@ def key_copies(a: Architecture, trainer: TrainerConfig) -> KeyCopies:
     return KeyCopies((2 * heads + a.heads) * sizes / (kept * a.layers), window) if window else NO_COPIES
 
 
-def _heads(a: Architecture) -> int:
-    return a.heads + 2 * a.kv_heads
-
-
 def _projected(a: Architecture) -> int:
     """Return the elements of the projections' outputs that are kept as they are."""
-    return a.heads * (a.latent.nope + a.latent.value) if a.latent else _heads(a) * a.head_dim
+    return a.heads * (a.latent.nope + a.latent.value) if a.latent else (a.heads + 2 * a.kv_heads) * a.head_dim
 
 
 def _low_ranks(a: Architecture) -> int:
     return 2 * (a.latent.query_rank + a.latent.kv_rank) + a.latent.rope if a.latent else 0
-
-
-def _widened(a: Architecture) -> int:
-    return 2 * a.heads * a.head_dim if a.latent else 0
 
 
 def mlp_projections(a: Architecture) -> int:
@@ -123,10 +121,6 @@ def mlp_projections(a: Architecture) -> int:
 def _own_input(a: Architecture) -> int:
     """Return the elements of the MLP's input where attention has another one."""
     return 0 if a.family.beside else a.hidden
-
-
-def _both_norms(a: Architecture) -> bool:
-    return a.family.pre_norms and a.family.post_norms
 
 
 def _in_float32(a: Architecture) -> bool:
