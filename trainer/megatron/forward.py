@@ -93,7 +93,7 @@ class Runner:
 
     def train(self, batch: Batch, algorithm: Algorithm, measures: StepMeasures) -> MadePasses:
         """Run forward and backward over the part; the model's buffers then hold the step's gradients."""
-        return self._train(batch, partial(_loss, algorithm, measures), measures)
+        return self._train(batch, partial(micro_batch_loss, algorithm, measures), measures)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -119,7 +119,7 @@ class Runner:
         return Packing.of(families, self.position, *limits, copies=self._copies)
 
     def _train(self, batch: Batch, finish: Any, measures: Measures) -> MadePasses:
-        """Run forward and backward; `finish` turns a micro-batch's scores into its loss."""
+        """Run forward and backward; `finish` turns the trained tokens' scores into a loss."""
         packing = self._together(self.packing(batch))
         for router in self.routers:
             router.forget()
@@ -250,7 +250,7 @@ class Runner:
             loss, output = found.sum(), (micro.places, found)
         else:
             logprobs, entropy = linear_logprobs(rows, weight, micro.targets, **head)
-            loss, output = finish(micro, logprobs[: micro.wanted], entropy[: micro.wanted])
+            loss, output = finish(micro.trained, logprobs[: micro.wanted], entropy[: micro.wanted])
         # No tokens to divide by: the loss is a sum, its weights hold every normalization.
         return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
@@ -300,15 +300,3 @@ class PlannedShapes(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
-
-
-def _loss(
-    algorithm: Algorithm,
-    measures: StepMeasures,
-    micro: MicroBatch,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if micro.trained is None:
-        raise RuntimeError("the last stage has no trained tokens to make a loss of")
-    return micro_batch_loss(algorithm, measures, micro.trained, logprobs, entropy)

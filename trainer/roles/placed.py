@@ -72,7 +72,8 @@ class RoleLink:
     def __init__(self, wire: BetweenModels) -> None:
         """Take over a connection; `await_ready` follows."""
         self._wire = wire
-        self._division: StepDivision | None = None
+        self._division = StepDivision((), (), ())
+        """The last step's."""
         self.replicas: Replicas = ()
         """Ranks of each replica of the model."""
 
@@ -93,17 +94,16 @@ class RoleLink:
 
     def receive_rows(self) -> torch.Tensor:
         """Wait for a value of each token of the step, in the order of the policy's replicas: float32 [T]."""
-        division = self._step_division()
-        return division.to_policy(
+        return self._division.to_policy(
             [
-                self._wire.receive(division.entries(replica), torch.float32, ranks[0] + 1)
+                self._wire.receive(self._division.entries(replica), torch.float32, ranks[0] + 1)
                 for replica, ranks in enumerate(self.replicas)
             ]
         )
 
     def send_rows(self, values: torch.Tensor) -> None:
         """Send each of the model's ranks its replica's part of values in the policy's order: float32 [T]."""
-        parts = self._step_division().to_apart(values)
+        parts = self._division.to_apart(values)
         for ranks, part in zip(self.replicas, parts, strict=True):
             for rank in ranks:
                 self._wire.send(part, rank + 1)
@@ -111,11 +111,6 @@ class RoleLink:
     def receive_message(self) -> bytes:
         """Wait for a message of the model's rank 0."""
         return receive_bytes(self._wire, 1)
-
-    def _step_division(self) -> StepDivision:
-        if self._division is None:
-            raise RuntimeError("a model with ranks of its own was asked for values before it was sent a step")
-        return self._division
 
 
 NO_LINKS: Mapping[str, RoleLink] = {}

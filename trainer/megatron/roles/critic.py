@@ -1,7 +1,6 @@
 """Trains a critic with megatron-core, on the policy's ranks and in its layout, or on ranks of its own."""
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ class ValueRunner(Runner):
 
     def train_values(self, batch: Batch, measures: ValueMeasures) -> MadePasses:
         """Run forward and backward over the part, as `train` does."""
-        return self._train(batch, partial(_loss, measures), measures)
+        return self._train(batch, measures.micro_batch_loss, measures)
 
     def values(self, batch: Batch) -> torch.Tensor:
         """Return the values of the part's sampled tokens, 0 elsewhere; as `logprobs` does."""
@@ -47,7 +46,9 @@ class ValueRunner(Runner):
         if self.position.sequence_parallel:  # every tensor rank computes all values
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         values = self._inner[-1].value_head(hidden[:, 0].index_select(0, micro.rows))[: micro.wanted]
-        loss, output = (values.sum(), (micro.places, values)) if finish is None else finish(micro, values)
+        loss, output = (
+            (values.sum(), (micro.places, values)) if finish is None else finish(micro.trained, values)
+        )
         return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
 
@@ -163,11 +164,3 @@ def load_critic_apart(
         config=spec.config,
     )
     return critic, position.replicas()
-
-
-def _loss(
-    measures: ValueMeasures, micro: MicroBatch, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if micro.trained is None:
-        raise RuntimeError("the last stage has no trained tokens to make a loss of")
-    return measures.micro_batch_loss(micro.trained, values)
