@@ -7,7 +7,6 @@ for a batch (`trainer/roles/advantages.py`).
 import torch
 
 from trainer.algorithms.surrogate import Surrogate
-from trainer.functional.weights import token_mean
 
 
 class Ppo(Surrogate):
@@ -16,7 +15,3 @@ class Ppo(Surrogate):
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return the rewards, float32 [N], which a step's plan has in the place of the critic's estimate."""
         return rewards.float()
-
-    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
-        """Return 1 / sum_i |o_i| for every trained token, float32 [N]."""
-        return token_mean(sampled_tokens)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import tee
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,8 @@ from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
+from trainer.roles.value_measures import ValueMeasures
 from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
-
-
-class Measures(Protocol):
-    """Measures that join the vectors of micro-batches and ranks, such as `StepMeasures`."""
-
-    def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor: ...
-
-    def split(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Runner:
@@ -118,7 +111,7 @@ class Runner:
         limits = self.micro_batch_tokens, self.micro_batch_size
         return Packing.of(families, self.position, *limits, copies=self._copies)
 
-    def _train(self, batch: Batch, finish: Any, measures: Measures) -> MadePasses:
+    def _train(self, batch: Batch, finish: Any, measures: StepMeasures | ValueMeasures) -> MadePasses:
         """Run forward and backward; `finish` turns the trained tokens' scores into a loss."""
         packing = self._together(self.packing(batch))
         for router in self.routers:

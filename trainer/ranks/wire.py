@@ -7,7 +7,7 @@ A part is a header, which names its arrays, and then one message for each array:
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -17,25 +17,18 @@ from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals
 from trainer.ranks.collectives import control_device
 
 
-class Wire(Protocol):
-    """Connection between ranks; arrays arrive in the order in which they were sent."""
-
-    def send(self, values: torch.Tensor, rank: int) -> None:
-        """Send an array to a rank; returns when it has it. An empty one is not sent."""
-
-    def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
-        """Wait for an array of a rank, [entries], on the CPU. An empty one was not sent."""
-
-
 class OwnRanks:
-    """Connection between the ranks of one model, which share the default process group."""
+    """Connection between the ranks of one model, which share the default process group.
+
+    Arrays arrive in the order in which they were sent.
+    """
 
     def send(self, values: torch.Tensor, rank: int) -> None:
-        """Send an array, on the CPU, as `Wire.send` says."""
+        """Send an array, on the CPU, to a rank; returns when it has it. An empty one is not sent."""
         self._exchange(dist.isend, values.to(control_device()), rank)
 
     def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
-        """Receive an array as `Wire.receive` says."""
+        """Wait for an array of a rank, [entries], on the CPU. An empty one was not sent."""
         values = torch.empty(entries, dtype=dtype, device=control_device())
         self._exchange(dist.irecv, values, rank)
         return values.cpu()
@@ -63,16 +56,19 @@ class BetweenModels:
         return range(1, self._group.size())
 
     def send(self, values: torch.Tensor, rank: int) -> None:
-        """Send an array, on the CPU, as `Wire.send` says."""
+        """Send an array, on the CPU, as `OwnRanks.send` does."""
         if len(values):
             self._group.send([_bytes(values)], rank, 0).wait()
 
     def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
-        """Receive an array as `Wire.receive` says."""
+        """Receive an array as `OwnRanks.receive` does."""
         values = torch.empty(entries, dtype=dtype)
         if entries:
             self._group.recv([_bytes(values)], rank, 0).wait()
         return values
+
+
+Wire = OwnRanks | BetweenModels
 
 
 def send_bytes(wire: Wire, data: bytes, rank: int) -> None:

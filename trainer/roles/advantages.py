@@ -76,16 +76,11 @@ def with_whitened(batch: Batch, config: AlgorithmConfig, replicas: Sequence[Sequ
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
         sample, sampled = batch.sample_index, batch.sampled_mask
         none = torch.zeros_like(advantages)
-        gaps = behaviour_k1(batch, batch.reference_logprobs)
+        gaps = token_k1(batch, batch.reference_logprobs, batch.sampled_mask).double()
         later = generalized_advantages(gaps, none, sampled, sample, gamma=1, gae_lambda=1)
         advantages = advantages - config.kl_coef * later
     white = whitened(advantages, batch.loss_mask, config.advantage_eps, replicas)
     return dataclasses.replace(batch, advantages=white.float())
-
-
-def behaviour_k1(batch: Batch, reference: torch.Tensor) -> torch.Tensor:
-    """Return log pi_behaviour - log pi_ref of each sampled token, 0 elsewhere, float64 [t]."""
-    return torch.where(batch.sampled_mask, batch.behaviour_logprobs - reference, 0.0).double()
 
 
 def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
@@ -100,7 +95,7 @@ def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
     else:
         rewards = batch.turn_rewards.double()
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
-        rewards -= config.kl_coef * behaviour_k1(batch, batch.reference_logprobs)
+        rewards -= config.kl_coef * token_k1(batch, batch.reference_logprobs, batch.sampled_mask).double()
     return rewards
 
 
@@ -156,7 +151,7 @@ def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batc
     if part.reference_logprobs is None or part.rows is None:
         raise RuntimeError("a penalty needs reference log-probabilities and the samples' places in the step")
     sums = _sums_of_samples(token_k1(part, part.reference_logprobs, part.sampled_mask), part)
-    first = _first_rows(part)
+    first = _first_rows(part.rows)
     columns = torch.stack([part.rewards * first, part.group_index * first, sums], dim=1)
     rewards, groups, penalties = _over_replicas(columns, part, policy).unbind(1)
     entry = ALGORITHMS[algorithm.config.name]
@@ -193,10 +188,10 @@ def _sums_of_samples(values: torch.Tensor, part: Batch) -> torch.Tensor:
     return sums.index_add_(0, part.sample_index, values.double())
 
 
-def _first_rows(part: Batch) -> torch.Tensor:
+def _first_rows(rows: torch.Tensor) -> torch.Tensor:
     """Return 1 for the first row of each sample and 0 for its other branches, float64 [n]."""
-    places = {} if part.rows is None else {row: i for i, row in reversed(list(enumerate(part.rows.tolist())))}
-    first = torch.zeros(len(part.group_index), dtype=torch.float64)
+    places = {row: i for i, row in reversed(list(enumerate(rows.tolist())))}
+    first = torch.zeros(len(rows), dtype=torch.float64)
     first[list(places.values())] = 1.0
     return first
 
