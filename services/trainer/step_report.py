@@ -150,9 +150,9 @@ class StepReporter:
         }
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
-        values, tokens = {**fields_of(step.stats), **fields_of(times)}, step.plan.stats.step_tokens
-        del values["sums"]
-        warnings = values.pop("warnings") + ((mismatch,) if mismatch else ()) + warnings
+        values, tokens = {**step.stats.measured(), **dataclasses.asdict(times)}, step.plan.stats.step_tokens
+        values.pop("warnings", None)
+        warnings = step.stats.warnings + ((mismatch,) if mismatch else ()) + warnings
         return msgspec.structs.replace(
             step.plan.stats,
             epoch=epoch,
@@ -229,11 +229,6 @@ def excess_mismatch(step: int, stats: StepStats, config: TrainerConfig) -> str:
         f"token_mult_prob_error {error:.4g} is over trainer.mismatch_limit {limit:g}; "
         "compare their dtypes, sampling settings and model code (docs/metrics.md)"
     )
-
-
-def fields_of(stats: StepStats | StepTimes) -> dict[str, Any]:
-    """Return the fields of statistics, named as in `StepReport`."""
-    return {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

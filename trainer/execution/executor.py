@@ -1,10 +1,10 @@
 """Carries out commands on one rank. Every rank does the same; rank 0 sends each command to the others."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
 from protocol.device.profiles import profiled
@@ -109,7 +109,7 @@ class Executor:
         send_part(own, [rank for rank in policy.replicas[0] if rank != 0])
         with policy.export_ahead(begin, len(step.schedule.updates)).step():
             stats = self.carry_out(step, own)
-        return plan, dataclasses.replace(stats, imbalance=imbalance)
+        return plan, msgspec.structs.replace(stats, imbalance=imbalance)
 
     def carry_out(self, command: RankCommand[T] | AnyCommand, part: Batch | None = None) -> Any:
         """Do this rank's share of a command. A collective.

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -149,7 +150,9 @@ class FsdpBackend(Backend):
         made = MadePasses(vector, len(passes), tokens, padding, row_tokens)
         stats = made.counted_in(measures.stats(vector, grad_norm=norm, skipped=skipped))
         peak, expected = self._memory.peaks(self._retry.tokens)
-        return replace(stats, memory_peak_gb=peak, memory_expected_gb=expected, warnings=warnings)
+        return msgspec.structs.replace(
+            stats, memory_peak_gb=peak, memory_expected_gb=expected, warnings=warnings
+        )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._evaluate(self._model, batch)

@@ -3,10 +3,10 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -124,7 +124,7 @@ class MegatronBackend(Backend):
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             step.passes.counted_in(
                 measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped)
             ),

@@ -1,12 +1,12 @@
 """Trains with plain torch and transformers on one device: slow, short, the oracle of the other backends."""
 
 import copy
-import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -97,7 +97,7 @@ class ReferenceBackend(Backend):
         )
         stats = measures.stats(vector, grad_norm=grad_norm, skipped=skipped)
         computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in packed)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             stats,
             micro_batches=len(packed),
             padding_share=1 - len(batch.tokens) / computed,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from trainer.backends.base import StepStats
 from trainer.config import OptimizerConfig
@@ -37,7 +39,7 @@ class CriticStats:
     def added_to(self, stats: StepStats) -> StepStats:
         """Return the statistics of the policy's step with these."""
         peaks = [peak for peak in (self.memory_peak_gb, stats.memory_peak_gb) if peak is not None]
-        return replace(
+        return msgspec.structs.replace(
             stats,
             value_loss=self.value_loss,
             critic_grad_norm=self.critic_grad_norm,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
 import torch
 
 from protocol.messages import Mismatch
@@ -175,7 +176,11 @@ class StepMeasures:
         if ALGORITHMS[self.config.name].on_data:  # there is no policy to compare with
             entropy = total["entropy"] / self.tokens
             return StepStats(
-                self.tokens, skipped=skipped, loss=total["loss"], grad_norm=grad_norm, entropy=entropy
+                trained_tokens=self.tokens,
+                skipped=skipped,
+                loss=total["loss"],
+                grad_norm=grad_norm,
+                entropy=entropy,
             )
         return StepStats(
             trained_tokens=self.tokens,
@@ -320,7 +325,7 @@ class MadePasses(NamedTuple):
 
     def counted_in(self, stats: StepStats) -> StepStats:
         """Return a step's statistics with these counts."""
-        return replace(
+        return msgspec.structs.replace(
             stats,
             micro_batches=self.micro_batches,
             padding_share=self.padding_share,

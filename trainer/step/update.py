@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from trainer.algorithms.registry import ALGORITHMS
@@ -36,7 +37,7 @@ def make_updates(models: RankModels, part: Batch, schedule: UpdateSchedule) -> S
     for batch in batches_of(part, schedule):
         if schedule.second_moment_threshold:
             batch = _within_moment(models, batch, schedule.second_moment_threshold)
-        updates.append(dataclasses.replace(_update(models, batch), **measured))
+        updates.append(msgspec.structs.replace(_update(models, batch), **measured))
     if models.entropy is not None:
         models.entropy.note(updates)
     return merged_updates(models.algorithm.config, updates, schedule)
@@ -57,12 +58,12 @@ def _update(models: RankModels, batch: Batch) -> StepStats:
     The first steps of a run may train the critic alone.
     """
     critic, tokens = models.critic, batch.totals.trained_tokens
-    stats = StepStats(tokens, skipped="" if tokens else NOTHING_TRAINED)
+    stats = StepStats(trained_tokens=tokens, skipped="" if tokens else NOTHING_TRAINED)
     if critic is None or batch.step >= critic.config.critic_warmup_steps:
         stats = models.policy.train_step(batch)
     if critic is not None:
         stats = critic.train_step(batch).added_to(stats)
-    return dataclasses.replace(stats, entropy_coef=batch.entropy_coef)
+    return msgspec.structs.replace(stats, entropy_coef=batch.entropy_coef)
 
 
 def _within_moment(models: RankModels, batch: Batch, budget: float) -> Batch:
@@ -136,11 +137,11 @@ def merged_updates(
     made = [update for update in updates if not update.skipped]
     counts: dict[str, Any] = {"updates": len(made), "updates_skipped": len(updates) - len(made)}
     if len(updates) == 1:
-        return dataclasses.replace(updates[0], **counts)
+        return msgspec.structs.replace(updates[0], **counts)
     found = {
         field.name: _joined(JOINED.get(field.name, _mean), made or updates, field.name)
-        for field in dataclasses.fields(StepStats)
-        if field.type in ("float | None", "int | None")
+        for field in msgspec.structs.fields(StepStats)
+        if field.type in (float | None, int | None)
     }
     if any(update.sums for update in updates):
         found |= _measured(config, updates, schedule)

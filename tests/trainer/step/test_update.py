@@ -112,7 +112,7 @@ def update(logprobs: list[float], versions: list[int], totals: StepTotals, **num
     values = tokens.behaviour_logprobs.new_tensor(logprobs)
     vector = micro_batch_loss(make_algorithm(CONFIG), measures, tokens, values, -values)[1]
     stats = measures.stats(vector, grad_norm=numbers.get("grad_norm", 1.0), skipped="")
-    return StepStats(**{**{name: getattr(stats, name) for name in StepStats.__slots__}, **numbers})
+    return msgspec.structs.replace(stats, **numbers)
 
 
 FIRST = update([-1.0, -0.5], [1, 1], TOTALS[0], micro_batches=2, memory_peak_gb=1.0, loss=1.0)
