@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from protocol.errors import SettingsError
 from protocol.messages import StepReport
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
@@ -50,6 +52,15 @@ class StepStats(StepReport, tag="step_stats", frozen=True, kw_only=True):
         """Return the fields of the report that were measured."""
         names = [name for name in StepReport.__struct_fields__ if getattr(self, name) != getattr(NONE, name)]
         return {name: getattr(self, name) for name in names}
+
+    def with_critic(self, critic: StepStats) -> StepStats:
+        """Return the statistics of the policy's update with the critic's, which was made at the same time."""
+        peaks = [peak for peak in (self.memory_peak_gb, critic.memory_peak_gb) if peak is not None]
+        both = {
+            "memory_peak_gb": max(peaks, default=None),
+            "warnings": self.warnings + critic.warnings,
+        }
+        return msgspec.structs.replace(self, **critic.measured() | both)
 
 
 NONE = StepStats()

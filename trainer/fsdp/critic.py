@@ -5,10 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.backends.base import StepStats
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
@@ -20,7 +22,7 @@ from trainer.reference.critic import ValueModel
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.critic import Critic
 from trainer.roles.value_measures import ValueMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -87,7 +89,7 @@ class FsdpCritic(Critic):
         self._model.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
         return out
 
-    def train_step(self, batch: Batch) -> CriticStats:
+    def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         device = self._passes.device
 
@@ -103,7 +105,7 @@ class FsdpCritic(Critic):
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
         stats = measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
-        return replace(stats, warnings=stats.warnings + warnings)
+        return msgspec.structs.replace(stats, warnings=stats.warnings + warnings)
 
     def copy_state(self) -> HostState:
         place = self._passes.device, self._mesh.get_local_rank()

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from protocol.errors import SettingsError
-from trainer.backends.base import Replicas
+from trainer.backends.base import Replicas, StepStats
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -17,7 +17,7 @@ from trainer.reference.logprobs import padded, passes
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticSpec, CriticStats
+from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -119,7 +119,7 @@ class ReferenceCritic(Critic):
             out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = found.cpu()
         return out
 
-    def train_step(self, batch: Batch) -> CriticStats:
+    def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         packed = passes(batch, self._trainer)
         vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in packed]

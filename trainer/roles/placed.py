@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from protocol.errors import SettingsError
-from trainer.backends.base import Replicas
+from trainer.backends.base import Replicas, StepStats
 from trainer.batch import Batch
 from trainer.ranks.collectives import (
     broadcast_message,
@@ -26,7 +26,7 @@ from trainer.ranks.collectives import (
 )
 from trainer.ranks.wire import BetweenModels, receive_bytes, send_bytes, send_part
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.critic import Critic
 from trainer.storage.host_state import HostState
 
 _ranks = msgspec.msgpack.Decoder(list[list[int]])
@@ -140,7 +140,7 @@ class PlacedRole:
         """Leave the model where it is."""
 
 
-_stats = msgspec.msgpack.Decoder(CriticStats)
+_stats = msgspec.msgpack.Decoder(StepStats)
 _reason = msgspec.msgpack.Decoder(str)
 
 
@@ -172,7 +172,7 @@ class PlacedCritic(Critic):
         if self._link is not None:
             self._link.send_rows(whole)
 
-    def train_step(self, batch: Batch) -> CriticStats:
+    def train_step(self, batch: Batch) -> StepStats:
         """Wait for the measurements of the critic's next update."""
         return _stats.decode(self._message())
 

@@ -62,7 +62,7 @@ def _update(models: RankModels, batch: Batch) -> StepStats:
     if critic is None or batch.step >= critic.config.critic_warmup_steps:
         stats = models.policy.train_step(batch)
     if critic is not None:
-        stats = critic.train_step(batch).added_to(stats)
+        stats = stats.with_critic(critic.train_step(batch))
     return msgspec.structs.replace(stats, entropy_coef=batch.entropy_coef)
 
 

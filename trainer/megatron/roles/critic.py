@@ -1,13 +1,13 @@
 """Trains a critic with megatron-core, on the policy's ranks and in its layout, or on ranks of its own."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from trainer.backends.base import Replicas
+from trainer.backends.base import Replicas, StepStats
 from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -23,7 +23,7 @@ from trainer.megatron.micro_batches import MicroBatch
 from trainer.megatron.part import ModelPart
 from trainer.memory.plan import MemoryPlan, peak_gb
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticSpec, CriticStats
+from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
 from trainer.step.measures import MadePasses
 from trainer.storage.host_state import HostCopies, HostState
@@ -107,7 +107,7 @@ class MegatronCritic(Critic):
     def values(self, batch: Batch) -> torch.Tensor:
         return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.values(batch))
 
-    def train_step(self, batch: Batch) -> CriticStats:
+    def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         step = self._stepper.step(
             batch,
@@ -117,7 +117,7 @@ class MegatronCritic(Critic):
         if not step.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
         stats = measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             stats, memory_peak_gb=peak_gb(self._position.device), warnings=stats.warnings + step.warnings
         )
 

@@ -6,7 +6,6 @@ As a module: LAYOUT MODEL_DIR OUT [CHECKPOINT], a checkpoint of another layout, 
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -37,7 +36,7 @@ MEASURED = (
 
 def measured(stats: StepStats) -> dict[str, float]:
     assert (stats.skipped, stats.warnings) == ("", ())
-    return {name: asdict(stats)[name] for name in MEASURED}
+    return {name: getattr(stats, name) for name in MEASURED}
 
 
 def run(layout: str, model_dir: Path, out: Path, checkpoint: Path | None = None) -> None:
