@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -18,7 +18,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.expected import read_workload
@@ -40,7 +40,7 @@ from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
 
-class FsdpBackend(Backend):
+class FsdpBackend(Offloadable, Backend):
     """AdamW on sharded float32 parameters; a pass gathers a layer at a time, in the dtype of training.
 
     Samples are packed without padding where the model allows it. Results do not depend on the number of
@@ -96,7 +96,7 @@ class FsdpBackend(Backend):
         self._reference: ShardedModel | None = None
         self._models = [self._model]
         self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self.device), HostCopies()
 
     def _trained_paths(self, model: Any, adapters: LoraConfig) -> dict[str, str]:
         """Return the name of each trained tensor and its parameter, after adapters were attached."""
@@ -224,16 +224,11 @@ class FsdpBackend(Backend):
     def restore(self, directory: Path) -> None:
         load_state(directory, self._stepper, self._identity(), self.device, self._rank)
 
-    def offload(self) -> int:
-        if self._host.in_use:
-            return self._host.nbytes
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
         models = [model.module for model in (self._model, self._reference) if model is not None]
         held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        return self._host.offload(self.device, map(local_tensor, (*held, *self._stepper.tensors())))
-
-    def onload(self) -> None:
-        self._host.onload(self.device)
+        return map(local_tensor, (*held, *self._stepper.tensors())), ()
 
     def close(self) -> None:
         self._reference = None

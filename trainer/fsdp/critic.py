@@ -1,6 +1,6 @@
 """Trains a critic that is sharded over the data-parallel ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.backends.base import StepStats
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
@@ -27,7 +27,7 @@ from trainer.roles.value_measures import ValueMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
 
-class FsdpCritic(Critic):
+class FsdpCritic(Offloadable, Critic):
     """AdamW on sharded float32 parameters, on the ranks of the policy or on ranks of its own."""
 
     def __init__(
@@ -61,7 +61,7 @@ class FsdpCritic(Critic):
         self._trained = dict(self._model.named_parameters())
         self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, self._passes.device)
         self._retry = make_retry(self._passes, self._mesh, self._forget_passes)
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._passes.device), HostCopies()
 
     @classmethod
     def beside(cls, policy: FsdpBackend, model_dir: Path, **settings: Any) -> "FsdpCritic":
@@ -115,15 +115,10 @@ class FsdpCritic(Critic):
         place = self._passes.device, self._mesh.get_local_rank()
         load_state(directory, self._stepper, self._identity(), *place)
 
-    def offload(self) -> int:
-        if self._host.in_use:
-            return self._host.nbytes
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
         held = [*self._model.parameters(), *self._model.buffers(), *self._stepper.tensors()]
-        return self._host.offload(self._passes.device, map(local_tensor, held))
-
-    def onload(self) -> None:
-        self._host.onload(self._passes.device)
+        return map(local_tensor, held), ()
 
     def close(self) -> None:
         """Release the gradients."""

@@ -3,7 +3,7 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas, StepStats, keeps_copy
 from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.layers.attention.kernels import choose_backend
@@ -54,7 +54,7 @@ TOKENS_ON_GPU = 16384
 """Tokens of a pass on a GPU, at first, where `trainer.micro_batch_tokens` is 0."""
 
 
-class MegatronBackend(Backend):
+class MegatronBackend(Offloadable, Backend):
     """A Hugging Face checkpoint trained under tensor, pipeline, context and data parallelism.
 
     Results do not depend on the layout. Without torchrun it is a world of one. On a machine without CUDA it
@@ -102,12 +102,14 @@ class MegatronBackend(Backend):
             if adapters.rank:
                 self._add_adapters(whole_part(chunks), adapters)
             self._buffers = buffers_of(chunks[0])
-            self._exporter = Exporter(self._part.layout, self._position, DTYPES[trainer.dtype], self._held)
+            self._exporter = Exporter(
+                self._part.layout, self._position, DTYPES[trainer.dtype], self._parameter
+            )
             self._make_stepper(chunks, optimizer, apart=shared)
         except BaseException:
             self.close()
             raise
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._position.device), HostCopies()
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
         return self._model_spec.layer_flops(lengths.double())
@@ -258,21 +260,16 @@ class MegatronBackend(Backend):
         restore_part(directory, self._trained, self._optimizer, model, self._position.rank, fill=fill)
         self._optimizer.fill_parameters()
 
-    def offload(self) -> int:
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         if self._masters:
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        if self._host.in_use:
-            return self._host.nbytes
         stepped, blank = self._stepper.held()
         kept: list[torch.Tensor] = [*self._parameters.values(), *self._trained.values(), *stepped]
         if self._reference_model is not None:
             kept += self._reference_model.parameters()
-        return self._host.offload(self._position.device, kept, blank=blank)
-
-    def onload(self) -> None:
-        self._host.onload(self._position.device)
+        return kept, blank
 
     def close(self) -> None:
         if not self._closed:
@@ -326,7 +323,7 @@ class MegatronBackend(Backend):
             part, stages[self._position.place.pp], adapters, self._position, self._trainer.seed
         )
 
-    def _held(self, name: str) -> torch.Tensor:
+    def _parameter(self, name: str) -> torch.Tensor:
         return self._trained[name] if name in self._trained else self._parameters[name]
 
 

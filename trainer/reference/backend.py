@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, Replicas, StepStats
 from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, without_adapters
@@ -32,7 +32,7 @@ from trainer.storage.host_state import HostCopies, HostState
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ReferenceBackend(Backend):
+class ReferenceBackend(Offloadable, Backend):
     """AdamW or another optimizer on fp32 masters, on one rank.
 
     Deterministic on the CPU: the same batches from the same checkpoint give the same bits. Dropout stays off,
@@ -80,7 +80,7 @@ class ReferenceBackend(Backend):
         self._stepper = MasterStepper(self._trained, self._masters, optimizer, self._embeddings())
         self._optimizer = self._stepper.optimizer
         self._reference: torch.nn.Module | None = None
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._device), HostCopies()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -163,21 +163,16 @@ class ReferenceBackend(Backend):
     def restore(self, directory: Path) -> None:
         load_state(directory, self._stepper, self._identity(), self._device)
 
-    def offload(self) -> int:
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         if self._shared:
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        if self._host.in_use:
-            return self._host.nbytes
         self._optimizer.zero_grad()
         models = [model for model in (self._model, self._reference) if model is not None]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         every = [*weights, *self._stepper.tensors()]
-        return self._host.offload(self._device, list({id(tensor): tensor for tensor in every}.values()))
-
-    def onload(self) -> None:
-        self._host.onload(self._device)
+        return {id(tensor): tensor for tensor in every}.values(), ()
 
     def close(self) -> None:
         """Release the reference model and the gradients."""

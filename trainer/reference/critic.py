@@ -1,5 +1,6 @@
 """Trains a critic with plain torch and transformers: the oracle of the other backends' critics."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from safetensors import safe_open
 
 from protocol.errors import SettingsError
 from trainer.backends.base import Replicas, StepStats
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.reference.backend import DTYPES, ReferenceBackend, choose_device, require_one_rank
@@ -59,7 +60,7 @@ class ValueModel(torch.nn.Module):
         return torch.nn.functional.linear(hidden.float(), weight, bias)[:, 0]
 
 
-class ReferenceCritic(Critic):
+class ReferenceCritic(Offloadable, Critic):
     """AdamW on fp32 masters, on one rank; deterministic on the CPU."""
 
     def __init__(
@@ -103,7 +104,7 @@ class ReferenceCritic(Critic):
             self._optimizer,
             [self._masters[name] for name in ends if name in self._masters],
         )
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._device), HostCopies()
 
     @classmethod
     def beside(cls, policy: ReferenceBackend, model_dir: Path, **settings: Any) -> "ReferenceCritic":
@@ -132,15 +133,10 @@ class ReferenceCritic(Critic):
     def restore(self, directory: Path) -> None:
         load_state(directory, self._stepper, self._identity(), self._device)
 
-    def offload(self) -> int:
-        if self._host.in_use:
-            return self._host.nbytes
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
         weights = [*self._model.parameters(), *self._model.buffers()]
-        return self._host.offload(self._device, [*weights, *self._stepper.tensors()])
-
-    def onload(self) -> None:
-        self._host.onload(self._device)
+        return [*weights, *self._stepper.tensors()], ()
 
     def close(self) -> None:
         """Release the gradients."""

@@ -26,14 +26,14 @@ class FrozenRole:
 
     def __init__(self, model: FrozenModel, device: torch.device, *, offload: bool) -> None:
         """Take over a loaded model; with `offload` it is on the device during its passes only."""
-        self._model, self._device, self._rests_on_host = model, device, offload
-        self._host = HostOffload()
+        self._model, self._rests_on_host = model, offload
+        self._host = HostOffload(device)
         if offload:
             self.offload()
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         """Return the batch's log-probabilities under this model, float32 [t] on the CPU."""
-        self._host.onload(self._device)
+        self._host.onload()
         found = self._model.logprobs(batch)
         if self._rests_on_host:
             self.offload()
@@ -42,12 +42,12 @@ class FrozenRole:
     def offload(self) -> None:
         """Move it to the host."""
         if not self._host.in_use:
-            self._host.offload(self._device, self._model.tensors())
+            self._host.offload(self._model.tensors())
 
     def onload(self) -> None:
         """Move it back to the device, unless it rests on the host."""
         if not self._rests_on_host:
-            self._host.onload(self._device)
+            self._host.onload()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Trains a critic with megatron-core, on the policy's ranks and in its layout, or on ranks of its own."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from trainer.backends.base import Replicas, StepStats
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import parallel
@@ -52,7 +53,7 @@ class ValueRunner(Runner):
         return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
 
-class MegatronCritic(Critic):
+class MegatronCritic(Offloadable, Critic):
     """A Hugging Face checkpoint whose output layer is a value head."""
 
     def __init__(
@@ -97,7 +98,7 @@ class MegatronCritic(Critic):
         except BaseException:
             self.close()
             raise
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._position.device), HostCopies()
 
     @classmethod
     def beside(cls, policy: MegatronBackend, model_dir: Path, **settings: Any) -> "MegatronCritic":
@@ -129,14 +130,9 @@ class MegatronCritic(Critic):
         optimizer, model = self._stepper.optimizer, self._part.description()
         restore_part(directory, self._parameters, optimizer, model, self._position.rank)
 
-    def offload(self) -> int:
-        if self._host.in_use:
-            return self._host.nbytes
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         kept, blank = self._stepper.held()
-        return self._host.offload(self._position.device, [*self._parameters.values(), *kept], blank=blank)
-
-    def onload(self) -> None:
-        self._host.onload(self._position.device)
+        return [*self._parameters.values(), *kept], blank
 
     def close(self) -> None:
         if not self._closed:
