@@ -89,19 +89,14 @@ def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequenc
     return algorithm.kl_coef > 0 and not adapters.rank and not given
 
 
-class FrozenModel(ABC):
-    """A rank's part of a model that is never trained, in the layout of the policy or of ranks of its own.
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A rank's part of a model that is never trained, in the layout of the policy or of ranks of its own."""
 
-    Every method is called on every rank in the same order (collectives inside).
-    """
-
-    @abstractmethod
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the batch's log-probabilities under this model, as `Backend.logprobs` does."""
-
-    @abstractmethod
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """Return everything that it has on the device."""
+    logprobs: Callable[[Batch], torch.Tensor]
+    """Returns a batch's log-probabilities under this model, as `Backend.logprobs` does. A collective."""
+    tensors: Sequence[torch.Tensor]
+    """Everything that it has on the device."""
 
 
 class Backend(ABC):

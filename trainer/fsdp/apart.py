@@ -9,7 +9,7 @@ from trainer.fsdp.backend import join_mesh
 from trainer.fsdp.critic import FsdpCritic
 from trainer.fsdp.layout import check_layout
 from trainer.fsdp.model import ShardedModel
-from trainer.reference.frozen import FrozenTransformer, architecture_of, load_model
+from trainer.reference.frozen import architecture_of, frozen, load_model
 from trainer.roles.critic import Critic, CriticSpec
 
 
@@ -23,8 +23,7 @@ def load_frozen_apart(
     """
     mesh = _joined(parallel, trainer)
     model = ShardedModel(load_model(spec.directory, f"{spec.role}.path"), mesh, trainer, trained=False)
-    frozen = FrozenTransformer(model.module, lambda _, batch: model.evaluate(batch))
-    return frozen, _replicas(mesh)
+    return frozen(model.module, model.evaluate), _replicas(mesh)
 
 
 def load_critic_apart(

@@ -32,7 +32,7 @@ from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import join_ranks
 from trainer.ranks.publication import Publication
 from trainer.reference.backend import DTYPES, choose_device
-from trainer.reference.frozen import FrozenTransformer, load_model
+from trainer.reference.frozen import frozen, load_model
 from trainer.reference.lora import attach
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
@@ -174,7 +174,7 @@ class FsdpBackend(Offloadable, Backend):
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         model = self._frozen(load_model(spec.directory, f"{spec.role}.path"))
-        return FrozenTransformer(model.module, lambda _, batch: self._evaluate(model, batch))
+        return frozen(model.module, lambda batch: self._evaluate(model, batch))
 
     @property
     def device(self) -> torch.device:

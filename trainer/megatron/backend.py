@@ -43,7 +43,7 @@ from trainer.megatron.model import (
 )
 from trainer.megatron.optimizer_step import retry_of
 from trainer.megatron.part import ModelPart
-from trainer.megatron.roles.frozen import FrozenPart, shapes_of
+from trainer.megatron.roles.frozen import load_part, shapes_of
 from trainer.memory.expected import TOKENS_ON_CPU
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication
@@ -191,7 +191,7 @@ class MegatronBackend(Offloadable, Backend):
         self._reference = self._part.runner(chunks)
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        return FrozenPart(spec, self._position, self._trainer, self._logprobs)
+        return load_part(spec, self._position, self._trainer, self._logprobs)
 
     @property
     def device(self) -> torch.device:
@@ -351,4 +351,4 @@ def load_frozen_apart(
     def evaluate(runner: Runner, batch: Batch) -> torch.Tensor:
         return passes.alone(runner, batch, lambda: runner.logprobs(batch))
 
-    return FrozenPart(spec, position, trainer, evaluate), position.replicas()
+    return load_part(spec, position, trainer, evaluate), position.replicas()

@@ -21,7 +21,7 @@ from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, without_adapters
-from trainer.reference.frozen import FrozenTransformer, in_dtype, load_model
+from trainer.reference.frozen import frozen, in_dtype, load_model
 from trainer.reference.logprobs import evaluate, forward, passes
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
@@ -213,10 +213,8 @@ def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) 
     Raises:
         SettingsError: transformers cannot load it.
     """
-    model = load_model(spec.directory, f"{spec.role}.path").to(device)
-    return FrozenTransformer(
-        in_dtype(model, DTYPES[trainer.dtype]), lambda model, batch: evaluate(model, batch, trainer)
-    )
+    model = in_dtype(load_model(spec.directory, f"{spec.role}.path").to(device), DTYPES[trainer.dtype])
+    return frozen(model, lambda batch: evaluate(model, batch, trainer))
 
 
 def load_frozen_apart(

@@ -42,7 +42,7 @@ class FrozenRole:
     def offload(self) -> None:
         """Move it to the host."""
         if not self._host.in_use:
-            self._host.offload(self._model.tensors())
+            self._host.offload(self._model.tensors)
 
     def onload(self) -> None:
         """Move it back to the device, unless it rests on the host."""

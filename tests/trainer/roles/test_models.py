@@ -11,7 +11,6 @@ from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.base import Backend, FrozenModel, FrozenSpec, keeps_copy
 from trainer.backends.scripted import ScriptedBackend
-from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.reference.backend import ReferenceBackend
@@ -73,40 +72,33 @@ def test_a_copy_is_kept_only_where_nothing_else_is_the_reference(
     assert keeps_copy(config, adapters, specs) == copy
 
 
-class Constant(FrozenModel):
-    """Says the same of every token; fails unless its one tensor is on the device."""
+def make_constant() -> FrozenModel:
+    """Make one that says the same of every token, and fails unless its one tensor is on the device."""
+    tensor = torch.full((3,), -2.0)
+    return FrozenModel(lambda batch: torch.full((len(batch.tokens),), float(tensor.sum())), [tensor])
 
-    def __init__(self) -> None:
-        self.tensor = torch.full((3,), -2.0)
 
-    @property
-    def is_here(self) -> bool:
-        return self.tensor.untyped_storage().nbytes() > 0
-
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        return torch.full((len(batch.tokens),), float(self.tensor.sum()))
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.tensor]
+def is_here(model: FrozenModel) -> bool:
+    return model.tensors[0].untyped_storage().nbytes() > 0
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_frozen_model_rests_where_the_setting_says(offload: bool) -> None:
-    model = Constant()
+    model = make_constant()
     role = FrozenRole(model, torch.device("cpu"), offload=offload)
     models = RankModels(ScriptedBackend(trainer=TRAINER), frozen=FrozenModels(teacher=role))
     for _ in range(2):
-        assert model.is_here is not offload
+        assert is_here(model) is not offload
         assert role.logprobs(make_batch("qwen2", 0)).unique().tolist() == [-6.0]
     models.offload()
-    assert not model.is_here
+    assert not is_here(model)
     models.onload()
-    assert model.is_here is not offload
+    assert is_here(model) is not offload
     assert role.logprobs(make_batch("qwen2", 0)).unique().tolist() == [-6.0]
 
 
 def test_a_reference_at_a_path_is_not_replaced_by_the_policy() -> None:
-    role = FrozenRole(Constant(), torch.device("cpu"), offload=False)
+    role = FrozenRole(make_constant(), torch.device("cpu"), offload=False)
     models = RankModels(ScriptedBackend(trainer=TRAINER), frozen=FrozenModels(reference=role))
     models.keep_reference()
     batch = make_batch("qwen2", 0)

@@ -21,43 +21,34 @@ Evaluate = Callable[[Runner, Batch], torch.Tensor]
 """(runner, batch) -> log-probabilities of the batch's tokens."""
 
 
-class FrozenPart(FrozenModel):
-    """A model that only gives log-probabilities."""
+def load_part(
+    spec: FrozenSpec, position: Position, trainer: TrainerConfig, evaluate: Evaluate
+) -> FrozenModel:
+    """Load this rank's part. A collective.
 
-    def __init__(
-        self, spec: FrozenSpec, position: Position, trainer: TrainerConfig, evaluate: Evaluate
-    ) -> None:
-        """Load this rank's part. A collective.
+    Args:
+        spec: which model.
+        position: this rank's place in the policy's layout.
+        trainer: dtype, and limits of a micro-batch.
+        evaluate: makes the passes.
 
-        Args:
-            spec: which model.
-            position: this rank's place in the policy's layout.
-            trainer: dtype, and limits of a micro-batch.
-            evaluate: makes the passes.
-
-        Raises:
-            SettingsError: the model is not supported, or does not fit the layout; names the setting.
-        """
-        self._evaluate = evaluate
-        try:
-            architecture, layout = read_architecture(spec.directory), frozen_layout(position.config)
-            if architecture.experts.count:
-                check_ranks(architecture.experts, layout)
-            part = ModelPart(
-                architecture, dataclasses.replace(position, config=layout), trainer, is_trained=False
-            )
-            chunks = part.build()
-            self._parameters = part.load(spec.directory, chunks)
-        except SettingsError as error:
-            raise SettingsError(f"setting {spec.role}.path: {error}") from error
-        whole_part(chunks).requires_grad_(False)
-        self._runner = part.runner(chunks)
-
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._evaluate(self._runner, batch)
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return list(self._parameters.values())
+    Raises:
+        SettingsError: the model is not supported, or does not fit the layout; names the setting.
+    """
+    try:
+        architecture, layout = read_architecture(spec.directory), frozen_layout(position.config)
+        if architecture.experts.count:
+            check_ranks(architecture.experts, layout)
+        part = ModelPart(
+            architecture, dataclasses.replace(position, config=layout), trainer, is_trained=False
+        )
+        chunks = part.build()
+        parameters = part.load(spec.directory, chunks)
+    except SettingsError as error:
+        raise SettingsError(f"setting {spec.role}.path: {error}") from error
+    whole_part(chunks).requires_grad_(False)
+    runner = part.runner(chunks)
+    return FrozenModel(lambda batch: evaluate(runner, batch), list(parameters.values()))
 
 
 def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
