@@ -215,10 +215,6 @@ class Backend(ABC):
         The model may change then; the copies are valid until the next call.
         """
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint into an existing directory; returns when it is there."""
-        self.copy_state().write(directory)
-
     @abstractmethod
     def restore(self, directory: Path) -> None:
         """Load what this rank has of the checkpoint of any layout that the backend can have, bit for bit.

@@ -216,11 +216,6 @@ class FsdpBackend(Offloadable, Backend):
     def copy_state(self) -> HostState:
         return copy_state(self._copies, self._stepper, self._identity(), self.device, self._rank)
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
-        super().save(directory)
-        dist.barrier()
-
     def restore(self, directory: Path) -> None:
         load_state(directory, self._stepper, self._identity(), self.device, self._rank)
 

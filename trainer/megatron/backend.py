@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
@@ -248,11 +247,6 @@ class MegatronBackend(Offloadable, Backend):
     def copy_state(self) -> HostState:
         model = self._part.description(self.lora)
         return copy_part(self._copies, self._trained, self._optimizer, model, self._position.rank)
-
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
-        super().save(directory)
-        dist.barrier()
 
     def restore(self, directory: Path) -> None:
         # Parameters that have separate masters may be an engine's.

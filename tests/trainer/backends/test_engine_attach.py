@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from protocol.device.shared_tensors import SharedTensors, map_tensors
 from protocol.errors import SettingsError, WeightError
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
+from tests.trainer.checkpoints import save_part
 from tests.trainer.reference.test_backend import assert_same_bits, batch, exported, make
 from trainer.reference.backend import DTYPES, ReferenceBackend
 
@@ -60,7 +61,7 @@ def test_steps_with_an_engines_weights_are_those_with_ones_own(
     assert all(tensor.dtype == DTYPES[dtype] for _, tensor in attached.export_model())
     for backend, directory in ((alone, tmp_path / "alone"), (attached, tmp_path / "attached")):
         directory.mkdir()
-        backend.save(directory)
+        save_part(backend, directory)
     files = [
         next(iter(directory.iterdir())).read_bytes()
         for directory in (tmp_path / "alone", tmp_path / "attached")

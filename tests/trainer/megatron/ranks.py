@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
 from rollout.staging.staging import digest_of
+from tests.trainer.checkpoints import save_part
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import (
@@ -323,7 +324,7 @@ def restore_from(source: str, layout: str, models: Path, out: Path) -> None:
 
 def checkpoint_in(backend: Backend, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    backend.save(directory)
+    save_part(backend, directory)
     return directory
 
 

@@ -15,6 +15,7 @@ from protocol.errors import SettingsError, WeightError
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
+from tests.trainer.checkpoints import save_part
 from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.config import ParallelConfig, TrainerConfig
@@ -72,7 +73,7 @@ def commit(backend: MegatronBackend, engine: CachedModel) -> None:
 
 def saved(backend: MegatronBackend, directory: Path) -> dict[str, bytes]:
     directory.mkdir()
-    backend.save(directory)
+    save_part(backend, directory)
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 

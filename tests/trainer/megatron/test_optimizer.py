@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.trainer.checkpoints import save_part
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
     OPTIMIZER,
@@ -188,7 +189,7 @@ def test_the_factor_is_in_the_checkpoint_and_the_host_steps_as_the_device(
     backend: MegatronBackend, model_dir: Path, tmp_path: Path
 ) -> None:
     backend.train_step(make_batch(NAME, 0))
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     host = backend_of(model_dir, cpu_offload=True)
     host.restore(tmp_path)
     last = [made.train_step(make_batch(NAME, 1)) for made in (backend, host)]
@@ -200,7 +201,7 @@ def test_the_factor_is_in_the_checkpoint_and_the_host_steps_as_the_device(
 
 def test_a_run_goes_on_in_another_dtype(backend: MegatronBackend, model_dir: Path, tmp_path: Path) -> None:
     backend.train_step(make_batch(NAME, 0))
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     exact = backend_of(model_dir, "float32")
     exact.restore(tmp_path)
     assert all(torch.equal(t.half(), weights(backend)[name]) for name, t in weights(exact).items())
