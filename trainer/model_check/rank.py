@@ -3,8 +3,10 @@
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.families.decoder import ignorable
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.loading import SafetensorsReader
+
+LoadedBackend = TypeVar("LoadedBackend", MegatronBackend, FsdpBackend)
 
 TOLERANCE = 1e-4
 """Allowed difference of a log-probability, relative to the larger of its size and 1."""
@@ -156,18 +160,9 @@ def check_on_rank(
     Raises:
         SettingsError: the model is not supported, or does not fit the layout.
     """
-    backend = MegatronBackend(
-        model_dir,
-        parallel=parallel,
-        optimizer=OptimizerConfig(),
-        trainer=_trainer(threads),
-        algorithm=make_algorithm(AlgorithmConfig()),
-    )
-    try:
+    with _loaded(MegatronBackend, model_dir, parallel, threads) as backend:
         architecture = read_architecture(model_dir)
         return _compare(backend, model_dir, batch, expected, lambda name: ignorable(architecture, name))
-    finally:
-        backend.close()
 
 
 def check_sharded(
@@ -181,22 +176,28 @@ def check_sharded(
     Raises:
         SettingsError: transformers cannot load the model, or its checkpoint cannot be made from it.
     """
-    backend = FsdpBackend(
-        model_dir,
-        parallel=ParallelConfig(),
-        optimizer=OptimizerConfig(),
-        trainer=_trainer(threads),
-        algorithm=make_algorithm(AlgorithmConfig()),
-    )
-    try:
+    with _loaded(FsdpBackend, model_dir, ParallelConfig(), threads) as backend:
         ignored = backend.ignored_names
         findings = _compare(
             backend, model_dir, batch, expected, lambda name: any(re.search(one, name) for one in ignored)
         )
         assert findings is not None  # this is rank 0
         return findings, backend.why_rows
-    finally:
-        backend.close()
+
+
+def _loaded(
+    kind: Callable[..., LoadedBackend], model_dir: Path, parallel: ParallelConfig, threads: int
+) -> closing[LoadedBackend]:
+    """Load a model as the trainer does; at the end of a `with` it is closed."""
+    return closing(
+        kind(
+            model_dir,
+            parallel=parallel,
+            optimizer=OptimizerConfig(),
+            trainer=TrainerConfig(device="cpu", threads=threads, micro_batch_tokens=MICRO_BATCH_TOKENS),
+            algorithm=make_algorithm(AlgorithmConfig()),
+        )
+    )
 
 
 def _compare(
@@ -214,7 +215,3 @@ def _compare(
     with SafetensorsReader(model_dir) as reader:
         tensors = compare_tensors(backend.export(), reader, is_ignorable)
     return RankFindings(compare_logprobs(batch, logprobs, expected), tensors)
-
-
-def _trainer(threads: int) -> TrainerConfig:
-    return TrainerConfig(device="cpu", threads=threads, micro_batch_tokens=MICRO_BATCH_TOKENS)

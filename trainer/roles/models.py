@@ -132,17 +132,13 @@ class RankModels:
 
     def offload(self) -> None:
         """Move everything on the device to the host."""
-        for model in self._trained():
+        for model in (*self._trained(), *self.frozen.roles):
             model.offload()
-        for role in self.frozen.roles:
-            role.offload()
 
     def onload(self) -> None:
         """Move what `offload` moved back to the device."""
-        for model in self._trained():
+        for model in (*self._trained(), *self.frozen.roles):
             model.onload()
-        for role in self.frozen.roles:
-            role.onload()
 
     def close(self) -> None:
         """Release the models; idempotent."""
