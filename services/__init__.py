@@ -4,6 +4,6 @@ from services.runtime.import_path import is_service, protect_imports
 
 protect_imports()
 if is_service():
-    from protocol.host.privacy import keep_private  # ours for certain only now
+    from protocol.host.prctl import keep_private  # ours for certain only now
 
     keep_private()  # before the imports of the service, which take seconds: its variables have passwords

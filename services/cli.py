@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 import typer
 
 from protocol.errors import SettingsError, TetherError
-from protocol.host.privacy import keep_private
+from protocol.host.prctl import keep_private
 from services.migration.convert import import_config
 from services.runtime.errors import configure_logging, describe_error
 from services.serving.command import serve

@@ -20,7 +20,7 @@ from contextlib import suppress
 from functools import partial
 from types import ModuleType
 
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from services.runtime import start_time
 from services.settings.load import load_settings
 

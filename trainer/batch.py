@@ -1,15 +1,24 @@
-"""Defines a training batch: samples of one step, one after the other, without padding.
+"""Defines a training batch: samples of one step, one after the other, without padding; and its digest.
 
 Shapes: n samples, t tokens of all of them together, prompts and responses. A branch of a sample with several
 is a sample here, with the advantage and the weight of the whole one.
+
+The digest, by which `tether replay` can tell whether it built the same batch, covers the numbers and arrays
+that the records and the algorithm determine, without log-probabilities of other policies and the choice of
+measurements.
+
+The digest, by which `tether replay` can tell whether it built the same batch, covers the numbers and arrays
+that the records and the algorithm determine, without log-probabilities of other policies and the choice of
+measurements.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import xxhash
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +37,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of one step: all of them, or those of one data-parallel replica.
+    """Samples of one step: all of them, or one data-parallel replica's.
 
     Token i of sample s is at `offsets[s] + i` of the arrays [t]. The first token of a sample is never
     trained.
@@ -114,18 +123,18 @@ class Batch:
         place = torch.arange(int(offsets[-1]), device=offsets.device) + shift.repeat_interleave(lengths)
         changed = self._map(TOKEN_FIELDS, lambda values: values[place])
         changed |= self._map(SAMPLE_FIELDS, lambda values: values[samples])
-        return dataclasses.replace(self, offsets=offsets, **changed)
+        return replace(self, offsets=offsets, **changed)
 
     def select_mini_batch(self, mini_batch: int, totals: StepTotals) -> "Batch":
         """Return its samples of a mini-batch, whose totals over all replicas are given."""
         part = self
         if self.mini_batch is not None:
             part = self.select((self.mini_batch == mini_batch).nonzero()[:, 0])
-        return dataclasses.replace(part, totals=totals)
+        return replace(part, totals=totals)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with every array on a device."""
-        return dataclasses.replace(
+        return replace(
             self,
             **self._map(("offsets", *TOKEN_FIELDS, *SAMPLE_FIELDS), lambda values: values.to(device)),
         )
@@ -222,3 +231,31 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
 
 def _picked(values: torch.Tensor | None, place: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[place]
+
+
+class BatchDigest:
+    """Digests samples as they come: the arrays of a batch, not how they are divided or padded.
+
+    Each array is an xxh3-128 of its bytes, little-endian, as `Batch` has them; the digest is the xxh3-128 of
+    all names, dtypes and digests.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, xxhash.xxh3_128] = {}
+
+    def add(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Add the `token_arrays` of the next sample."""
+        for name, values in arrays.items():
+            self._tokens.setdefault(f"{name} {values.dtype}", xxhash.xxh3_128()).update(values.data)
+
+    def finish(self, numbers: Mapping[str, float], by_sample: Mapping[str, torch.Tensor]) -> str:
+        """Return the digest, 32 hex digits, with the numbers of the step and arrays [N] by sample."""
+        state = xxhash.xxh3_128()
+        for name, value in numbers.items():
+            state.update(f"{name} {value!r}\n".encode())
+        for name, values in by_sample.items():
+            array = values.numpy()
+            state.update(f"{name} {array.dtype} {xxhash.xxh3_128_hexdigest(array.data)}\n".encode())
+        for name, digest in self._tokens.items():
+            state.update(f"{name} {digest.hexdigest()}\n".encode())
+        return state.hexdigest()

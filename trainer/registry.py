@@ -38,14 +38,14 @@ BACKENDS = Registry(
         "megatron": BackendEntry(
             "trainer.megatron.backend:MegatronBackend",
             "trainer.megatron.roles.critic:MegatronCritic",
-            "trainer.megatron.roles.apart:load_frozen_apart",
-            "trainer.megatron.roles.apart:load_critic_apart",
+            "trainer.megatron.backend:load_frozen_apart",
+            "trainer.megatron.roles.critic:load_critic_apart",
         ),
         "reference": BackendEntry(
             "trainer.reference.backend:ReferenceBackend",
             "trainer.reference.critic:ReferenceCritic",
-            "trainer.reference.apart:load_frozen_apart",
-            "trainer.reference.apart:load_critic_apart",
+            "trainer.reference.backend:load_frozen_apart",
+            "trainer.reference.critic:load_critic_apart",
         ),
         "scripted": BackendEntry("trainer.backends.scripted:ScriptedBackend"),
     }

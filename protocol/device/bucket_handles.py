@@ -6,7 +6,7 @@ descriptor: it disappears when the owner ends, and a process that has mapped it 
 
 import base64
 import os
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,44 +16,30 @@ HOST = "host"
 """Place of buckets in host memory."""
 
 
-class SharedBuckets(Protocol):
-    """Makes buckets that other processes can map."""
-
-    device: torch.device
-    place: str
-    """UUID of the GPU, or `HOST`."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Return a new bucket, uint8 of at least one byte. Raises WeightError or OutOfMemoryError."""
-
-    def handle(self, bucket: torch.Tensor) -> list[Any]:
-        """Return what `open_bucket` takes; the bucket must live as long as others may open it."""
-
-    def close(self) -> None:
-        """Stop sharing; mappings that exist stay valid. Idempotent."""
-
-
 class GpuBuckets:
     """Buckets on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.place = gpu_of(device)
+        """UUID of the GPU."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Return a new bucket, uint8 of at least one byte. Raises WeightError or OutOfMemoryError."""
         return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
 
     def handle(self, bucket: torch.Tensor) -> list[Any]:
+        """Return what `open_bucket` takes; the bucket must live as long as others may open it."""
         # (device, handle, bytes, offset, reference counter, its offset, event, whether to wait for it)
         shared = bucket.untyped_storage()._share_cuda_()
         return [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in shared]
 
     def close(self) -> None:
-        """Return at once: the memory ends with its last bucket."""
+        """Stop sharing; mappings that exist stay valid. Idempotent. The memory ends with its last bucket."""
 
 
 class HostBuckets:
-    """Buckets in host memory."""
+    """Buckets in host memory; the interface is `GpuBuckets`'."""
 
     device = torch.device("cpu")
     place = HOST
@@ -76,6 +62,9 @@ class HostBuckets:
     def close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1].descriptor)
+
+
+SharedBuckets = GpuBuckets | HostBuckets
 
 
 def open_bucket(place: str, handle: list[Any]) -> torch.Tensor:

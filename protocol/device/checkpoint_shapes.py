@@ -1,17 +1,26 @@
-"""Reads the names and shapes of a checkpoint's tensors without loading them."""
+"""Reads names and shapes of a checkpoint's tensors without loading them. torch is imported where needed."""
 
-import json
-import struct
 from pathlib import Path
 
-import torch
+from protocol.errors import EngineError, SettingsError
 
-from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_models import MODEL_BUILDING
-from protocol.errors import EngineError
 
-MAX_HEADER_BYTES = 100 << 20
-"""Limit on the header of a safetensors file, as in the safetensors library."""
+def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape of the tensors in a directory's safetensors, from the headers.
+
+    Raises:
+        SettingsError: a file cannot be read; names it.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        except (OSError, SafetensorError) as error:
+            raise SettingsError(f"{path}: {error}") from error
+    return shapes
 
 
 def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
@@ -22,22 +31,18 @@ def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
     Raises:
         EngineError: a file cannot be read, or the architecture is not known.
     """
-    shapes: dict[str, list[int]] = {}
-    for path in sorted(model_dir.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                if size > MAX_HEADER_BYTES:
-                    raise ValueError(f"a header of {size} bytes")
-                header = json.loads(file.read(size))
-            shapes |= {name: entry["shape"] for name, entry in header.items() if name != "__metadata__"}
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            raise EngineError(f"{path}: {error}") from error
-    return shapes or _architecture_shapes(model_dir)
+    try:
+        shapes = tensor_shapes(model_dir)
+    except SettingsError as error:
+        raise EngineError(str(error)) from error
+    return {name: list(shape) for name, shape in shapes.items()} or _architecture_shapes(model_dir)
 
 
 def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from protocol.device.checkpoint_views import MODEL_BUILDING, checkpoint_views, model_tensors
 
     try:
         with MODEL_BUILDING, torch.device("meta"):

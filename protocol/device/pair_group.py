@@ -1,15 +1,29 @@
-"""Creates the process group of a weight transfer, with two ranks: the sender and one receiver."""
+"""Creates the process group of a weight transfer, with two ranks: the sender and one receiver.
+
+They find each other over the connection that they have already. torch's own stores serve whoever connects to
+them. This one is in the memory of both ends: an entry that one end sets goes to the other as a line of that
+connection, whose other end is already authenticated.
+
+    both   {"key": k, "value": hexadecimal}   an entry that this end has set
+    both   {"joined": true}                   this end has its group, and sets no more entries
+"""
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
+from protocol.device.bounded_init import POLL_S, init_with_deadline
 from protocol.weights.buckets import ALONE_BYTES, ALONE_ON_GPU_BYTES
 
 BACKENDS = ("gloo", "nccl")
@@ -78,3 +92,136 @@ def _without_watchdog() -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+
+
+MAX_ENTRIES = 256
+"""Entries of the other end; a group of two sets a handful."""
+
+
+class Line(Protocol):
+    """A connection that carries JSON objects."""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one. Raises OSError, ValueError or WeightError."""
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next one that has begun to arrive; None if there is none.
+
+        Raises:
+            OSError, ValueError, WeightError: either end has disconnected, or the other sent something else.
+        """
+
+
+def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> Any:
+    """Return a group, see `make_pair`, whose other rank is at the other end of `line`.
+
+    Args:
+        line: must not be used elsewhere meanwhile.
+        rank: `SENDER` or `RECEIVER`.
+        device: the CPU, for gloo, or a GPU, for NCCL.
+        seconds: the deadline.
+
+    Raises:
+        TimeoutError, PoisonedError: as `init_with_deadline`.
+        OSError, ValueError, WeightError: as `Line`.
+    """
+    end = time.monotonic() + seconds
+    store = _PairStore()
+    exchange = _Exchange(line, store)
+
+    def disconnected() -> bool:
+        exchange.step()
+        return False  # it raises
+
+    make = partial(make_pair, store, rank, device, seconds)
+    group = None
+    try:
+        group = init_with_deadline(make, abort, seconds, disconnected)
+        exchange.step()
+        line.send({"joined": True})
+        while not exchange.joined:
+            exchange.step()
+            if time.monotonic() > end:
+                raise TimeoutError("the other end has not joined the process group in time")
+            time.sleep(POLL_S)
+    except BaseException:
+        store.fail()
+        if group is not None:
+            abort(group)
+        raise
+    weakref.finalize(group, store.fail)  # torch keeps the store, but not what makes it answer
+    return group
+
+
+class _PairStore(Store):
+    """Store of a group of two.
+
+    The thread that creates the group waits for entries; another thread adds them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsent: deque[tuple[str, bytes]] = deque()
+        """Entries that this end has set and the other does not know yet."""
+        self._entries: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._failed = False
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self.add_entry(key, value)
+        self.unsent.append((key, bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._entries[key]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._entries for key in keys)
+
+    def wait(self, keys: Sequence[str], _timeout: timedelta | None = None) -> None:
+        """Wait until the other end has set these, or the group is given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or self.check(keys))
+        if not self.check(keys):
+            raise ConnectionError("the process group was given up")
+
+    def add_entry(self, key: str, value: bytes) -> None:
+        """Add what either end has set."""
+        with self._changed:
+            self._entries[key] = bytes(value)
+            self._changed.notify_all()
+
+    def fail(self) -> None:
+        """End the thread that waits."""
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+class _Exchange:
+    """Carries entries from either end to the other."""
+
+    def __init__(self, line: Line, store: _PairStore) -> None:
+        self.joined = False
+        """The other end has its group."""
+        self._line = line
+        self._store = store
+        self._taken = 0
+
+    def step(self) -> None:
+        """Send the entries that this end has set, and receive the other end's."""
+        while self._store.unsent:
+            key, value = self._store.unsent.popleft()
+            self._line.send({"key": key, "value": value.hex()})
+        while not self.joined and (message := self._line.receive()) is not None:
+            if message == {"joined": True}:
+                self.joined = True
+            else:
+                self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        key, value = message.get("key"), message.get("value")
+        self._taken += 1
+        if not isinstance(key, str) or not isinstance(value, str) or self._taken > MAX_ENTRIES:
+            raise ValueError("the other end of a process group sent no entry of its store")
+        self._store.add_entry(key, bytes.fromhex(value))

@@ -20,7 +20,7 @@ import torch
 
 from protocol.errors import WeightError
 from protocol.host.atomic_file import write_atomically
-from protocol.host.privacy import open_to_own_user
+from protocol.host.prctl import open_to_own_user
 from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES
 
 Sections = Mapping[str, Mapping[str, torch.Tensor]]

@@ -1,14 +1,18 @@
-"""Digests slices at their place in a tensor, on any device, so that the sums of disjoint slices add up."""
+"""Digests tensors, or slices at their place in one, on any device; sums of disjoint slices add up.
+
+Tensors in host memory are digested at once, those on a GPU by kernels on the current stream, so that the host
+waits only once.
+"""
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
 import torch
 
-from protocol.weights.boxes import Box, dense_blocks, dense_span, relative, size_of
-from protocol.weights.digests import INNER, ROW, row_span
+from protocol.weights.boxes import Box, dense_blocks, dense_span, relative, size_of, whole
+from protocol.weights.digests import INNER, ROW, digest, digests_of_sums, row_span, rows_of
 from protocol.weights.digests import row_sums as host_row_sums
 from protocol.weights.strips import WORD_BYTES, Strip, strips_of
 
@@ -174,3 +178,76 @@ def _row_sums(words: torch.Tensor, column: int) -> torch.Tensor:
         return torch.from_numpy(host_row_sums(rows, INNER[column:end]))
     inner = inner_on(words.device)[column:end]
     return torch.cat([(part * inner).sum(1) for part in words.split(ROWS)])
+
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes per element -> an integer dtype of that size."""
+
+
+class Digests:
+    """Digests of dense tensors, in the order in which they are added.
+
+    A tensor on a GPU is referenced until the kernel that reads it is queued. Kernels are queued on the stream
+    that is current at each call, which must always be the same.
+    """
+
+    def __init__(self) -> None:
+        self._digests: list[int] = []
+        """Digest of each tensor; 0 of one on a GPU until `numbers`."""
+        self._on_gpu: dict[int, int] = {}
+        """Index -> bytes, of the tensors on a GPU."""
+        self._waiting: list[torch.Tensor] = []
+        """Those for which no kernel is queued yet."""
+        self._bytes = 0
+        """Bytes of `_waiting`."""
+        self._sums: list[torch.Tensor] = []
+        """Sums of their rows, int64 on the GPU."""
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Add a tensor; work that overwrites it must not be queued before `launch` or `numbers`."""
+        dense = tensor.detach().contiguous()
+        if not dense.is_cuda:
+            # `Tensor.numpy` would keep memory from being released: an engine that sleeps resizes it
+            self._digests.append(digest(np.from_dlpack(dense.reshape(-1).view(torch.uint8)).data))
+            return
+        self._on_gpu[len(self._digests)] = dense.nbytes
+        self._digests.append(0)
+        self._waiting.append(dense)
+        self._bytes += dense.nbytes
+        if self._bytes >= BATCH_BYTES or len(self._waiting) == BATCH_TENSORS:
+            self.launch()
+
+    def numbers(self) -> list[int]:
+        """Return the digests of all tensors; waits for the stream."""
+        self.launch()
+        if self._sums:
+            sums = torch.cat(self._sums).cpu().numpy()
+            found = digests_of_sums(sums, list(self._on_gpu.values()))
+            for index, number in zip(self._on_gpu, found, strict=True):
+                self._digests[index] = number
+        return self._digests
+
+    def launch(self) -> None:
+        """Queue the kernels that are not queued yet, on the current stream."""
+        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        if waiting:
+            sums = SliceSums(sum(rows_of(tensor.nbytes) for tensor in waiting), waiting[0].device)
+            first = 0
+            for tensor in waiting:
+                sums.add(tensor, tensor.shape, whole(tensor.shape), first)
+                first += rows_of(tensor.nbytes)
+            sums.launch()
+            self._sums.append(sums.total)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the memory as integers, which compare bit by bit."""
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
+def digests_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the digests of dense tensors on any device."""
+    found = Digests()
+    for tensor in tensors:
+        found.add(tensor)
+    return found.numbers()

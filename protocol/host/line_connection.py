@@ -110,7 +110,7 @@ class LineConnection:
 
 
 class TimedLine:
-    """A connection until a deadline, see `protocol.device.pair_store.Line`."""
+    """A connection until a deadline, see `protocol.device.pair_group.Line`."""
 
     def __init__(self, connection: LineConnection, remaining: Remaining) -> None:
         self._connection = connection

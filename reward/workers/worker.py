@@ -32,8 +32,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
-from protocol.host.parent_death import die_with_parent
-from protocol.host.privacy import keep_private
+from protocol.host.prctl import die_with_parent, keep_private
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from protocol.user_code import place_of
 from reward.group import ResponseGroup

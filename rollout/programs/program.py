@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol.errors import SettingsError
-from protocol.host.parent_death import tied_to_this_process
+from protocol.host.prctl import tied_to_this_process
 from rollout.programs.folder import ProgramFolder
 from rollout.programs.left_processes import MARK, Sweeper
 from rollout.programs.owner import Owner

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from protocol.device.digests import Digests
+from protocol.device.slice_digests import Digests
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.staging.loader_trace import LoaderTrace, Recorder

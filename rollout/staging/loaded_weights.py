@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from protocol.device.digests import bits_of
+from protocol.device.slice_digests import bits_of
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.boxes import box_of
 from rollout.staging.loader_trace import Copy, LoaderTrace, Window

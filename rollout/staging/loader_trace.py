@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protocol.device.digests import bits_of
+from protocol.device.slice_digests import bits_of
 from protocol.errors import EngineSettingsError
 from rollout.staging.placement import ExpectedTensor, Slice
 from rollout.staging.staging import dtype_name, stored_once

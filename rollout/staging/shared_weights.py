@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from protocol.device.digests import digests_of
 from protocol.device.shared_layout import BUFFERS, PARAMETERS, TRANSPORT
 from protocol.device.shared_tensors import SharedTensors
+from protocol.device.slice_digests import digests_of
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from protocol.device.digests import digests_of
+from protocol.device.slice_digests import digests_of
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from protocol.device.digests import bits_of
+from protocol.device.slice_digests import bits_of
 from protocol.errors import EngineSettingsError
 from rollout.staging.layers import LayeredPlan
 from rollout.staging.loader_trace import Load, LoaderTrace, Recorder, record

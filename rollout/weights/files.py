@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from protocol.device.digests import Digests
+from protocol.device.slice_digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.slices import Wanted

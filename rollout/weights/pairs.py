@@ -5,7 +5,7 @@
     receiver -> sender   {"version": v, "epoch": e, "layout": d, "slices": n} and n bytes: the wanted slices
     sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
     receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
-                                             `protocol/device/pair_store.py`
+                                             `protocol/device/pair_group.py`
                          {"ready": true}     later requests; either answer also has the sizes of buckets
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
     both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each, and sums
@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from protocol.device.cut_memory import cuts_in
-from protocol.device.pair_group import BACKENDS, RECEIVER, abort
-from protocol.device.pair_store import join_pair
+from protocol.device.pair_group import BACKENDS, RECEIVER, abort, join_pair
 from protocol.messages import WeightManifest
 from protocol.weights.slices import BucketSizes, Cut
 from rollout.weights.channel import AHEAD, PartTransfer, memory_of

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from protocol.device.digests import Digests
 from protocol.device.shared_layout import HELD, MASTERS, VERSION, matches_layout
 from protocol.device.shared_tensors import map_tensors
+from protocol.device.slice_digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.slices import Wanted

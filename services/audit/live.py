@@ -19,7 +19,7 @@ import torch
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import WeightError
-from protocol.host.memory import memory_available
+from protocol.host.machine import memory_available
 from protocol.messages import WeightManifest
 from rollout.engines.base import KvPolicy
 from rollout.render import Renderer

@@ -130,7 +130,7 @@ def _audit_steps(recorded: Recorded, rewards: Callable[[Rollout], Sequence[float
         if report.get("batch_digest", plan.digest) != plan.digest:
             found.alarms.append(Alarm("batch", step, step, {}, "the stored batch is not the trained one"))
         stats = StepStats(
-            int(report.get("trained_tokens", 0)),
+            trained_tokens=int(report.get("trained_tokens", 0)),
             skipped=report.get("skipped", ""),
             loss=report.get("loss"),
             grad_norm=report.get("grad_norm"),

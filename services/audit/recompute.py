@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_models import MODEL_BUILDING
+from protocol.device.checkpoint_views import MODEL_BUILDING, checkpoint_views, model_tensors
 from protocol.errors import SettingsError
 from protocol.rollout_view import RowView
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig

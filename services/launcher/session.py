@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from protocol.host.parent_death import tied_to_this_process
+from protocol.host.prctl import tied_to_this_process
 from services.runtime.import_path import safe_environment
 
 

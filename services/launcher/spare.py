@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.host.memory import memory_available
-from protocol.host.parent_death import adopting_orphans
+from protocol.host.machine import memory_available
+from protocol.host.prctl import adopting_orphans
 from services.launcher.session import ForkedProcess, ServiceProcess, kill_session, start_session
 from services.spare import FORKS, READY
 

@@ -27,7 +27,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from protocol.errors import SettingsError, TetherError, Unavailable
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import try_lock
-from protocol.host.parent_death import tied_to_this_process
+from protocol.host.prctl import tied_to_this_process
 
 log = logging.getLogger("tether.ledger")
 

@@ -7,7 +7,7 @@ import msgspec
 
 from protocol.errors import ProtocolError
 from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent, Taken, TakenGroup
-from trainer.storage.journal import JournalEntry
+from trainer.storage.stored import JournalEntry
 
 
 def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> JournalEntry:

@@ -20,8 +20,8 @@ from services.ledger_recovery.journal_entries import replayable_events, report_o
 from services.ledger_recovery.restore import SnapshotBuilder
 from services.runtime.run_ledger import status_if_created
 from services.settings.sections import Settings
-from trainer.storage.journal import JournalEntry
 from trainer.storage.spool import Spool
+from trainer.storage.stored import JournalEntry
 
 log = logging.getLogger("tether.keeper")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
-from protocol.host.memory import memory_available, memory_limit
+from protocol.host.machine import memory_available, memory_limit
 from services.preflight.critic import critic_architecture
 from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem
@@ -24,8 +24,7 @@ from trainer.megatron.memory.expected import (
     parameters_of_stage,
 )
 from trainer.megatron.memory.host_memory import HostWorkload
-from trainer.memory.budget import TOKENS_MOST, TOKENS_STEP
-from trainer.memory.expected import GIB, ITEM_BYTES, Planned
+from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_MOST, TOKENS_STEP, Planned
 from trainer.memory.host import HostPlanned, host_refusal
 from trainer.roles.config import FROZEN_ROLES
 

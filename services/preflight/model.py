@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from protocol.device.checkpoint_shapes import tensor_shapes
 from protocol.errors import EngineError, SettingsError
 from protocol.weights.lora import adapter_targets
 from protocol.weights.peft import check_peft
@@ -35,7 +36,6 @@ from trainer.megatron.families.windows import windows_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import frozen_layout
 from trainer.random_model import check_scratch, config_of
-from trainer.storage.tensor_shapes import tensor_shapes
 
 OF_TRANSFORMERS = ("fsdp", "reference")
 """Backends that train models of transformers as they are."""

@@ -33,7 +33,7 @@ def _check_filter(settings: Settings) -> None:
     """Ask a filter of the user about a group that is made up."""
     if settings.algorithm.group_filter:
         from trainer.data.group_filter import group_filter
-        from trainer.step.made_batch import made_groups
+        from trainer.step.probe import made_groups
 
         group_filter(settings.algorithm)(made_groups(settings.sampling.samples_per_prompt)[0])
 

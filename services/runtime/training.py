@@ -11,17 +11,14 @@ from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
-from trainer.execution.critic_follower import CriticFollower
-from trainer.execution.role_follower import FrozenFollower, RoleSeat
-from trainer.ranks.seats import seat_of, take_seat
+from trainer.execution.role_follower import CriticFollower, FrozenFollower, RoleSeat
+from trainer.ranks.process_group import seat_of, take_seat
 from trainer.ranks.wire import BetweenModels
 from trainer.registry import make_backend, make_critic, make_critic_apart, make_frozen
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.entropy import EntropyControl
-from trainer.roles.frozen import FrozenModels, FrozenRole
-from trainer.roles.models import RankModels
-from trainer.roles.placed import PlacedRole, RoleLink
-from trainer.roles.placed_critic import PlacedCritic
+from trainer.roles.models import FrozenModels, FrozenRole, RankModels
+from trainer.roles.placed import PlacedCritic, PlacedRole, RoleLink
 from trainer.step.train_command import TrainCommand
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from protocol.host.processors import has_bfloat16, usable_cores
+from protocol.host.machine import has_bfloat16, usable_cores
 from services.settings.placement import VISIBLE, gpu_list
 from services.settings.sections import Settings
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
 from trainer.backends.safetensors_reader import SafetensorsReader

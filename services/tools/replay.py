@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from protocol.errors import SettingsError, TetherError
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from services.runtime.errors import configure_logging
 from services.runtime.training import build_models
 from services.settings.checks import check_settings

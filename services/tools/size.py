@@ -18,8 +18,7 @@ from trainer.fsdp.memory.expected import ShardedWorkload
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.memory.expected import parameters_of_stage
 from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting_layouts
-from trainer.memory.budget import TOKENS_STEP, USED_SHARE, largest_budget, refusal
-from trainer.memory.expected import GIB, ITEM_BYTES
+from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_STEP, USED_SHARE, largest_budget, refusal
 
 ENGINE_OVERHEAD = 2 * GIB
 """Memory that an engine takes besides weights and cache: CUDA graphs, activations of a prompt."""

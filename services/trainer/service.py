@@ -12,7 +12,7 @@ import signal
 import sys
 
 from protocol.errors import Reason, Refused, SettingsError, TetherError
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster

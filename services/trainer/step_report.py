@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from protocol.lifecycle import NO_SIGNAL
 from protocol.messages import AnyMessage, StepReport, WeightApplied, WeightFailed
 from protocol.topics import Role
@@ -16,7 +18,6 @@ from services.observability.busy import BusyShare
 from services.runtime.process import Process
 from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
-from trainer.data.batch_stats import BatchStats
 from trainer.peak_flops import model_flops_utilization
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
@@ -149,13 +150,11 @@ class StepReporter:
         }
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
-        values = {**fields_of(step.plan.stats), **fields_of(step.stats), **fields_of(times)}
-        tokens = step.plan.stats.step_tokens
-        del values["sums"]
-        warnings = values.pop("warnings") + ((mismatch,) if mismatch else ()) + warnings
-        return StepReport(
-            step=step.taken.step,
-            version=step.taken.step + 1,
+        values, tokens = {**step.stats.measured(), **dataclasses.asdict(times)}, step.plan.stats.step_tokens
+        values.pop("warnings", None)
+        warnings = step.stats.warnings + ((mismatch,) if mismatch else ()) + warnings
+        return msgspec.structs.replace(
+            step.plan.stats,
             epoch=epoch,
             wasted_tokens=status.wasted_tokens - before.wasted_tokens + step.plan.stats.masked_tokens,
             groups=len(step.taken.groups),
@@ -230,11 +229,6 @@ def excess_mismatch(step: int, stats: StepStats, config: TrainerConfig) -> str:
         f"token_mult_prob_error {error:.4g} is over trainer.mismatch_limit {limit:g}; "
         "compare their dtypes, sampling settings and model code (docs/metrics.md)"
     )
-
-
-def fields_of(stats: BatchStats | StepStats | StepTimes) -> dict[str, Any]:
-    """Return the fields of statistics, named as in `StepReport`."""
-    return {field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)}
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:

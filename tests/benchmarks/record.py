@@ -9,8 +9,8 @@ import platform
 import shlex
 import sys
 from collections import Counter
+from pathlib import Path
 
-from protocol.host.processors import processor_name
 from tests.benchmarks.versions import output_of
 
 
@@ -25,3 +25,10 @@ def record_now() -> dict[str, str]:
         "hardware": "; ".join([*gpus, processor]),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
     }
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """Return the processor's model name, or "" where it reports none; /proc is in `root`."""
+    path = root / "proc/cpuinfo"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -21,10 +21,9 @@ from typing import Any
 
 import zmq
 
-from protocol.host.processors import processor_name
 from services.ledger.embedded_server import find_server
 from tests.benchmarks import bus, ledger, loop, weights
-from tests.benchmarks.record import record_now
+from tests.benchmarks.record import processor_name, record_now
 from tests.benchmarks.table import Figure, render
 from tests.benchmarks.versions import ROOT, output_of, versions_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from protocol.codec import decode_payload
-from protocol.device.digests import digests_of
+from protocol.device.slice_digests import digests_of
 from protocol.messages import ScoredRollout, TensorEntry
 from protocol.weights.buckets import manifest_digest
 from tests.integration import synchronous

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.host.parent_death import adopting_orphans
+from protocol.host.prctl import adopting_orphans
 from services.spare import FORKS, READY, preload
 from tests.integration.command import environment
 from tests.integration.loop import ROOT

@@ -88,10 +88,10 @@ def flat(stats: StepStats) -> dict[str, Any]:
 
     There must be no warnings.
     """
-    fields = msgspec.to_builtins(stats)
-    assert list(fields.pop("warnings")) == []
-    by_lag = fields.pop("mismatch")
-    del fields["sums"]
+    fields = msgspec.to_builtins(stats.measured())
+    assert "warnings" not in fields
+    by_lag = fields.pop("mismatch", {})
+    fields |= {"skipped": stats.skipped, "trained_tokens": stats.trained_tokens}
     result = {name: value for name, value in fields.items() if value is not None}
     return result | {
         f"mismatch.{lag}.{name}": value for lag, found in by_lag.items() for name, value in found.items()

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.host.parent_death import adopting_orphans
+from protocol.host.prctl import adopting_orphans
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = ("services.", "torch.distributed.run")
@@ -103,7 +103,7 @@ class WarmPopen(_exec):  # type: ignore[type-arg, valid-type, misc]
         unusual = shell or executable or pass_fds or not close_fds or umask >= 0 or process_group >= 0
         changed = gid is not None or gids is not None or uid is not None
         words = [] if isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(word) for word in args]
-        tied = getattr(preexec_fn, "__module__", "") == "protocol.host.parent_death"
+        tied = getattr(preexec_fn, "__module__", "") == "protocol.host.prctl"
         other = unusual or changed or (preexec_fn and not tied) or not can_be_forked(words, cwd, env)
         if other or not server_forks():
             super()._execute_child(*arguments)

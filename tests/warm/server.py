@@ -18,8 +18,7 @@ import sys
 
 import msgspec
 
-from protocol.host.parent_death import die_with_parent
-from protocol.host.privacy import keep_private
+from protocol.host.prctl import die_with_parent, keep_private
 from tests.warm import popen
 from tests.warm.popen import Order
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from protocol.host.parent_death import tied_to_this_process
+from protocol.host.prctl import tied_to_this_process
 from tests.integration import command
 from tests.warm import popen
 from tests.warm.popen import ROOT, WarmPopen

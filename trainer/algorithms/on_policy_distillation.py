@@ -8,7 +8,6 @@ import torch
 
 from trainer.algorithms.surrogate import Surrogate
 from trainer.functional.advantages import group_centred
-from trainer.functional.weights import token_mean
 
 
 class OnPolicyDistillation(Surrogate):
@@ -17,7 +16,3 @@ class OnPolicyDistillation(Surrogate):
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return opd_reward_coef (r - mean of the group), float32 [N], to which the teacher's are added."""
         return self.config.opd_reward_coef * group_centred(rewards, group_index)
-
-    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
-        """Return 1 / sum_i |o_i| for every trained token, float32 [N]."""
-        return token_mean(sampled_tokens)

@@ -1,13 +1,12 @@
 """Implements PPO (Schulman et al. 2017, arXiv 1707.06347) with a critic and the token loss of `surrogate.py`.
 
-Advantages of single tokens are estimated by `trainer/functional/gae.py` from the critic's values, once for a
-batch (`trainer/roles/advantages.py`).
+Advantages of single tokens are estimated by `trainer/functional/advantages.py` from the critic's values, once
+for a batch (`trainer/roles/advantages.py`).
 """
 
 import torch
 
 from trainer.algorithms.surrogate import Surrogate
-from trainer.functional.weights import token_mean
 
 
 class Ppo(Surrogate):
@@ -16,7 +15,3 @@ class Ppo(Surrogate):
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return the rewards, float32 [N], which a step's plan has in the place of the critic's estimate."""
         return rewards.float()
-
-    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
-        """Return 1 / sum_i |o_i| for every trained token, float32 [N]."""
-        return token_mean(sampled_tokens)

@@ -8,7 +8,6 @@ import torch
 
 from trainer.algorithms.surrogate import Surrogate
 from trainer.functional.advantages import group_centred
-from trainer.functional.weights import token_mean
 
 
 class ReinforcePlusPlus(Surrogate):
@@ -17,10 +16,6 @@ class ReinforcePlusPlus(Surrogate):
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return the rewards, float32 [N], before whitening."""
         return rewards.float()
-
-    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
-        """Return 1 / sum_i |o_i| for every trained token, float32 [N]."""
-        return token_mean(sampled_tokens)
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus):

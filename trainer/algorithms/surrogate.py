@@ -10,8 +10,16 @@ import torch
 from trainer.algorithms.base import TokenLoss
 from trainer.batch import TrainedTokens
 from trainer.config import AlgorithmConfig
-from trainer.functional.corrections import kept_tokens, truncated_weight
-from trainer.functional.losses import clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
+from trainer.functional.losses import (
+    clipped_surrogate,
+    k1_kl,
+    k2_kl,
+    k3_kl,
+    kept_tokens,
+    probability_ratio,
+    truncated_weight,
+)
+from trainer.functional.weights import token_mean
 
 KL = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
 """`algorithm.kl_estimator` -> the estimator."""
@@ -19,9 +27,13 @@ KL = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Base of the algorithms with this token loss, which add advantages and token weights."""
+    """Base of the algorithms with this token loss, which add advantages, and some other token weights."""
 
     config: AlgorithmConfig
+
+    def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
+        """Return 1 / sum_i |o_i| for every trained token, float32 [N]: the mean over all tokens."""
+        return token_mean(sampled_tokens)
 
     def token_loss(
         self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from protocol.errors import SettingsError
-from protocol.messages import Mismatch
+from protocol.messages import StepReport
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.config import AlgorithmConfig
@@ -32,80 +34,36 @@ Replicas = Sequence[Sequence[int]]
 """Ranks of each data-parallel replica of a model; rank 0 is in the first one. A batch is cut between them."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(StepReport, tag="step_stats", frozen=True, kw_only=True):
     """Measurements of an optimizer update, or of a step, reduced over all ranks; equal on every rank.
 
-    Names and meanings are as in `StepReport`. None: not measured.
+    They are a step's report with the fields that its updates decide; the batch's plan and the trainer's clock
+    have the others.
     """
 
-    trained_tokens: int
-    """Tokens under the loss mask."""
-    skipped: str = ""
-    """Why the weights were not changed; empty if they were."""
-    loss: float | None = None
-    """Weighted sum of the token losses."""
-    grad_norm: float | None = None
-    """L2 norm of the whole gradient before clipping."""
-    entropy: float | None = None
-    """Mean over the trained tokens, nats."""
-    clip_fraction: float | None = None
-    ratio_mean: float | None = None
-    logprob_error_max: float | None = None
-    behaviour_kl_k3: float | None = None
-    reference_kl_k3: float | None = None
-    importance_mean: float | None = None
-    importance_max: float | None = None
-    importance_capped: float | None = None
-    importance_rejected: float | None = None
-    importance_ess: float | None = None
-    behaviour_clip_fraction: float | None = None
-    mismatch: dict[int, Mismatch] = field(default_factory=dict)
-    mismatch_mean: float | None = None
-    mismatch_max: float | None = None
-    token_mult_prob_error: float | None = None
-    micro_batches: int | None = None
-    """Forward passes that the busiest replica made."""
-    imbalance: float | None = None
-    """By which share the dearest replica's part of the batch costs more than the mean of all."""
-    padding_share: float | None = None
-    """Share of padding in the tokens of the forward passes, over all replicas."""
-    shared_share: float | None = None
-    """Share of the samples' tokens that were not computed because another sample's stood for them."""
-    computed_tokens: int | None = None
-    """Tokens that the forward passes computed, without padding, over all replicas."""
-    memory_peak_gb: float | None = None
-    """Largest memory that a rank had allocated on its GPU during the step, GiB."""
-    memory_expected_gb: float | None = None
-    """What was expected of it, with the budget in force."""
-    expert_load_max: float | None = None
-    """Tokens of the busiest expert of any layer, relative to an even spread."""
-    expert_load_min: float | None = None
-    """Tokens of the expert with the fewest."""
-    loss_scale: float | None = None
-    """Factor of the loss that the step was made with; None without one."""
-    loss_scale_repeats: int | None = None
-    """Times that the step was made again because its gradient overflowed; None without a factor."""
-    teacher_kl_k1: float | None = None
-    reward_kl_k1: float | None = None
-    warnings: tuple[str, ...] = ()
-    """What may be wrong with the step, a sentence each."""
-    updates: int | None = None
-    """Optimizer updates that changed weights; None if not counted."""
-    updates_skipped: int | None = None
-    """Those that were skipped."""
-    lr_scale: float | None = None
-    """What `algorithm.ess_scaling` multiplied the learning rate by; None where it is off."""
-    entropy_coef: float | None = None
-    """Bonus for entropy that the step was made with; None without `algorithm.entropy_target`."""
-    sums: tuple[float, ...] = field(default=(), repr=False, compare=False)
+    step: int = -1
+    version: int = -1
+    epoch: str = ""
+    reward_mean: float = 0.0
+    sums: tuple[float, ...] = ()
     """What `StepMeasures` made the numbers of an update from; not reported."""
-    value_loss: float | None = None
-    critic_grad_norm: float | None = None
-    value_mean: float | None = None
-    return_mean: float | None = None
-    explained_variance: float | None = None
-    value_clip_fraction: float | None = None
+
+    def measured(self) -> dict[str, Any]:
+        """Return the fields of the report that were measured."""
+        names = [name for name in StepReport.__struct_fields__ if getattr(self, name) != getattr(NONE, name)]
+        return {name: getattr(self, name) for name in names}
+
+    def with_critic(self, critic: StepStats) -> StepStats:
+        """Return the statistics of the policy's update with the critic's, which was made at the same time."""
+        peaks = [peak for peak in (self.memory_peak_gb, critic.memory_peak_gb) if peak is not None]
+        both = {
+            "memory_peak_gb": max(peaks, default=None),
+            "warnings": self.warnings + critic.warnings,
+        }
+        return msgspec.structs.replace(self, **critic.measured() | both)
+
+
+NONE = StepStats()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +89,14 @@ def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequenc
     return algorithm.kl_coef > 0 and not adapters.rank and not given
 
 
-class FrozenModel(ABC):
-    """A rank's part of a model that is never trained, in the layout of the policy or of ranks of its own.
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    """A rank's part of a model that is never trained, in the layout of the policy or of ranks of its own."""
 
-    Every method is called on every rank in the same order (collectives inside).
-    """
-
-    @abstractmethod
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the batch's log-probabilities under this model, as `Backend.logprobs` does."""
-
-    @abstractmethod
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """Return everything that it has on the device."""
+    logprobs: Callable[[Batch], torch.Tensor]
+    """Returns a batch's log-probabilities under this model, as `Backend.logprobs` does. A collective."""
+    tensors: Sequence[torch.Tensor]
+    """Everything that it has on the device."""
 
 
 class Backend(ABC):
@@ -261,10 +214,6 @@ class Backend(ABC):
 
         The model may change then; the copies are valid until the next call.
         """
-
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint into an existing directory; returns when it is there."""
-        self.copy_state().write(directory)
 
     @abstractmethod
     def restore(self, directory: Path) -> None:

@@ -1,68 +1,27 @@
-"""Counts the tokens of a step, a sample after the other."""
+"""Counts the tokens of a step, and averages its scores, a sample after the other."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from protocol.errors import ProtocolError
-from protocol.messages import ScoredRollout
+from protocol.messages import ScoredRollout, StepReport
 from protocol.staleness import lag
+from protocol.tensors import Array
 from trainer.batch import StepTotals
 from trainer.data.samples import EQUAL_REWARDS, NO_VERSION, BatchSample
-from trainer.data.score_means import ScoreMeans
 
+SOURCE = "source"
+"""Field of a prompt's metadata that names its source; every prompt of a mixture has it."""
+MAX_NAMES = 32
+"""Names of each kind that are averaged; groups of further ones count in no average."""
 TrainedCounts = dict[int, dict[int, int]]
 """Group -> version -> tokens that carry gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchStats:
-    """Statistics of a batch before it is trained, with the names of `StepReport`; None: not measured."""
-
-    lag_histogram: dict[int, int]
-    """Lag in versions -> trained tokens."""
-    lag_mean: float | None
-    """Mean lag of trained tokens, in versions."""
-    lag_max: int | None
-    lag_in_flight_mean: float | None
-    """Part of `lag_mean` that passed until the token's group was complete."""
-    lag_in_queue_mean: float | None
-    """The rest of `lag_mean`."""
-    step_tokens: int
-    """Tokens of all samples, prompts and inserted ones included."""
-    trained_tokens: int
-    masked_tokens: int
-    """Sampled tokens that carry no gradient because they exceed the bound."""
-    masked_share: float | None
-    """Share of these in them and the trained ones, 0 to 1; None if there is neither."""
-    response_length_mean: float
-    """Mean tokens of a sample after the prompt, inserted ones included."""
-    reward_mean: float
-    reward_std: float
-    """Population standard deviation over all samples."""
-    frac_reward_zero_std: float | None
-    """Share of groups whose rewards are all equal, among groups of several samples; None if there is none."""
-    truncated_share: float | None
-    """Share of samples that ended at the length limit; None where the limit is one token: all end there."""
-    truncated_tokens: int | None
-    """Sampled tokens that carry no gradient because their sample is truncated; None unless it is masked."""
-    shaped_reward_mean: float | None
-    """As `reward_mean`, after the punishment of long samples; None unless rewards are shaped."""
-    generate_s: float | None
-    """Mean seconds to generate a group, over the groups that say."""
-    prefix_hit_rate: float | None
-    """Share of the tokens that engines were given whose KV they had in their cache; None if no group says."""
-    reward_by_source: dict[str, float]
-    """Source of prompts -> mean reward."""
-    score_by_verifier: dict[str, float]
-    """Verifier -> mean score of a sample, before weighting."""
-    score_s: float | None
-    """Mean seconds to score a group, over the groups that say."""
 
 
 def rewards_of(samples: Sequence[BatchSample]) -> torch.Tensor:
@@ -104,7 +63,10 @@ class StepTally:
         """Group -> newest version of a sampled token."""
         self._generate_s: list[float] = []
         self._score_s: list[float] = []
-        self._scores = ScoreMeans()
+        self._rewards_of: dict[str, list[float]] = {}
+        """Source of prompts -> sum of the rewards of its samples, and their number."""
+        self._scores_of: dict[str, list[float]] = {}
+        """Verifier -> sum of its scores, before weighting, and their number."""
         self._tokens = self._truncated_tokens = self._read_tokens = self._cached_tokens = 0
         self._last: tuple[int, int] | None = None
         """Group and sample of the row that was added last."""
@@ -123,7 +85,10 @@ class StepTally:
             self._generate_s.append(rollout.generate_s)
         if scored.score_s > 0:
             self._score_s.append(scored.score_s)
-        self._scores.add(scored)
+        if source := _source(rollout.metadata):
+            _count(self._rewards_of, source, scored.rewards)
+        for verifier, scores in scored.components.items():
+            _count(self._scores_of, verifier, scores)
         self._read_tokens += rollout.read_tokens
         self._cached_tokens += rollout.cached_tokens
 
@@ -171,8 +136,8 @@ class StepTally:
             fresh=0 in lags,
         )
 
-    def stats(self, samples: Sequence[BatchSample], truncated: str, shaped: torch.Tensor) -> BatchStats:
-        """Return the statistics of all samples.
+    def stats(self, samples: Sequence[BatchSample], truncated: str, shaped: torch.Tensor) -> StepReport:
+        """Return the report of the step, with the statistics of its samples before they are trained.
 
         Args:
             samples: the first row of each.
@@ -184,7 +149,10 @@ class StepTally:
         masked = sum(self.sampled_tokens) - trained - self._truncated_tokens
         total, queued = sum(n * count for n, count in histogram.items()), self._lag_in_queue()
         cut = sum(sample.truncated for sample in samples) / len(samples)
-        return BatchStats(
+        return StepReport(
+            step=self.step,
+            version=self.step + 1,
+            epoch="",
             lag_histogram=dict(sorted(histogram.items())),
             lag_mean=total / trained if trained else None,
             lag_max=max(histogram, default=None),
@@ -203,8 +171,8 @@ class StepTally:
             shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,
             generate_s=_mean(self._generate_s),
             prefix_hit_rate=self._cached_tokens / self._read_tokens if self._read_tokens > 0 else None,
-            reward_by_source=self._scores.reward_by_source,
-            score_by_verifier=self._scores.score_by_verifier,
+            reward_by_source=_means(self._rewards_of),
+            score_by_verifier=_means(self._scores_of),
             score_s=_mean(self._score_s),
         )
 
@@ -222,3 +190,25 @@ class StepTally:
         return sum(
             (self.step - self._newest[group]) * sum(counts.values()) for group, counts in self._counts.items()
         )
+
+
+def _count(sums: dict[str, list[float]], name: str, array: Array) -> None:
+    """Add a group's values to the sum and number of a name; further names than `MAX_NAMES` are left out."""
+    if name in sums or len(sums) < MAX_NAMES:
+        values, found = array.numpy(), sums.setdefault(name, [0.0, 0.0])
+        found[0] += float(values.sum(dtype=np.float64))
+        found[1] += len(values)
+
+
+def _means(sums: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in sorted(sums.items()) if count}
+
+
+def _source(metadata: bytes) -> str:
+    """Return the name of a prompt's source; empty if it has none, or one that is no text."""
+    try:
+        found = msgspec.msgpack.decode(metadata)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    name = found.get(SOURCE) if isinstance(found, dict) else None
+    return name if isinstance(name, str) else ""

@@ -39,7 +39,7 @@ def group_filter(config: AlgorithmConfig) -> Keeps:
         SettingsError: the function of the user cannot be loaded, or has other parameters; names the file.
     """
     if not config.filter_groups:
-        return _keep_all
+        return lambda scored: True
     return _own_filter(config.group_filter) if config.group_filter else has_signal
 
 
@@ -80,7 +80,3 @@ def _arguments(scored: ScoredRollout) -> dict[str, Any]:
         "finish_reasons": list(rollout.finish_reasons),
         "versions": sorted({int(version) for version in spans[:, 2]}),
     }
-
-
-def _keep_all(scored: ScoredRollout) -> bool:
-    return True

@@ -14,7 +14,7 @@ import torch
 
 from protocol.messages import WeightDraft, WeightManifest
 from trainer.backends.base import StepStats
-from trainer.ranks.messages import next_message
+from trainer.ranks.collectives import next_message
 from trainer.step.train_command import UpdateSchedule
 
 T = TypeVar("T")

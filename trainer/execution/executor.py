@@ -1,10 +1,10 @@
 """Carries out commands on one rank. Every rank does the same; rank 0 sends each command to the others."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
 from protocol.device.profiles import profiled
@@ -34,9 +34,8 @@ from trainer.execution.commands import (
     next_command,
 )
 from trainer.execution.state_writer import StateWriter
-from trainer.ranks.collectives import is_distributed
-from trainer.ranks.messages import broadcast_message
-from trainer.ranks.scatter_batch import receive_part, send_part
+from trainer.ranks.collectives import broadcast_message, is_distributed
+from trainer.ranks.wire import receive_part, send_part
 from trainer.roles.models import RankModels
 from trainer.roles.placed import RoleLink, StepDivision
 from trainer.step.plan import StepPlan
@@ -110,7 +109,7 @@ class Executor:
         send_part(own, [rank for rank in policy.replicas[0] if rank != 0])
         with policy.export_ahead(begin, len(step.schedule.updates)).step():
             stats = self.carry_out(step, own)
-        return plan, dataclasses.replace(stats, imbalance=imbalance)
+        return plan, msgspec.structs.replace(stats, imbalance=imbalance)
 
     def carry_out(self, command: RankCommand[T] | AnyCommand, part: Batch | None = None) -> Any:
         """Do this rank's share of a command. A collective.

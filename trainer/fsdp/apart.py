@@ -13,7 +13,7 @@ from trainer.fsdp.layout import check_layout
 from trainer.fsdp.memory.expected import ShardedWorkload, read_size
 from trainer.fsdp.model import ShardedModel
 from trainer.memory.plan import MemoryPlan
-from trainer.reference.frozen import FrozenTransformer, architecture_of
+from trainer.reference.frozen import architecture_of, frozen
 from trainer.roles.critic import Critic, CriticSpec
 
 
@@ -27,8 +27,7 @@ def load_frozen_apart(
     """
     mesh = _joined(parallel, trainer)
     model = ShardedModel(spec.directory, f"{spec.role}.path", mesh, trainer)
-    frozen = FrozenTransformer(model.module, lambda _, batch: model.evaluate(batch))
-    return frozen, _replicas(mesh)
+    return frozen(model.module, model.evaluate), _replicas(mesh)
 
 
 def load_critic_apart(

@@ -2,13 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +19,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.layout import check_layout
@@ -32,17 +33,15 @@ from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import join_ranks
 from trainer.ranks.publication import Publication
 from trainer.reference.backend import DTYPES, choose_device
-from trainer.reference.frozen import FrozenTransformer
+from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
-from trainer.step.made_passes import MadePasses
-from trainer.step.measures import StepMeasures
-from trainer.step.token_loss import micro_batch_loss
+from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
 
-class FsdpBackend(Backend):
+class FsdpBackend(Offloadable, Backend):
     """AdamW on sharded float32 parameters; a pass gathers a layer at a time, in the dtype of training.
 
     Samples are packed without padding where the model allows it. Results do not depend on the number of
@@ -97,7 +96,7 @@ class FsdpBackend(Backend):
         self._reference: ShardedModel | None = None
         self._models = [self._model]
         self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self.device), HostCopies()
 
     def _attach(self, adapters: LoraConfig, model: Any) -> None:
         if adapters.rank:
@@ -155,7 +154,9 @@ class FsdpBackend(Backend):
         made = MadePasses(vector, len(passes), tokens, padding, row_tokens)
         stats = made.counted_in(measures.stats(vector, grad_norm=norm, skipped=skipped))
         peak, expected = self._memory.peaks(self._retry.tokens)
-        return replace(stats, memory_peak_gb=peak, memory_expected_gb=expected, warnings=warnings)
+        return msgspec.structs.replace(
+            stats, memory_peak_gb=peak, memory_expected_gb=expected, warnings=warnings
+        )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
         return self._evaluate(self._model, batch)
@@ -176,7 +177,7 @@ class FsdpBackend(Backend):
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         model = self._frozen(spec.directory, f"{spec.role}.path")
-        return FrozenTransformer(model.module, lambda _, batch: self._evaluate(model, batch))
+        return frozen(model.module, lambda batch: self._evaluate(model, batch))
 
     @property
     def device(self) -> torch.device:
@@ -218,24 +219,14 @@ class FsdpBackend(Backend):
     def copy_state(self) -> HostState:
         return copy_state(self._copies, self._stepper, self._identity(), self.device, self._rank)
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
-        super().save(directory)
-        dist.barrier()
-
     def restore(self, directory: Path) -> None:
         load_state(directory, self._stepper, self._identity(), self.device, self._rank)
 
-    def offload(self) -> int:
-        if self._host.in_use:
-            return self._host.nbytes
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
         models = [model.module for model in (self._model, self._reference) if model is not None]
         held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        return self._host.offload(self.device, map(local_tensor, (*held, *self._stepper.tensors())))
-
-    def onload(self) -> None:
-        self._host.onload(self.device)
+        return map(local_tensor, (*held, *self._stepper.tensors())), ()
 
     def close(self) -> None:
         self._reference = None

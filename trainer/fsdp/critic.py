@@ -1,15 +1,17 @@
 """Trains a critic that is sharded over the data-parallel ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.base import StepStats
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
@@ -21,12 +23,12 @@ from trainer.reference.critic import CRITIC, ValueModel
 from trainer.reference.shards import gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.critic import Critic
 from trainer.roles.value_measures import ValueMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
 
-class FsdpCritic(Critic):
+class FsdpCritic(Offloadable, Critic):
     """AdamW on sharded float32 parameters, on the ranks of the policy or on ranks of its own."""
 
     def __init__(
@@ -64,7 +66,7 @@ class FsdpCritic(Critic):
         self._trained = dict(self._model.named_parameters())
         self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, self._passes.device)
         self._retry = make_retry(self._passes, self._mesh, self._forget_passes)
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._passes.device), HostCopies()
 
     @classmethod
     def beside(cls, policy: FsdpBackend, model_dir: Path, **settings: Any) -> "FsdpCritic":
@@ -92,7 +94,7 @@ class FsdpCritic(Critic):
         self._model.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
         return out
 
-    def train_step(self, batch: Batch) -> CriticStats:
+    def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         device = self._passes.device
 
@@ -108,7 +110,7 @@ class FsdpCritic(Critic):
         dist.all_reduce(maxima, dist.ReduceOp.MAX)
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
         stats = measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
-        return replace(stats, warnings=stats.warnings + warnings)
+        return msgspec.structs.replace(stats, warnings=stats.warnings + warnings)
 
     def copy_state(self) -> HostState:
         place = self._passes.device, self._mesh.get_local_rank()
@@ -118,15 +120,10 @@ class FsdpCritic(Critic):
         place = self._passes.device, self._mesh.get_local_rank()
         load_state(directory, self._stepper, self._identity(), *place)
 
-    def offload(self) -> int:
-        if self._host.in_use:
-            return self._host.nbytes
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
         held = [*self._model.parameters(), *self._model.buffers(), *self._stepper.tensors()]
-        return self._host.offload(self._passes.device, map(local_tensor, held))
-
-    def onload(self) -> None:
-        self._host.onload(self._passes.device)
+        return map(local_tensor, held), ()
 
     def close(self) -> None:
         """Release the gradients."""

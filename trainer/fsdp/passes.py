@@ -19,20 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.data.context_division import Division
-from trainer.data.family_packing import pack_families
-from trainer.data.packing import pack_padded
+from trainer.data.packing import pack_families, pack_padded
 from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_families
 from trainer.fsdp import attention
-from trainer.layers.attention.rows import to_device
 from trainer.layers.attention.sequences import token_positions
 from trainer.layers.attention.visible import (
     ComputedTokens,
     VisibleKeys,
     pieces_with_padding,
+    to_device,
     visible_keys,
 )
 from trainer.memory.oom_retry import OomRetry
-from trainer.reference.padding import padded
+from trainer.reference.logprobs import padded
 
 log = logging.getLogger("tether.trainer")
 

@@ -1,11 +1,13 @@
-"""Computes advantages from the rewards of groups: samples of one prompt are each other's baseline.
+"""Computes advantages: from rewards of groups, or of single tokens from rewards and values.
 
 Also the punishment of long samples, which is added to rewards before. Computed in float64, returned as
 float32.
+
+Samples of one prompt are each other's baseline. The punishment of long samples is added to rewards before.
+Computed in float64. Shapes: N samples of the batch; t tokens of n samples, one sample after the other.
 """
 
 import torch
-from torch import Tensor
 
 from trainer.functional.shapes import FloatN, IntN
 
@@ -41,7 +43,7 @@ def group_centred(rewards: FloatN, group_index: IntN) -> FloatN:
 def leave_one_out(rewards: FloatN, group_index: IntN) -> FloatN:
     """Return RLOO's A_i = r_i - mean of the other samples of its group, float32 [N]; 0 without others.
 
-    Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740), section 3. Arguments as those of
+    Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740), section 3. Arguments as in
     `group_normalised`.
     """
     centred, sizes = _centred(rewards, group_index)
@@ -65,9 +67,69 @@ def overlong_punishment(lengths: IntN, limit: int, buffer: int) -> FloatN:
     return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
 
 
-def _centred(rewards: Tensor, group_index: Tensor) -> tuple[Tensor, Tensor]:
+def _centred(rewards: torch.Tensor, group_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (r_i - mean of its group [N], size of each group) in float64."""
     values = rewards.double()
     sizes = torch.bincount(group_index).double()
     means = torch.zeros_like(sizes).index_add_(0, group_index, values) / sizes.clamp_min(1)
     return values - means[group_index], sizes
+
+
+def generalized_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    sampled: torch.Tensor,
+    sample: torch.Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> torch.Tensor:
+    """Return A_i = d_i + gamma lambda A_(i+1), d_i = r_i + gamma v_(i+1) - v_i, over the tokens of a sample.
+
+    Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. i counts the tokens that the model sampled: tokens
+    that tools or templates inserted are part of the environment, and are skipped. A and v are 0 after the
+    last one.
+
+    Args:
+        rewards: [t]: reward that follows each sampled token.
+        values: [t]: value of the state in which each was sampled.
+        sampled: bool [t].
+        sample: int64 [t]: index of each token's sample, ascending.
+        gamma: discount of later tokens' rewards.
+        gae_lambda: 0 trusts the values, 1 the rewards alone.
+
+    Returns:
+        float64 [t]; 0 where not sampled.
+    """
+    result = torch.zeros(len(sampled), dtype=torch.float64)
+    place = sampled.nonzero()[:, 0]
+    if not len(place):
+        return result
+    row = sample[place]
+    counts = torch.bincount(row)
+    column = torch.arange(len(place)) - (counts.cumsum(0) - counts)[row]
+    # zero rewards and values after the last token of each sample
+    table = torch.zeros(2, len(counts), int(counts.max()) + 1, dtype=torch.float64)
+    table[0, row, column], table[1, row, column] = rewards[place].double(), values[place].double()
+    reward_table, value_table = table
+    advantages = reward_table[:, :-1] + gamma * value_table[:, 1:] - value_table[:, :-1]
+    for index in reversed(range(advantages.shape[1] - 1)):
+        advantages[:, index] += gamma * gae_lambda * advantages[:, index + 1]
+    result[place] = advantages[row, column]
+    return result
+
+
+def terminal_rewards(rewards: torch.Tensor, sampled: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    """Return the reward of each sample at its last sampled token, 0 elsewhere: float64 [t].
+
+    Args:
+        rewards: [n]: of samples.
+        sampled: bool [t].
+        sample: int64 [t]: index of each token's sample, ascending.
+    """
+    result = torch.zeros(len(sampled), dtype=torch.float64)
+    place = sampled.nonzero()[:, 0]
+    last = torch.full((len(rewards),), -1).scatter_reduce(0, sample[place], place, "amax")
+    found = last >= 0
+    result[last[found]] = rewards[found].double()
+    return result

@@ -7,7 +7,6 @@ addition to the logits, and both passes work through the rows in slices.
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainer.functional.shapes import FloatK, IntK, LogitsKV
 
@@ -22,7 +21,9 @@ class _Selected(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, tokens_R: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits_RV: torch.Tensor, tokens_R: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_R = torch.empty(len(tokens_R), dtype=_wide(logits_RV), device=logits_RV.device)
         entropy_R, lse_R = torch.empty_like(logprobs_R), torch.empty_like(logprobs_R)
         for rows in _slices(logits_RV):
@@ -37,7 +38,7 @@ class _Selected(torch.autograd.Function):
         return logprobs_R, entropy_R
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits_RV, tokens_R, lse_R, entropy_R = ctx.saved_tensors
         by_logprob_R, by_entropy_R = gradients
         out_RV = torch.empty_like(logits_RV)
@@ -72,16 +73,16 @@ def token_logprobs(logits: LogitsKV, tokens: IntK, temperature: float = 1.0) -> 
     return logprobs, entropy
 
 
-def _wide(logits: Tensor) -> torch.dtype:
+def _wide(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _log_p(scaled: Tensor, lse: Tensor) -> Tensor:
+def _log_p(scaled: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """Return log p, at least the smallest finite number, so that p * log p of an impossible token is 0."""
     return (scaled - lse[:, None]).clamp_min(torch.finfo(scaled.dtype).min)
 
 
-def _slices(logits_RV: Tensor) -> list[slice]:
+def _slices(logits_RV: torch.Tensor) -> list[slice]:
     rows, vocabulary = logits_RV.shape
     size = max(1, SLICE_ELEMENTS // vocabulary)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]

@@ -3,28 +3,25 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
-import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from protocol.weights.peft import check_peft
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend, FrozenModel, FrozenSpec, StepStats, keeps_copy
+from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas, StepStats, keeps_copy
 from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.layers.attention.kernels import choose_backend
 from trainer.lora import merged, without_adapters
 from trainer.megatron import cpu, parallel
-from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.export import Exporter
 from trainer.megatron.convert.reshard import plan_of
@@ -33,31 +30,30 @@ from trainer.megatron.families.reading import read_architecture, read_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
 from trainer.megatron.layers import lora
-from trainer.megatron.layers.experts.balance import extremes, set_balance
-from trainer.megatron.layers.tensor_parallel import mark_split
+from trainer.megatron.layers.experts.balance import extremes
 from trainer.megatron.layout import Layout
-from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.memory.activations import key_copies
 from trainer.megatron.memory.expected import Workload
-from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
 from trainer.megatron.model import (
     DTYPES,
     PackedModel,
-    build_model,
-    transformer_config,
+    buffers_of,
+    parts_of,
     whole_part,
 )
-from trainer.megatron.optimizer import is_distributed, wrap_model
-from trainer.megatron.optimizer_step import ModelStepper
-from trainer.megatron.roles.frozen import FrozenPart, shapes_of
-from trainer.megatron.sharing import buffers_of, parts_of
+from trainer.megatron.optimizer_step import retry_of
+from trainer.megatron.part import ModelPart
+from trainer.megatron.roles.frozen import load_part, shapes_of
+from trainer.memory.expected import TOKENS_ON_CPU
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication
 from trainer.step.measures import StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
+TOKENS_ON_GPU = 16384
+"""Tokens of a pass on a GPU, at first, where `trainer.micro_batch_tokens` is 0."""
 
-class MegatronBackend(Backend):
+
+class MegatronBackend(Offloadable, Backend):
     """A Hugging Face checkpoint trained under tensor, pipeline, context and data parallelism.
 
     Results do not depend on the layout. Without torchrun it is a world of one. On a machine without CUDA it
@@ -92,30 +88,27 @@ class MegatronBackend(Backend):
         self._model_spec = read_architecture(model_dir)
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
-        self._places = Layout.of(parallel, self._model_spec.layers)
-        self._plan = export_plan(self._model_spec, self._places)
+        self._plan = export_plan(self._model_spec, Layout.of(parallel, self._model_spec.layers))
         self._position = initialize(parallel, trainer)
         self.replicas = self._position.replicas()
         self._closed = False
         try:
             self._memory = self._plan_memory(optimizer, adapters, shared, frozen, critic_dir)
-            self._config = transformer_config(self._model_spec, self._position, DTYPES[trainer.dtype])
-            set_recompute(self._config, trainer, self._places)
-            set_balance(self._config, self._model_spec.experts, trainer)
-            chunks = self._build()
-            part = whole_part(chunks)
-            self._parameters: dict[str, torch.Tensor] = dict(part.named_parameters())
-            self._load(model_dir)
+            self._part = ModelPart(self._model_spec, self._position, trainer)
+            chunks = self._part.build()
+            self._parameters = self._part.load(model_dir, chunks)
             self._trained, self._published = self._parameters, self._plan
             if adapters.rank:
-                self._add_adapters(part, adapters)
+                self._add_adapters(whole_part(chunks), adapters)
             self._buffers = buffers_of(chunks[0])
-            self._exporter = Exporter(self._places, self._position, DTYPES[trainer.dtype], self._held)
-            self._wrap(chunks, optimizer, shared=shared)
+            self._exporter = Exporter(
+                self._part.layout, self._position, DTYPES[trainer.dtype], self._parameter
+            )
+            self._make_stepper(chunks, optimizer, apart=shared)
         except BaseException:
             self.close()
             raise
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._position.device), HostCopies()
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
         return self._model_spec.layer_flops(lengths.double())
@@ -132,7 +125,7 @@ class MegatronBackend(Backend):
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
         busiest, idlest = extremes(self._runner.loads)
         peak, expected = self._memory.peaks(self._passes.tokens)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             step.passes.counted_in(
                 measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped)
             ),
@@ -187,17 +180,17 @@ class MegatronBackend(Backend):
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
         if self.lora.rank:
-            self._reference = self._make_runner(self._runner.chunks, replays_routing=False)
+            self._reference = self._part.runner(self._runner.chunks)
             return
-        chunks = self._build()
+        chunks = self._part.build()
         self._reference_model = whole_part(chunks).requires_grad_(False)
         with torch.no_grad():
             for name, parameter in self._reference_model.named_parameters():
                 parameter.copy_(self._parameters[name])
-        self._reference = self._make_runner(chunks, replays_routing=False)
+        self._reference = self._part.runner(chunks)
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        return FrozenPart(spec, self._position, self._trainer, self._logprobs)
+        return load_part(spec, self._position, self._trainer, self._logprobs)
 
     @property
     def device(self) -> torch.device:
@@ -249,79 +242,33 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def pieces(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._exporter.pieces(self._published) if self._places.ranks > 1 else self.export()
+        return self._exporter.pieces(self._published) if self._part.layout.ranks > 1 else self.export()
 
     def copy_state(self) -> HostState:
-        return copy_part(
-            self._copies, self._trained, self._optimizer, self._trained_model(), self._position.rank
-        )
-
-    def save(self, directory: Path) -> None:
-        """Write this rank's part of a checkpoint; returns when every rank's part is on disk."""
-        super().save(directory)
-        dist.barrier()
+        model = self._part.description(self.lora)
+        return copy_part(self._copies, self._trained, self._optimizer, model, self._position.rank)
 
     def restore(self, directory: Path) -> None:
         # Parameters that have separate masters may be an engine's.
-        restore_part(
-            directory,
-            self._trained,
-            self._optimizer,
-            self._trained_model(),
-            self._position.rank,
-            fill=not self._masters,
-        )
+        model, fill = self._part.description(self.lora), not self._masters
+        restore_part(directory, self._trained, self._optimizer, model, self._position.rank, fill=fill)
         self._optimizer.fill_parameters()
 
-    def offload(self) -> int:
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         if self._masters:
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        if self._host.in_use:
-            return self._host.nbytes
         stepped, blank = self._stepper.held()
         kept: list[torch.Tensor] = [*self._parameters.values(), *self._trained.values(), *stepped]
         if self._reference_model is not None:
             kept += self._reference_model.parameters()
-        return self._host.offload(self._position.device, kept, blank=blank)
-
-    def onload(self) -> None:
-        self._host.onload(self._position.device)
+        return kept, blank
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             parallel.finalize()
-
-    def _build(self) -> list[PackedModel]:
-        """Build this rank's chunks of the model."""
-        return [
-            build_model(self._model_spec, self._config, self._position, chunk=chunk)
-            for chunk in range(self._places.chunks)
-        ]
-
-    def _make_runner(self, chunks: Sequence[Any], *, replays_routing: bool) -> Runner:
-        trainer = self._trainer
-        return Runner(
-            chunks,
-            self._model_spec,
-            self._position,
-            trainer.micro_batch_tokens,
-            trainer.micro_batch_size,
-            replays_routing=replays_routing,
-            shares_prefixes=trainer.share_prefixes == "auto",
-            copies=key_copies(self._model_spec, trainer),
-        )
-
-    def _trained_model(self) -> TrainedModel:
-        return TrainedModel(
-            self._model_spec,
-            self._places,
-            self._trainer.dtype,
-            self.lora,
-            distributed=is_distributed(self._position),
-        )
 
     def _plan_memory(
         self,
@@ -344,22 +291,21 @@ class MegatronBackend(Backend):
         )
         return MemoryPlan(work, self._position.device)
 
-    def _wrap(self, chunks: list[PackedModel], config: OptimizerConfig, *, shared: bool) -> None:
-        """Make what steps the model: gradients, passes and optimizer."""
-        keep_input_gradient(chunks[0], self._trainer)
-        wrapped = wrap_model(
-            chunks, self._config, self._position, grad_reduce_in_fp32=config.grad_reduce_in_fp32
+    def _make_stepper(self, chunks: list[PackedModel], optimizer: OptimizerConfig, *, apart: bool) -> None:
+        """Make what runs and steps the loaded chunks; `apart` as in `ModelPart.stepper`."""
+        self._stepper = self._part.stepper(
+            chunks,
+            optimizer,
+            tokens=self._memory.tokens,
+            apart=apart,
+            replays_routing=self._trainer.routing_replay,
         )
-        self._runner = self._make_runner(wrapped, replays_routing=self._trainer.routing_replay)
-        self._stepper = ModelStepper(
-            self._runner, self._config, config, tokens=self._memory.tokens, apart=shared
-        )
-        self._optimizer, self._passes = self._stepper.optimizer, self._stepper.passes
-        self._masters = self._optimizer.masters
+        self._runner, self._optimizer = self._stepper.runner, self._stepper.optimizer
+        self._passes, self._masters = self._stepper.passes, self._optimizer.masters
 
     def _add_adapters(self, part: torch.nn.Module, adapters: LoraConfig) -> None:
         """Train adapters in place of the model."""
-        layout = self._places
+        layout = self._part.layout
         stages = [stage_rules(self._model_spec, layout, stage) for stage in range(layout.pp)]
         self.lora = adapters
         self.targets = adapter_targets({plan.name: plan.shape for plan in self._plan}, adapters)
@@ -368,16 +314,11 @@ class MegatronBackend(Backend):
             ((stage, lora.lora_rules(rules, adapters)) for stage, rules in enumerate(stages)), layout
         )
         self._trained = lora.attach(
-            part, stages[self._position.pp], adapters, self._position, self._trainer.seed
+            part, stages[self._position.place.pp], adapters, self._position, self._trainer.seed
         )
 
-    def _held(self, name: str) -> torch.Tensor:
+    def _parameter(self, name: str) -> torch.Tensor:
         return self._trained[name] if name in self._trained else self._parameters[name]
-
-    def _load(self, model_dir: Path) -> None:
-        place = self._position.place
-        mark_split(self._parameters, stage_rules(self._model_spec, self._places, place.pp))
-        load_checkpoint(model_dir, self._model_spec, self._parameters, self._places, place)
 
 
 def initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:
@@ -387,3 +328,21 @@ def initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Posit
     cpu.install()
     choose_backend(trainer.attention_backend)
     return parallel.initialize(config, trainer.device, trainer.seed, trainer.process_group_timeout_s)
+
+
+def load_frozen_apart(
+    spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[FrozenModel, Replicas]:
+    """Load a model that is never trained; as `trainer.registry.make_frozen`. A collective.
+
+    Raises:
+        SettingsError: the model is not supported, or does not fit the layout; names the setting.
+    """
+    position = initialize(parallel, trainer)
+    least = TOKENS_ON_GPU if position.device.type == "cuda" else TOKENS_ON_CPU
+    passes = retry_of(position, trainer.micro_batch_tokens or least, lambda: None)
+
+    def evaluate(runner: Runner, batch: Batch) -> torch.Tensor:
+        return passes.alone(runner, batch, lambda: runner.logprobs(batch))
+
+    return load_part(spec, position, trainer, evaluate), position.replicas()

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import tee
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,27 +30,17 @@ from trainer.layers.head import linear_logprobs, logprobs_alone
 from trainer.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
-from trainer.megatron.layers.experts.replay import check_recorded
-from trainer.megatron.layers.experts.router import ExpertRouter
+from trainer.megatron.layers.experts.router import ExpertRouter, check_recorded
 from trainer.megatron.layers.spec import attention_terms
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
-from trainer.step.made_passes import MadePasses
-from trainer.step.measures import StepMeasures
-from trainer.step.token_loss import micro_batch_loss
+from trainer.roles.value_measures import ValueMeasures
+from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
 
 log = logging.getLogger("tether.trainer")
 
 APART = "samples share no prefix: the state of a gated delta net has seen all of it"
-
-
-class Measures(Protocol):
-    """Measures that join the vectors of micro-batches and ranks, such as `StepMeasures`."""
-
-    def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor: ...
-
-    def split(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Runner:
@@ -105,7 +95,7 @@ class Runner:
 
     def train(self, batch: Batch, algorithm: Algorithm, measures: StepMeasures) -> MadePasses:
         """Run forward and backward over the part; the model's buffers then hold the step's gradients."""
-        return self._train(batch, partial(_loss, algorithm, measures), measures)
+        return self._train(batch, partial(micro_batch_loss, algorithm, measures), measures)
 
     @torch.no_grad()
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -130,18 +120,20 @@ class Runner:
         limits = self.micro_batch_tokens, self.micro_batch_size
         return Packing.of(families, self.position, *limits, copies=self._copies)
 
-    def _train(self, batch: Batch, finish: Any, measures: Measures) -> MadePasses:
-        """Run forward and backward; `finish` turns a micro-batch's scores into its loss."""
+    def _train(self, batch: Batch, finish: Any, measures: StepMeasures | ValueMeasures) -> MadePasses:
+        """Run forward and backward; `finish` turns the trained tokens' scores into a loss."""
         packing = self._together(self.packing(batch))
         for router in self.routers:
             router.forget()
         outputs = self._run(batch, packing, finish)
         position = self.position
-        speaks = position.tp == position.cp == 0 and position.last_stage
-        vector = measures.join(outputs if position.tp == 0 else (), position.device)
+        speaks = position.place.tp == position.place.cp == 0 and position.last_stage
+        vector = measures.join(outputs if position.place.tp == 0 else (), position.device)
         sums, maxima = measures.split(vector)
         computed = [packing.tokens, packing.padding, packing.row_tokens] if speaks else [0, 0, 0]
-        loads = self._loads().to(sums)
+        own_loads = [(router.layer, router.loads) for router in self.routers]
+        experts = self.architecture.experts.count
+        loads = loads_by_layer(own_loads, self.architecture.layers, experts).to(sums)
         summed = torch.cat([sums, sums.new_tensor(computed), loads.flatten()])
         largest = torch.cat([maxima, maxima.new_tensor([len(packing)])])
         dist.all_reduce(summed)
@@ -176,11 +168,6 @@ class Runner:
         most = torch.tensor([len(packing)], device=self.position.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, mpu.get_expert_tensor_and_model_parallel_group())
         return packing.filled(int(most), self.position)
-
-    def _loads(self) -> torch.Tensor:
-        """Return how many tokens of this rank each expert got: float64 [layers, experts], on the host."""
-        found = [(router.layer, router.loads) for router in self.routers]
-        return loads_by_layer(found, self.architecture.layers, self.architecture.experts.count)
 
     def _run(self, batch: Batch, packing: Packing, finish: Any = None) -> list[Any]:
         """Run all passes; without `finish`, which makes a loss, forward alone."""
@@ -255,7 +242,7 @@ class Runner:
             "vocabulary": self.architecture.vocabulary,
             "temperature": temperature,
             "softcap": self.architecture.logit_softcap,
-            "rank": self.position.tp,
+            "rank": self.position.place.tp,
             "size": self.position.config.tensor_model_parallel_size,
             "group": mpu.get_tensor_model_parallel_group(),
             "bias": self._inner[-1].output_bias,
@@ -266,7 +253,7 @@ class Runner:
             loss, output = found.sum(), (micro.places, found)
         else:
             logprobs, entropy = linear_logprobs(rows, weight, micro.targets, **head)
-            loss, output = finish(micro, logprobs[: micro.wanted], entropy[: micro.wanted])
+            loss, output = finish(micro.trained, logprobs[: micro.wanted], entropy[: micro.wanted])
         # No tokens to divide by: the loss is a sum, its weights hold every normalization.
         return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
@@ -316,15 +303,3 @@ class PlannedShapes(P2PCommunicator):
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
-
-
-def _loss(
-    algorithm: Algorithm,
-    measures: StepMeasures,
-    micro: MicroBatch,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if micro.trained is None:
-        raise RuntimeError("the last stage has no trained tokens to make a loss of")
-    return micro_batch_loss(algorithm, measures, micro.trained, logprobs, entropy)

@@ -16,22 +16,20 @@ import torch
 
 from trainer.batch import Batch, TrainedTokens, trained_tokens
 from trainer.data.context_division import Division
-from trainer.data.family_packing import pack_families
-from trainer.data.packing import fill_groups
+from trainer.data.packing import fill_groups, pack_families
 from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.layers.attention.kernels import by_segments, kernel_for, key_uses
-from trainer.layers.attention.rows import to_device
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.layers.attention.visible import (
     ComputedTokens,
     pieces_with_padding,
+    to_device,
     visible_keys,
 )
 from trainer.layers.limits import NO_COPIES, KeyCopies
-from trainer.megatron.layers.attention.context import sum_over_context_ranks
-from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import RotarySequences, packed_sequences
-from trainer.megatron.layers.experts.tokens import RoutedTokens, routed_tokens
+from trainer.megatron.layers.attention.core import sum_over_context_ranks
+from trainer.megatron.layers.attention.rotary import Rotary, RotarySequences, packed_sequences
+from trainer.megatron.layers.experts.balance import RoutedTokens, routed_tokens
 from trainer.megatron.parallel import Position
 
 T = TypeVar("T", TrainedTokens, RoutedTokens)
@@ -175,10 +173,10 @@ class Packing:
         for samples, tree, division in zip(self.samples, self.trees, self.divisions, strict=True):
             chosen = torch.tensor(samples, dtype=torch.int64)
             part = batch.select(chosen)
-            inputs = ComputedTokens.of(part.offsets, tree, division, position.cp)
-            lengths = [piece.tokens for piece in pieces_with_padding(division, position.cp)]
+            inputs = ComputedTokens.of(part.offsets, tree, division, position.place.cp)
+            lengths = [piece.tokens for piece in pieces_with_padding(division, position.place.cp)]
             apart = len(division.pieces) > 1 or tree.is_shared
-            keys = [visible_keys(division, position.cp, tree, use) for use in uses] if apart else []
+            keys = [visible_keys(division, position.place.cp, tree, use) for use in uses] if apart else []
             sequences = packed_sequences(lengths, rotaries, dtype, keys, segmented=segmented)
             if experts:
                 routed = _routed(part, division, inputs, position)
@@ -290,7 +288,7 @@ def _routed(part: Batch, division: Division, inputs: ComputedTokens, position: P
         part.totals.samples,
         shares=part.shares,
         experts=None if part.experts is None else part.experts[inputs.tokens],
-        part=position.tp if position.sequence_parallel else 0,
+        part=position.place.tp if position.sequence_parallel else 0,
         parts=_divisor(position),
     )
     return _on(routed, position.device)

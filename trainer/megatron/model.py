@@ -1,22 +1,27 @@
-"""Builds a megatron GPTModel for one rank, with layers of our own spec: no TransformerEngine, no Apex.
+"""Builds a megatron GPTModel for one rank, with layers of our own spec, and describes its memory.
 
 Shapes: T tokens of a micro-batch, H hidden size, P tensor ranks; megatron's activations are [T, 1, H].
+
+TransformerEngine and Apex are not needed.
+
+TransformerEngine and Apex are not needed.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
+from trainer.megatron.convert.reshard import TensorPlan, stretch
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.families.numbers import Architecture
@@ -100,7 +105,7 @@ def transformer_config(
             layernorm_epsilon=architecture.norm_eps,
             normalization="RMSNorm",
             gated_linear_unit=architecture.family.gated,
-            activation_func=F.silu,  # of no effect: `MLPS` have their own
+            activation_func=torch.nn.functional.silu,  # of no effect: `MLPS` have their own
             add_bias_linear="mlp" in architecture.biases,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -198,7 +203,7 @@ def build_model(
         attention: class of self-attention, None for training; generation has one of its own, and also of
         core_attention: what computes the attention itself.
     """
-    chunks = Layout.of(position.config, architecture.layers).stages[position.pp]
+    chunks = Layout.of(position.config, architecture.layers).stages[position.place.pp]
     block = TransformerBlockSubmodules(
         layer_specs=[layer_spec(architecture, layer, attention, core_attention) for layer in chunks[chunk]],
         layer_norm=NORMS[architecture.family.norm],
@@ -242,3 +247,43 @@ def whole_part(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:
     part = torch.nn.Module()
     part.chunks = torch.nn.ModuleList(chunks)
     return part
+
+
+FREQUENCIES = "rotary_pos_emb.inv_freq"
+"""Name of the first rotary embedding's; the others have their number behind it."""
+
+
+def parts_of(plans: Iterable[TensorPlan], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return views of whole parameters that are the tensors of a checkpoint, by name.
+
+    Their shapes are as `matches_layout` says.
+
+    Raises:
+        SettingsError: a tensor is scattered over a parameter in unequal pieces or distances.
+    """
+    return {plan.name: _part(plan, parameters[plan.parameter].detach()) for plan in plans}
+
+
+def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
+    """Return the model's buffers, with the rotary frequencies, which are attributes."""
+    frequencies = {}
+    for number, rotary in enumerate(model.rotaries):
+        name = FREQUENCIES + (f".{number}" if number else "")
+        frequencies[name] = rotary.frequencies
+        if rotary.long is not None:
+            frequencies[f"{name}.long"] = rotary.long
+    return {**dict(model.named_buffers()), **frequencies}
+
+
+def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:
+    first, *others = plan.pieces
+    if not others:
+        part: torch.Tensor = stretch(parameter, plan.dim, first.local_start, first.length, first.local_matrix)
+        return part
+    distances = {after.local_start - before.local_start for before, after in pairwise(plan.pieces)}
+    if plan.dim or len(distances) > 1 or {piece.length for piece in others} != {first.length}:
+        raise SettingsError(
+            f"weights.transport 'shared': tensor {plan.name} does not lie in equal turns in {plan.parameter}"
+        )
+    turns = parameter.view(-1, distances.pop(), *parameter.shape[1:])
+    return turns.narrow(1, first.local_start, first.length)

@@ -4,12 +4,18 @@ These are data-parallel and context ranks; `use_distributed_optimizer` asks for 
 
 A parameter's master is its `main_param`: megatron sets it in 16 bits; in float32 there is none, unless
 masters are to be separate.
+
+The factor of the loss, under which float16 gradients neither overflow nor vanish, is as in Micikevicius et
+al. 2018 (arXiv 1710.03740), with one difference: the step that overflows is not left out but made again under
+half the factor, so that every version has trained its batch. It is a power of two, so that multiplying by it
+and dividing by it again changes no bit of what float16 can hold.
 """
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -24,8 +30,54 @@ from trainer.backends.early_export import EarlyExport
 from trainer.config import OptimizerConfig
 from trainer.functional.learning_rate import learning_rate
 from trainer.megatron.cpu import cuda_type_names
-from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.parallel import Position
+
+log = logging.getLogger("tether.trainer")
+T = TypeVar("T")
+SMALLEST = 1.0
+"""Under it the loss would be made smaller, which no gradient of float32 needs."""
+
+
+class LossScale:
+    """The factor that is in force. It is the same on every rank: the norm that it depends on is."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.value = 2.0 ** round(math.log2(config.initial_loss_scale))
+        """The factor."""
+        self.finite_steps = 0
+        """Steps since it changed."""
+        self._window = config.loss_scale_window
+
+    def repeated(self, attempt: Callable[[], tuple[T, float]]) -> tuple[T, int]:
+        """Make a step, again under half the factor as long as its gradient is not finite.
+
+        If it is not finite under the smallest factor either, the factor is not the cause, and stays as it
+        was.
+
+        Args:
+            attempt: makes the step from its beginning under the factor in force, or has no effect;
+                returns its result and the gradient's norm.
+
+        Returns:
+            The last attempt's result, and the number of attempts before it.
+        """
+        before, repeats = self.value, 0
+        while True:
+            made, norm = attempt()
+            if math.isfinite(norm):
+                self._count(repeats)
+                return made, repeats
+            if self.value <= SMALLEST:
+                self.value = before
+                return made, repeats
+            log.info("loss_scale.overflow scale=%g next=%g", self.value, self.value / 2)
+            self.value, repeats = self.value / 2, repeats + 1
+
+    def _count(self, repeats: int) -> None:
+        """Double the factor after as many steps as the window has without a change of it."""
+        self.finite_steps = 1 if repeats else self.finite_steps + 1
+        if self.finite_steps >= self._window:
+            self.value, self.finite_steps = self.value * 2, 0
 
 
 def wrap_model(

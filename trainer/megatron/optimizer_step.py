@@ -1,22 +1,21 @@
 """Makes the optimizer steps of one model: passes, sums of gradients, optimizer, factor of the loss."""
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.backends.base import NOTHING_TRAINED
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig
 from trainer.megatron.forward import Runner
-from trainer.megatron.loss_scale import LossScale
 from trainer.megatron.memory.host_optimizer import HostOptimizer
-from trainer.megatron.memory.recompute import forget_passes
-from trainer.megatron.memory.retry import retry_of
-from trainer.megatron.optimizer import Optimizer
-from trainer.step.made_passes import MadePasses
+from trainer.megatron.optimizer import LossScale, Optimizer
+from trainer.megatron.parallel import Position
+from trainer.memory.oom_retry import OomRetry
+from trainer.step.measures import MadePasses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +53,7 @@ class ModelStepper:
             apart: have masters in float32, too.
         """
         dtype, position = config.params_dtype, runner.position
-        self._runner = runner
+        self.runner = runner
         kind = HostOptimizer if optimizer.cpu_offload else Optimizer
         self.optimizer = kind(optimizer, runner.chunks, position, dtype, apart=apart)
         if dtype is torch.float16:
@@ -88,7 +87,7 @@ class ModelStepper:
 
         def attempt() -> tuple[MadeStep, float]:
             self.optimizer.zero_grad()
-            found, told = self.passes.step(self._runner, batch, passes)
+            found, told = self.passes.step(self.runner, batch, passes)
             warnings.extend(told)
             used = scale.value if scale is not None else None
             norm, skipped = (
@@ -105,15 +104,35 @@ class ModelStepper:
             return made, norm
 
         made, repeats = scale.repeated(attempt) if scale is not None else (attempt()[0], None)
-        return dataclasses.replace(made, loss_scale_repeats=repeats, warnings=tuple(warnings))
+        return replace(made, loss_scale_repeats=repeats, warnings=tuple(warnings))
 
     def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return tensors that an offload must keep in addition to the parameters, and ones to forget."""
         self.optimizer.zero_grad()
         buffers = [
             buffer
-            for chunk in self._runner.chunks
+            for chunk in self.runner.chunks
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
         kept = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
         return [*self.optimizer.tensors(), *kept], [buffer.grad_data for buffer in buffers]
+
+
+def retry_of(position: Position, tokens: int, reset: Callable[[], None]) -> OomRetry:
+    """Return the budget of a rank and how it shrinks; arguments as in `OomRetry`.
+
+    With tensor, pipeline or context parallelism, or experts on several ranks, they wait for each other
+    within a pass, and with `overlap_grad_reduce` gradients are added up within it.
+    """
+    parallel = position.config
+    replicas = parallel.data_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
+    within = len(position.replicas()[0]) == 1 and experts == 1
+    is_whole = within and not (replicas > 1 and parallel.overlap_grad_reduce)
+    return OomRetry(position.device, tokens, reset, replicas=replicas, is_whole=is_whole)
+
+
+def forget_passes(model: GPTModel) -> None:
+    """Drop the layers' state of a pass that did not end."""
+    for layer in model.decoder.layers:
+        layer.input_layernorm_checkpoint = layer.pre_mlp_norm_checkpoint = None

@@ -32,31 +32,6 @@ class Position:
     place: Place
 
     @property
-    def tp(self) -> int:
-        """Tensor rank."""
-        return self.place.tp
-
-    @property
-    def pp(self) -> int:
-        """Pipeline stage."""
-        return self.place.pp
-
-    @property
-    def cp(self) -> int:
-        """Context rank."""
-        return self.place.cp
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel rank."""
-        return self.place.dp
-
-    @property
-    def copy(self) -> int:
-        """Number among the `copies`: the context rank varies faster than the data-parallel one."""
-        return self.cp + self.config.context_parallel_size * self.dp
-
-    @property
     def copies(self) -> int:
         """Ranks with the same parameters, except experts': they share the optimizer's state."""
         return self.config.context_parallel_size * self.config.data_parallel_size
@@ -64,28 +39,24 @@ class Position:
     @property
     def rank(self) -> int:
         """Global rank."""
-        return self._sizes.rank_of(self.tp, self.pp, self.dp, self.place.cp)
+        return sizes_of(self.config).rank_of(self.place.tp, self.place.pp, self.place.dp, self.place.cp)
 
     @property
     def first_stage(self) -> bool:
-        return self.pp == 0
+        return self.place.pp == 0
 
     @property
     def last_stage(self) -> bool:
-        return self.pp == self.config.pipeline_model_parallel_size - 1
+        return self.place.pp == self.config.pipeline_model_parallel_size - 1
 
     @property
     def sequence_parallel(self) -> bool:
         """Whether sequences are split over the tensor ranks: never with one of them."""
         return self.config.sequence_parallel and self.config.tensor_model_parallel_size > 1
 
-    @property
-    def _sizes(self) -> Layout:
-        return sizes_of(self.config)
-
     def replicas(self) -> list[list[int]]:
         """Return the global ranks of every data-parallel replica, ascending."""
-        sizes = self._sizes
+        sizes = sizes_of(self.config)
         return [
             [
                 sizes.rank_of(tp, pp, dp, cp)
@@ -174,7 +145,8 @@ def _check_order(position: Position) -> None:
         mpu.get_expert_tensor_parallel_rank(),
     )
     place = position.place
-    if theirs != (place.tp, place.pp, place.cp, place.dp, position.copy, place.ep, place.etp):
+    copy = place.cp + position.config.context_parallel_size * place.dp
+    if theirs != (place.tp, place.pp, place.cp, place.dp, copy, place.ep, place.etp):
         raise RuntimeError(f"megatron-core puts rank {position.rank} at {theirs}, not at {position.place}")
 
 

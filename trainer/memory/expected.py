@@ -1,9 +1,10 @@
-"""Describes the memory of a rank's device at the peak of a step. No torch here."""
+"""Describes a rank's device memory at the peak of a step, and chooses a micro-batch for it. No torch here."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from protocol.errors import SettingsError
 from trainer.config import OptimizerConfig, TrainerConfig
 
 GIB = 1 << 30
@@ -61,3 +62,65 @@ class Planned(Protocol):
 
     def alternatives(self) -> "Iterator[tuple[str, Planned]]":
         """Yield settings that take less memory and the run with them, the cheapest first."""
+
+
+TOKENS_STEP = 1024
+"""A chosen budget is a multiple of it."""
+TOKENS_MOST = 32768
+TOKENS_ON_CPU = 8192
+USED_SHARE = 0.9
+"""Share of the free memory that the expected peak may take: the rest is for fragments and errors of it."""
+
+
+def choose_tokens(work: Planned, room: float) -> int:
+    """Return the largest budget whose expected peak fits, in tokens of a micro-batch.
+
+    Args:
+        work: the run.
+        room: bytes that a rank may take.
+
+    Raises:
+        SettingsError: not even the smallest one fits; names settings that would.
+    """
+    tokens = largest_budget(work, room)
+    if not tokens:
+        raise SettingsError(refusal(work, room))
+    return tokens
+
+
+def largest_budget(work: Planned, room: float) -> int:
+    """Return the largest budget whose expected peak fits; 0 if none does."""
+    budgets = range(TOKENS_MOST, 0, -TOKENS_STEP)
+    return next((tokens for tokens in budgets if work.expected(tokens).peak <= room), 0)
+
+
+def refusal(work: Planned, room: float) -> str:
+    """Return one sentence: the smallest budget's memory, the free memory, and settings that would fit."""
+    least = work.expected(TOKENS_STEP)
+    return (
+        f"the trainer does not fit on its device: a step of {TOKENS_STEP} tokens a micro-batch is expected "
+        f"to take {least}, and {room / GIB:.1f} GiB may be used; {_remedy(work, room)}"
+    )
+
+
+def _remedy(work: Planned, room: float) -> str:
+    fitting = list(alternatives(work, room))
+    if not fitting:
+        return (
+            "no setting of one rank would fit: spread it over more GPUs ([parallel]), or train adapters "
+            "(lora.rank)"
+        )
+    best = max(fitting, key=lambda entry: entry[1])
+    named = [fitting[0]] if best == fitting[0] else [fitting[0], best]
+    parts = (
+        f"with {settings}, up to {tokens} tokens ({memory.peak / GIB:.1f} GiB)"
+        for settings, tokens, memory in named
+    )
+    return f"it would fit {', or '.join(parts)}"
+
+
+def alternatives(work: Planned, room: float) -> Iterator[tuple[str, int, ExpectedMemory]]:
+    """Yield settings that fit, the cheapest first, each with its largest budget and what that takes."""
+    for settings, changed in work.alternatives():
+        if tokens := largest_budget(changed, room):
+            yield settings, tokens, changed.expected(tokens)

@@ -7,14 +7,15 @@ import torch.distributed as dist
 
 from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
-from trainer.memory.budget import (
+from trainer.memory.expected import (
+    GIB,
     TOKENS_ON_CPU,
     TOKENS_STEP,
     USED_SHARE,
+    Planned,
     choose_tokens,
     refusal,
 )
-from trainer.memory.expected import GIB, Planned
 
 log = logging.getLogger("tether.trainer")
 

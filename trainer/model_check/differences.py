@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from protocol.device.slice_digests import bits_of
 from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.batch import Batch
 
@@ -18,7 +19,6 @@ CONTEXT = 8
 """Tokens before a wrong one that are shown."""
 BLOCK_ELEMENTS = 1 << 24
 """Elements of a checkpoint's tensor that are read at a time, unless a row has more."""
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,7 @@ def _difference(name: str, tensor: torch.Tensor, reader: SafetensorsReader) -> t
             return dtype, f"{name} is exported in shape {tuple(tensor.shape)}, the checkpoint's is {shape}"
         mine = tensor[start : start + length] if shape else tensor
         mine, theirs = mine.contiguous(), block.to(tensor.dtype).contiguous()
-        bits = BITS[tensor.element_size()]
-        wrong = (mine.view(bits) != theirs.view(bits)).nonzero()
+        wrong = (bits_of(mine) != bits_of(theirs)).nonzero()
         if len(wrong):
             place = tuple(wrong[0].tolist())
             at = [start + place[0], *place[1:]] if place else []

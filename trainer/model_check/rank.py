@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from trainer.model_check.differences import (
     compare_logprobs,
     compare_tensors,
 )
+
+LoadedBackend = TypeVar("LoadedBackend", MegatronBackend, FsdpBackend)
 
 MICRO_BATCH_TOKENS = 256
 """So several samples are in a micro-batch, and there are several micro-batches."""
@@ -54,18 +58,9 @@ def check_on_rank(
     Raises:
         SettingsError: the model is not supported, or does not fit the layout.
     """
-    backend = MegatronBackend(
-        model_dir,
-        parallel=parallel,
-        optimizer=OptimizerConfig(),
-        trainer=_trainer(threads),
-        algorithm=make_algorithm(AlgorithmConfig()),
-    )
-    try:
+    with _loaded(MegatronBackend, model_dir, parallel, threads) as backend:
         architecture = read_architecture(model_dir)
         return _compare(backend, model_dir, batch, expected, lambda name: ignorable(architecture, name))
-    finally:
-        backend.close()
 
 
 def check_sharded(
@@ -79,22 +74,28 @@ def check_sharded(
     Raises:
         SettingsError: transformers cannot load the model, or its checkpoint cannot be made from it.
     """
-    backend = FsdpBackend(
-        model_dir,
-        parallel=ParallelConfig(),
-        optimizer=OptimizerConfig(),
-        trainer=_trainer(threads),
-        algorithm=make_algorithm(AlgorithmConfig()),
-    )
-    try:
+    with _loaded(FsdpBackend, model_dir, ParallelConfig(), threads) as backend:
         ignored = backend.ignored_names
         findings = _compare(
             backend, model_dir, batch, expected, lambda name: any(re.search(one, name) for one in ignored)
         )
         assert findings is not None  # this is rank 0
         return findings, backend.why_rows
-    finally:
-        backend.close()
+
+
+def _loaded(
+    kind: Callable[..., LoadedBackend], model_dir: Path, parallel: ParallelConfig, threads: int
+) -> closing[LoadedBackend]:
+    """Load a model as the trainer does; at the end of a `with` it is closed."""
+    return closing(
+        kind(
+            model_dir,
+            parallel=parallel,
+            optimizer=OptimizerConfig(),
+            trainer=TrainerConfig(device="cpu", threads=threads, micro_batch_tokens=MICRO_BATCH_TOKENS),
+            algorithm=make_algorithm(AlgorithmConfig()),
+        )
+    )
 
 
 def _compare(
@@ -112,7 +113,3 @@ def _compare(
     with SafetensorsReader(model_dir) as reader:
         tensors = compare_tensors(backend.export(), reader, is_ignorable)
     return RankFindings(compare_logprobs(batch, logprobs, expected), tensors)
-
-
-def _trainer(threads: int) -> TrainerConfig:
-    return TrainerConfig(device="cpu", threads=threads, micro_batch_tokens=MICRO_BATCH_TOKENS)

@@ -1,12 +1,12 @@
 """Trains with plain torch and transformers on one device: slow, short, the oracle of the other backends."""
 
 import copy
-import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -15,27 +15,24 @@ from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
-from trainer.backends.engine_attach import check_parameters, take_parameters
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, Replicas, StepStats
+from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
-from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, without_adapters
-from trainer.reference.attaching import check_model_buffers
-from trainer.reference.frozen import FrozenTransformer, in_dtype, load_model
-from trainer.reference.logprobs import evaluate, forward
+from trainer.reference.frozen import frozen, in_dtype, load_model
+from trainer.reference.logprobs import evaluate, forward, passes
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.padding import passes
 from trainer.reference.state import copy_state, load_state
-from trainer.step.measures import StepMeasures
-from trainer.step.token_loss import micro_batch_loss
+from trainer.step.measures import StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ReferenceBackend(Backend):
+class ReferenceBackend(Offloadable, Backend):
     """AdamW or another optimizer on fp32 masters, on one rank.
 
     Deterministic on the CPU: the same batches from the same checkpoint give the same bits. Dropout stays off,
@@ -83,7 +80,7 @@ class ReferenceBackend(Backend):
         self._stepper = MasterStepper(self._trained, self._masters, optimizer, self._embeddings())
         self._optimizer = self._stepper.optimizer
         self._reference: torch.nn.Module | None = None
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._device), HostCopies()
 
     @property
     def model(self) -> torch.nn.Module:
@@ -100,7 +97,7 @@ class ReferenceBackend(Backend):
         )
         stats = measures.stats(vector, grad_norm=grad_norm, skipped=skipped)
         computed = sum(len(samples) * int(batch.lengths[samples].max()) for samples in packed)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             stats,
             micro_batches=len(packed),
             padding_share=1 - len(batch.tokens) / computed,
@@ -166,21 +163,16 @@ class ReferenceBackend(Backend):
     def restore(self, directory: Path) -> None:
         load_state(directory, self._stepper, self._identity(), self._device)
 
-    def offload(self) -> int:
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         if self._shared:
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        if self._host.in_use:
-            return self._host.nbytes
         self._optimizer.zero_grad()
         models = [model for model in (self._model, self._reference) if model is not None]
         weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         every = [*weights, *self._stepper.tensors()]
-        return self._host.offload(self._device, list({id(tensor): tensor for tensor in every}.values()))
-
-    def onload(self) -> None:
-        self._host.onload(self._device)
+        return {id(tensor): tensor for tensor in every}.values(), ()
 
     def close(self) -> None:
         """Release the reference model and the gradients."""
@@ -221,10 +213,21 @@ def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) 
     Raises:
         SettingsError: transformers cannot load it.
     """
-    model = load_model(spec.directory, f"{spec.role}.path").to(device)
-    return FrozenTransformer(
-        in_dtype(model, DTYPES[trainer.dtype]), lambda model, batch: evaluate(model, batch, trainer)
-    )
+    model = in_dtype(load_model(spec.directory, f"{spec.role}.path").to(device), DTYPES[trainer.dtype])
+    return frozen(model, lambda batch: evaluate(model, batch, trainer))
+
+
+def load_frozen_apart(
+    spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[FrozenModel, Replicas]:
+    """Load a model that is never trained; as `trainer.registry.make_frozen`.
+
+    Raises:
+        SettingsError: transformers cannot load it, or it has several ranks.
+    """
+    require_one_rank()
+    torch.set_num_threads(trainer.threads)
+    return load_frozen(spec, trainer, choose_device(trainer.device)), ((0,),)
 
 
 def require_one_rank() -> None:

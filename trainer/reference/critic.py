@@ -1,6 +1,6 @@
 """Trains a critic with plain torch and transformers: the oracle of the other backends' critics."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +8,17 @@ import torch
 from safetensors import safe_open
 
 from protocol.errors import SettingsError
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.base import Replicas, StepStats
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
-from trainer.config import OptimizerConfig, TrainerConfig
-from trainer.reference.backend import DTYPES, ReferenceBackend
-from trainer.reference.frozen import in_dtype, load_model
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.reference.backend import DTYPES, ReferenceBackend, choose_device, require_one_rank
+from trainer.reference.frozen import architecture_of, in_dtype, load_model
+from trainer.reference.logprobs import padded, passes
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.padding import padded, passes
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -61,7 +62,7 @@ class ValueModel(torch.nn.Module):
         return torch.nn.functional.linear(hidden.float(), weight, bias)[:, 0]
 
 
-class ReferenceCritic(Critic):
+class ReferenceCritic(Offloadable, Critic):
     """AdamW on fp32 masters, on one rank; deterministic on the CPU."""
 
     def __init__(
@@ -105,17 +106,12 @@ class ReferenceCritic(Critic):
             self._optimizer,
             [self._masters[name] for name in ends if name in self._masters],
         )
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._device), HostCopies()
 
     @classmethod
     def beside(cls, policy: ReferenceBackend, model_dir: Path, **settings: Any) -> "ReferenceCritic":
         """Load the model on the policy's rank; arguments as in `make_critic`."""
         return cls(policy.device, policy.architecture, model_dir, **settings)
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """The live parameters, by the names of a checkpoint."""
-        return self._trained
 
     @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
@@ -126,7 +122,7 @@ class ReferenceCritic(Critic):
             out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = found.cpu()
         return out
 
-    def train_step(self, batch: Batch) -> CriticStats:
+    def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         packed = passes(batch, self._trainer)
         vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in packed]
@@ -139,15 +135,10 @@ class ReferenceCritic(Critic):
     def restore(self, directory: Path) -> None:
         load_state(directory, self._stepper, self._identity(), self._device)
 
-    def offload(self) -> int:
-        if self._host.in_use:
-            return self._host.nbytes
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
         weights = [*self._model.parameters(), *self._model.buffers()]
-        return self._host.offload(self._device, [*weights, *self._stepper.tensors()])
-
-    def onload(self) -> None:
-        self._host.onload(self._device)
+        return [*weights, *self._stepper.tensors()], ()
 
     def close(self) -> None:
         """Release the gradients."""
@@ -173,6 +164,27 @@ class ReferenceCritic(Critic):
         loss.backward()
         self._stepper.collect()
         return vector
+
+
+def load_critic_apart(
+    spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[Critic, Replicas]:
+    """Load a critic; as `trainer.registry.make_critic_apart`.
+
+    Raises:
+        SettingsError: transformers cannot load it, or it has several ranks.
+    """
+    require_one_rank()
+    torch.set_num_threads(trainer.threads)
+    critic = ReferenceCritic(
+        choose_device(trainer.device),
+        architecture_of(spec.policy_dir),
+        spec.directory,
+        optimizer=spec.optimizer,
+        trainer=trainer,
+        config=spec.config,
+    )
+    return critic, ((0,),)
 
 
 def read_head(model_dir: Path, hidden: int) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Holds a model of transformers that is never trained."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,27 +8,17 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from protocol.device.hf_models import MODEL_BUILDING, use_whole_attention
+from protocol.device.checkpoint_views import MODEL_BUILDING, use_whole_attention
 from protocol.errors import SettingsError
 from trainer.backends.base import FrozenModel
 from trainer.batch import Batch
 from trainer.reference.shards import local_tensor
 
-Evaluate = Callable[[torch.nn.Module, Batch], torch.Tensor]
-"""(model, batch) -> its log-probabilities of the batch's tokens."""
 
-
-class FrozenTransformer(FrozenModel):
-    """A model that only gives log-probabilities."""
-
-    def __init__(self, model: torch.nn.Module, evaluate: Evaluate) -> None:
-        self._model, self._evaluate = model.requires_grad_(False), evaluate
-
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._evaluate(self._model, batch)
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return [local_tensor(tensor) for tensor in (*self._model.parameters(), *self._model.buffers())]
+def frozen(model: torch.nn.Module, logprobs: Callable[[Batch], torch.Tensor]) -> FrozenModel:
+    """Return a model, from now on frozen, whose log-probabilities `logprobs` computes."""
+    model.requires_grad_(False)
+    return FrozenModel(logprobs, [local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())])
 
 
 def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: bool = False) -> Any:

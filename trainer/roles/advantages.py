@@ -1,17 +1,27 @@
-"""Gives a batch the advantages of single tokens: from a critic's values, or whitened as in REINFORCE++.
+"""Gives a batch the advantages of single tokens: a critic's, whitened, penalised or a teacher's.
 
 Shapes: n samples and t tokens of a replica's part.
+
+Penalties and the teacher's advantages are of the behaviour policy, which sampled the tokens:
+k1 = log pi_behaviour - log pi_other estimates KL(pi_behaviour || pi_other) from one token without bias
+(Schulman, "Approximating KL divergence", 2020). Every function is called on every rank, with the part of its
+replica; N samples of the step.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from trainer.algorithms.base import Algorithm
+from trainer.algorithms.registry import ALGORITHMS
+from trainer.backends.base import Backend
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
-from trainer.functional.gae import generalized_advantages, terminal_rewards
+from trainer.functional.advantages import generalized_advantages, terminal_rewards
 from trainer.ranks.collectives import sum_replicas
+from trainer.roles.models import FrozenModels
 
 
 def with_advantages(
@@ -66,22 +76,17 @@ def with_whitened(batch: Batch, config: AlgorithmConfig, replicas: Sequence[Sequ
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
         sample, sampled = batch.sample_index, batch.sampled_mask
         none = torch.zeros_like(advantages)
-        gaps = behaviour_k1(batch, batch.reference_logprobs)
+        gaps = token_k1(batch, batch.reference_logprobs, batch.sampled_mask).double()
         later = generalized_advantages(gaps, none, sampled, sample, gamma=1, gae_lambda=1)
         advantages = advantages - config.kl_coef * later
     white = whitened(advantages, batch.loss_mask, config.advantage_eps, replicas)
     return dataclasses.replace(batch, advantages=white.float())
 
 
-def behaviour_k1(batch: Batch, reference: torch.Tensor) -> torch.Tensor:
-    """Return log pi_behaviour - log pi_ref of each sampled token, 0 elsewhere, float64 [t]."""
-    return torch.where(batch.sampled_mask, batch.behaviour_logprobs - reference, 0.0).double()
-
-
 def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
-    """Return the reward that follows each sampled token, float64 [t]: that of the sample at its last one.
+    """Return the reward that follows each sampled token, float64 [t]: the sample's, at its last one.
 
-    Where turns were scored, those of turns, each at its turn's last one.
+    Where turns were scored, each turn's reward at the turn's last one.
     With `use_kl_in_reward` less kl_coef (log pi_behaviour - log pi_ref) of each token: Ziegler et al. 2019
     (arXiv 1909.08593).
     """
@@ -90,7 +95,7 @@ def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
     else:
         rewards = batch.turn_rewards.double()
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
-        rewards -= config.kl_coef * behaviour_k1(batch, batch.reference_logprobs)
+        rewards -= config.kl_coef * token_k1(batch, batch.reference_logprobs, batch.sampled_mask).double()
     return rewards
 
 
@@ -109,3 +114,94 @@ def whitened(
     result = torch.zeros_like(values, dtype=torch.float64)
     result[mask] = (chosen - mean) / (deviation + eps)
     return result
+
+
+def with_frozen(
+    part: Batch, policy: Backend, frozen: FrozenModels, algorithm: Algorithm, *, reference: bool
+) -> tuple[Batch, dict[str, Any]]:
+    """Return the part with the frozen models' values, and their measurements, by `StepStats`' names.
+
+    Args:
+        part: this rank's replica's.
+        policy: keeps the initial weights, where they are the reference model.
+        frozen: the other models.
+        algorithm: decides how they change advantages.
+        reference: whether there is a reference model.
+    """
+    fields: dict[str, Any] = {}
+    if reference:
+        part = dataclasses.replace(part, reference_logprobs=frozen.reference_logprobs(policy, part))
+    if algorithm.config.use_kl_in_reward:
+        part, fields["reward_kl_k1"] = _penalised(part, policy, algorithm)
+    if frozen.teacher is not None:
+        part, kl = _distilled(part, policy, frozen.teacher.logprobs(part), algorithm.config.opd_kl_coef)
+        fields |= {} if kl is None else {"teacher_kl_k1": kl}
+    return part, fields
+
+
+def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batch, float]:
+    """Compute advantages again, from penalised rewards of the whole step; return the mean penalty, too.
+
+    Advantages of single tokens stay as they are: their estimators subtract the later terms of each token.
+
+        r'_i = r_i - kl_coef sum_t (log pi_behaviour(o_t) - log pi_ref(o_t)),  t: sampled tokens of sample i
+
+    As the penalty of PPO's reward (Ziegler et al. 2019, arXiv 1909.08593), of the whole sample at once.
+    """
+    if part.reference_logprobs is None or part.rows is None:
+        raise RuntimeError("a penalty needs reference log-probabilities and the samples' places in the step")
+    sums = _sums_of_samples(token_k1(part, part.reference_logprobs, part.sampled_mask), part)
+    first = _first_rows(part.rows)
+    columns = torch.stack([part.rewards * first, part.group_index * first, sums], dim=1)
+    rewards, groups, penalties = _over_replicas(columns, part, policy).unbind(1)
+    entry = ALGORITHMS[algorithm.config.name]
+    if entry.has_critic or entry.whitened:
+        return part, float(penalties.mean())
+    advantages = algorithm.advantages((rewards - algorithm.config.kl_coef * penalties).float(), groups.long())
+    token_advantages = advantages[part.rows][part.sample_index]
+    penalised = dataclasses.replace(part, advantages=torch.where(part.loss_mask, token_advantages, 0.0))
+    return penalised, float(penalties.mean())
+
+
+def _distilled(
+    part: Batch, policy: Backend, teacher_logprobs: torch.Tensor, coef: float
+) -> tuple[Batch, float | None]:
+    """Add the teacher's advantages; return the mean of k1 over the step's trained tokens, too.
+
+    A_t = A_i - coef (log pi_behaviour(o_t) - log pi_teacher(o_t))
+    """
+    k1 = token_k1(part, teacher_logprobs, part.loss_mask)
+    total = float(_over_replicas(_sums_of_samples(k1, part)[:, None], part, policy).sum())
+    trained = part.totals.trained_tokens
+    distilled = dataclasses.replace(part, advantages=part.advantages - coef * k1)
+    return distilled, total / trained if trained else None
+
+
+def token_k1(part: Batch, logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return log pi_behaviour - `logprobs` where `mask` is, 0 elsewhere, float32 [t]."""
+    return torch.where(mask, part.behaviour_logprobs - logprobs, 0.0)
+
+
+def _sums_of_samples(values: torch.Tensor, part: Batch) -> torch.Tensor:
+    """Return the sum of `values` [t] over each sample's tokens, float64 [n]."""
+    sums = torch.zeros(len(part.group_index), dtype=torch.float64)
+    return sums.index_add_(0, part.sample_index, values.double())
+
+
+def _first_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return 1 for the first row of each sample and 0 for its other branches, float64 [n]."""
+    places = {row: i for i, row in reversed(list(enumerate(rows.tolist())))}
+    first = torch.zeros(len(rows), dtype=torch.float64)
+    first[list(places.values())] = 1.0
+    return first
+
+
+def _over_replicas(values: torch.Tensor, part: Batch, policy: Backend) -> torch.Tensor:
+    """Return the values of all samples of the step, float64 [N, C], added up over their branches, [n, C].
+
+    A collective. A sample's values come from one rank, so they are the same bits in every layout.
+    """
+    if part.rows is None:
+        raise RuntimeError("the part does not say which samples of the step it has")
+    whole = torch.zeros(part.totals.samples, values.shape[1], dtype=torch.float64)
+    return sum_replicas(whole.index_add_(0, part.rows, values), policy.replicas)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,38 +16,6 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
     from trainer.batch import Batch
     from trainer.storage.host_state import HostState
-
-
-@dataclass(frozen=True, slots=True)
-class CriticStats:
-    """Measurements of one optimizer step of the critic, reduced over all ranks; equal on every rank.
-
-    Names and meanings are as in `StepReport`. None: not measured.
-    """
-
-    value_loss: float | None = None
-    critic_grad_norm: float | None = None
-    value_mean: float | None = None
-    return_mean: float | None = None
-    explained_variance: float | None = None
-    value_clip_fraction: float | None = None
-    memory_peak_gb: float | None = None
-    warnings: tuple[str, ...] = ()
-
-    def added_to(self, stats: StepStats) -> StepStats:
-        """Return the statistics of the policy's step with these."""
-        peaks = [peak for peak in (self.memory_peak_gb, stats.memory_peak_gb) if peak is not None]
-        return replace(
-            stats,
-            value_loss=self.value_loss,
-            critic_grad_norm=self.critic_grad_norm,
-            value_mean=self.value_mean,
-            return_mean=self.return_mean,
-            explained_variance=self.explained_variance,
-            value_clip_fraction=self.value_clip_fraction,
-            memory_peak_gb=max(peaks, default=None),
-            warnings=stats.warnings + self.warnings,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +51,11 @@ class Critic(ABC):
         """Take notice of the `returns` of a replica's part, before the first update of a step."""
 
     @abstractmethod
-    def train_step(self, batch: Batch) -> CriticStats:
-        """Make one optimizer step on a replica's part, which has `values` and `returns`."""
+    def train_step(self, batch: Batch) -> StepStats:
+        """Make one optimizer step on a replica's part, which has `values` and `returns`.
+
+        The measurements are of the critic alone; None: not measured.
+        """
 
     @abstractmethod
     def copy_state(self) -> HostState:

@@ -1,22 +1,75 @@
 """Holds a rank's parts of all models of a run."""
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
 
 from protocol.errors import SettingsError
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.registry import make_algorithm
-from trainer.backends.base import Backend
+from trainer.backends.base import Backend, FrozenModel
+from trainer.backends.host_offload import HostOffload
+from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
 from trainer.ranks.collectives import is_rank_0
 from trainer.roles.critic import Critic
 from trainer.roles.entropy import EntropyControl
-from trainer.roles.frozen import NO_FROZEN, FrozenModels
-from trainer.roles.placed import NO_LINKS, RoleLink
+from trainer.roles.placed import NO_LINKS, PlacedRole, RoleLink
 from trainer.storage.host_state import HostState
+
+
+class FrozenRole:
+    """A frozen model, and where it is between its passes."""
+
+    def __init__(self, model: FrozenModel, device: torch.device, *, offload: bool) -> None:
+        """Take over a loaded model; with `offload` it is on the device during its passes only."""
+        self._model, self._rests_on_host = model, offload
+        self._host = HostOffload(device)
+        if offload:
+            self.offload()
+
+    def logprobs(self, batch: Batch) -> torch.Tensor:
+        """Return the batch's log-probabilities under this model, float32 [t] on the CPU."""
+        self._host.onload()
+        found = self._model.logprobs(batch)
+        if self._rests_on_host:
+            self.offload()
+        return found
+
+    def offload(self) -> None:
+        """Move it to the host."""
+        if not self._host.in_use:
+            self._host.offload(self._model.tensors)
+
+    def onload(self) -> None:
+        """Move it back to the device, unless it rests on the host."""
+        if not self._rests_on_host:
+            self._host.onload()
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModels:
+    """Frozen models of a run."""
+
+    reference: FrozenRole | PlacedRole | None = None
+    """None: the reference model is the one that the policy's backend keeps."""
+    teacher: FrozenRole | PlacedRole | None = None
+
+    @property
+    def roles(self) -> tuple[FrozenRole | PlacedRole, ...]:
+        """Those that there are."""
+        return tuple(role for role in (self.reference, self.teacher) if role is not None)
+
+    def reference_logprobs(self, policy: Backend, part: Batch) -> torch.Tensor:
+        """Return a part's log-probabilities under the reference model."""
+        return self.reference.logprobs(part) if self.reference else policy.reference_logprobs(part)
+
+
+NO_FROZEN = FrozenModels()
+
 
 log = logging.getLogger("tether.trainer")
 
@@ -50,7 +103,7 @@ class RankModels:
         if self.entropy is not None and is_rank_0():
             state = self.entropy.added_to(state)
         if self.critic is not None:
-            state = dataclasses.replace(state, parts={CRITIC: self.critic.copy_state()})
+            state = replace(state, parts={CRITIC: self.critic.copy_state()})
         return state
 
     def finish_save(self) -> str:
@@ -79,17 +132,13 @@ class RankModels:
 
     def offload(self) -> None:
         """Move everything on the device to the host."""
-        for model in self._trained():
+        for model in (*self._trained(), *self.frozen.roles):
             model.offload()
-        for role in self.frozen.roles:
-            role.offload()
 
     def onload(self) -> None:
         """Move what `offload` moved back to the device."""
-        for model in self._trained():
+        for model in (*self._trained(), *self.frozen.roles):
             model.onload()
-        for role in self.frozen.roles:
-            role.onload()
 
     def close(self) -> None:
         """Release the models; idempotent."""

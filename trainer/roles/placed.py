@@ -2,20 +2,32 @@
 
 Rank 0 of the policy sends each replica of the other model its part of a step, and hands what comes back to
 the policy's replicas, whose parts are others. Shapes: N rows of the step, T tokens of all of them.
+
+Of a critic rank 0 gets the values, sends it the returns that are made of them, and gets the measurements of
+each update, which both models make at the same time.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import msgspec
 import torch
 
-from trainer.backends.base import Replicas
+from protocol.errors import SettingsError
+from trainer.backends.base import Replicas, StepStats
 from trainer.batch import Batch
-from trainer.ranks.collectives import divide_over_replicas
-from trainer.ranks.scatter_batch import send_part
-from trainer.ranks.wire import BetweenModels, receive_bytes, send_bytes
+from trainer.ranks.collectives import (
+    broadcast_message,
+    concatenate_replicas,
+    divide_over_replicas,
+    next_message,
+)
+from trainer.ranks.wire import BetweenModels, receive_bytes, send_bytes, send_part
+from trainer.roles.config import CriticConfig
+from trainer.roles.critic import Critic
+from trainer.storage.host_state import HostState
 
 _ranks = msgspec.msgpack.Decoder(list[list[int]])
 
@@ -60,7 +72,8 @@ class RoleLink:
     def __init__(self, wire: BetweenModels) -> None:
         """Take over a connection; `await_ready` follows."""
         self._wire = wire
-        self._division: StepDivision | None = None
+        self._division = StepDivision((), (), ())
+        """The last step's."""
         self.replicas: Replicas = ()
         """Ranks of each replica of the model."""
 
@@ -81,17 +94,16 @@ class RoleLink:
 
     def receive_rows(self) -> torch.Tensor:
         """Wait for a value of each token of the step, in the order of the policy's replicas: float32 [T]."""
-        division = self._step_division()
-        return division.to_policy(
+        return self._division.to_policy(
             [
-                self._wire.receive(division.entries(replica), torch.float32, ranks[0] + 1)
+                self._wire.receive(self._division.entries(replica), torch.float32, ranks[0] + 1)
                 for replica, ranks in enumerate(self.replicas)
             ]
         )
 
     def send_rows(self, values: torch.Tensor) -> None:
         """Send each of the model's ranks its replica's part of values in the policy's order: float32 [T]."""
-        parts = self._step_division().to_apart(values)
+        parts = self._division.to_apart(values)
         for ranks, part in zip(self.replicas, parts, strict=True):
             for rank in ranks:
                 self._wire.send(part, rank + 1)
@@ -99,11 +111,6 @@ class RoleLink:
     def receive_message(self) -> bytes:
         """Wait for a message of the model's rank 0."""
         return receive_bytes(self._wire, 1)
-
-    def _step_division(self) -> StepDivision:
-        if self._division is None:
-            raise RuntimeError("a model with ranks of its own was asked for values before it was sent a step")
-        return self._division
 
 
 NO_LINKS: Mapping[str, RoleLink] = {}
@@ -131,3 +138,70 @@ class PlacedRole:
 
     def onload(self) -> None:
         """Leave the model where it is."""
+
+
+_stats = msgspec.msgpack.Decoder(StepStats)
+_reason = msgspec.msgpack.Decoder(str)
+
+
+class PlacedCritic(Critic):
+    """A critic that has ranks of its own, as each rank of the policy uses it.
+
+    Its ranks carry out the commands by themselves (`CriticFollower`).
+    """
+
+    def __init__(self, link: RoleLink | None, policy: Replicas, config: CriticConfig) -> None:
+        """Use a critic by rank 0's link.
+
+        Args:
+            link: on rank 0.
+            policy: ranks of each replica of the policy.
+            config: settings of the critic.
+        """
+        self.config, self._link, self._policy = config, link, policy
+
+    def values(self, batch: Batch) -> torch.Tensor:
+        whole = self._link.receive_rows() if self._link is not None else None
+        return divide_over_replicas(whole, len(batch.tokens), self._policy)
+
+    def begin_updates(self, part: Batch) -> None:
+        """Send the returns to the critic's ranks, which begin the updates of the step. A collective."""
+        if part.returns is None:
+            raise RuntimeError("a critic's updates need returns")
+        whole = concatenate_replicas(part.returns, self._policy)
+        if self._link is not None:
+            self._link.send_rows(whole)
+
+    def train_step(self, batch: Batch) -> StepStats:
+        """Wait for the measurements of the critic's next update."""
+        return _stats.decode(self._message())
+
+    def copy_state(self) -> HostState:
+        """Return an empty part: the critic's ranks write theirs."""
+        return HostState({})
+
+    def finish_save(self) -> str:
+        return _reason.decode(self._message())
+
+    def restore(self, directory: Path) -> None:
+        """Wait until the critic's ranks have loaded it; as `Critic.restore`."""
+        if why := _reason.decode(self._message()):
+            raise SettingsError(why)
+
+    def offload(self) -> int:
+        """Leave the model where it is: its devices are its own."""
+        return 0
+
+    def onload(self) -> None:
+        """Leave the model where it is."""
+
+    def close(self) -> None:
+        """Leave the model to its ranks, which close it when they get the command to exit."""
+
+    def _message(self) -> bytes:
+        """Wait for a message of the critic's rank 0, on every rank of the policy. A collective."""
+        if self._link is None:
+            return next_message()
+        data = self._link.receive_message()
+        broadcast_message(data)
+        return data

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.backends.base import StepStats
 from trainer.batch import Batch, TrainedTokens
 from trainer.functional.losses import clipped_value_loss
-from trainer.roles.critic import CriticStats
 
 TOTALS = ("loss", "clipped", "value", "return", "return_squared", "error", "error_squared")
 """Sums over trained tokens, in the vector's order; the loss is weighted. An error is return less value."""
@@ -66,15 +66,15 @@ class ValueMeasures:
         """Return views of a vector's sums and of its maxima, of which there are none."""
         return vector, vector[:0]
 
-    def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> CriticStats:
+    def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> StepStats:
         """Return the statistics of the whole step's vector."""
         if not self.tokens:
-            return CriticStats()
+            return StepStats()
         total = dict(zip(TOTALS, vector.tolist(), strict=True))
         mean = {name: total[name] / self.tokens for name in TOTALS}
         spread = mean["return_squared"] - mean["return"] ** 2
         left = mean["error_squared"] - mean["error"] ** 2
-        return CriticStats(
+        return StepStats(
             value_loss=total["loss"],
             critic_grad_norm=grad_norm,
             value_mean=mean["value"],

@@ -16,12 +16,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from protocol.errors import BoundViolation, ProtocolError
-from protocol.messages import ScoredRollout
+from protocol.messages import ScoredRollout, StepReport
 from trainer.algorithms.base import Algorithm
-from trainer.batch import Batch, StepTotals
+from trainer.batch import Batch, BatchDigest, StepTotals
 from trainer.config import AlgorithmConfig
-from trainer.data.batch_digest import BatchDigest
-from trainer.data.batch_stats import BatchStats, StepTally, TrainedCounts, rewards_of
+from trainer.data.batch_stats import StepTally, TrainedCounts, rewards_of
 from trainer.data.mini_batches import MiniBatches
 from trainer.data.prefix_tree import RowFamily, find_families, together
 from trainer.data.samples import BatchSample, samples_of
@@ -69,7 +68,8 @@ class StepPlan:
     """bool [N]."""
     trained_counts: TrainedCounts
     """As `Ledger.commit` expects them; every group has an entry, possibly an empty one."""
-    stats: BatchStats
+    stats: StepReport
+    """Report of the step, with the fields that its batch decides."""
     digest: str
     """As `BatchDigest` makes it, of the whole step."""
     mini_batches: MiniBatches

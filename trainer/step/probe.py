@@ -1,25 +1,58 @@
-"""Computes what an algorithm makes of a batch, without a model: advantages, weights, loss and gradient.
+"""Computes the effect of an algorithm on a batch without a model: advantages, weights, loss and gradient.
 
 Shapes: N samples of the batch, k trained tokens.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from protocol.errors import SettingsError
+from protocol.messages import Rollout, ScoredRollout
+from protocol.tensors import Array
 from trainer.algorithms.base import Algorithm
 from trainer.batch import TrainedTokens, trained_tokens
-from trainer.step.made_batch import made_groups
-from trainer.step.measures import StepMeasures
+from trainer.step.measures import StepMeasures, micro_batch_loss
 from trainer.step.plan import StepPlan, plan_step
-from trainer.step.token_loss import micro_batch_loss
+
+GROUPS = 3
+"""Groups of a made batch; all rewards of the last one are equal."""
+LONGEST = 12
+"""Tokens of a completion, at most."""
+SEED = 28
+
+
+def made_groups(samples: int) -> list[ScoredRollout]:
+    """Return groups of `samples` completions each, of versions 0 and 1, always the same."""
+    draw = np.random.RandomState(SEED)
+    return [_group(number, samples, draw) for number in range(GROUPS)]
+
+
+def _group(number: int, samples: int, draw: np.random.RandomState) -> ScoredRollout:
+    lengths = draw.randint(2, LONGEST + 1, samples)
+    total = int(lengths.sum())
+    rewards = draw.rand(samples) if number + 1 < GROUPS else np.ones(samples)
+    spans = [row for i, n in enumerate(lengths.tolist()) for row in ((i, 1, 0), (i, n, 1))]
+    rollout = Rollout(
+        group=number,
+        token="made",
+        engine="made",
+        prompt_tokens=Array.of([3, 4, 5], "int32"),
+        lengths=Array.of(lengths, "int32"),
+        tokens=Array.of(draw.randint(3, 100, total), "int32"),
+        logprobs=Array.of(-draw.rand(total) - 0.01, "float32"),
+        loss_mask=Array.of(np.ones(total), "uint8"),
+        spans=Array.of(spans, "int32"),
+        finish_reasons=("stop",) * samples,
+        responses=("",) * samples,
+    )
+    return ScoredRollout(rollout=rollout, rewards=Array.of(rewards, "float32"))
+
 
 MOVED = 0.1
 """Standard deviation by which the policy's log-probabilities differ from the engine's, nats."""
-SEED = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +78,7 @@ def probe(algorithm: Algorithm, plan: StepPlan) -> Probed:
     """
     batch = plan.part(range(len(plan.samples)))
     if algorithm.config.kl_coef:
-        batch = dataclasses.replace(batch, reference_logprobs=batch.behaviour_logprobs - MOVED)
+        batch = replace(batch, reference_logprobs=batch.behaviour_logprobs - MOVED)
     tokens = trained_tokens(batch)
     noise = torch.randn(len(tokens.place), generator=torch.Generator().manual_seed(SEED))
     logprobs = (tokens.behaviour_logprobs + MOVED * noise).clamp_max(0.0).requires_grad_()

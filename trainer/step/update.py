@@ -1,18 +1,21 @@
-"""Makes the updates of a step with all models of this rank."""
+"""Makes the updates of a step with all models of this rank, and merges their measurements."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import msgspec
+import torch
 
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import NOTHING_TRAINED, StepStats
 from trainer.batch import Batch
-from trainer.functional.corrections import leaves_region, log_ratio_limit
+from trainer.config import AlgorithmConfig
+from trainer.functional.losses import leaves_region, log_ratio_limit
 from trainer.ranks.collectives import concatenate_replicas
-from trainer.roles.advantages import with_advantages, with_whitened
+from trainer.roles.advantages import with_advantages, with_frozen, with_whitened
 from trainer.roles.models import RankModels
-from trainer.roles.token_rewards import with_frozen
-from trainer.step.merged_updates import merged_updates
+from trainer.step.measures import StepMeasures
 from trainer.step.train_command import UpdateSchedule
 
 
@@ -34,7 +37,7 @@ def make_updates(models: RankModels, part: Batch, schedule: UpdateSchedule) -> S
     for batch in batches_of(part, schedule):
         if schedule.second_moment_threshold:
             batch = _within_moment(models, batch, schedule.second_moment_threshold)
-        updates.append(dataclasses.replace(_update(models, batch), **measured))
+        updates.append(msgspec.structs.replace(_update(models, batch), **measured))
     if models.entropy is not None:
         models.entropy.note(updates)
     return merged_updates(models.algorithm.config, updates, schedule)
@@ -55,12 +58,12 @@ def _update(models: RankModels, batch: Batch) -> StepStats:
     The first steps of a run may train the critic alone.
     """
     critic, tokens = models.critic, batch.totals.trained_tokens
-    stats = StepStats(tokens, skipped="" if tokens else NOTHING_TRAINED)
+    stats = StepStats(trained_tokens=tokens, skipped="" if tokens else NOTHING_TRAINED)
     if critic is None or batch.step >= critic.config.critic_warmup_steps:
         stats = models.policy.train_step(batch)
     if critic is not None:
-        stats = critic.train_step(batch).added_to(stats)
-    return dataclasses.replace(stats, entropy_coef=batch.entropy_coef)
+        stats = stats.with_critic(critic.train_step(batch))
+    return msgspec.structs.replace(stats, entropy_coef=batch.entropy_coef)
 
 
 def _within_moment(models: RankModels, batch: Batch, budget: float) -> Batch:
@@ -89,3 +92,115 @@ def _with_roles(models: RankModels, part: Batch, schedule: UpdateSchedule) -> tu
     elif ALGORITHMS[models.algorithm.config.name].whitened:
         part = with_whitened(part, models.algorithm.config, models.policy.replicas)
     return part, measured
+
+
+OF_ALL_UPDATES = ("entropy", "clip_fraction", "ratio_mean", "reference_kl_k3")
+"""Means over the tokens of all updates."""
+OF_EACH_TOKEN = (
+    "logprob_error_max",
+    "behaviour_kl_k3",
+    "importance_mean",
+    "importance_max",
+    "importance_capped",
+    "importance_rejected",
+    "importance_ess",
+    "behaviour_clip_fraction",
+    "mismatch",
+    "mismatch_mean",
+    "mismatch_max",
+    "token_mult_prob_error",
+)
+"""They compare the policy at the start of the step with the engine's, once for each token."""
+JOINED: dict[str, Callable[[Any], Any]] = {
+    "micro_batches": sum,
+    "computed_tokens": sum,
+    "loss_scale_repeats": sum,
+    "memory_peak_gb": max,
+    "memory_expected_gb": max,
+    "expert_load_max": max,
+    "expert_load_min": min,
+    "loss_scale": min,
+}
+"""Fields that are merged by another rule than the mean over the updates."""
+
+
+def merged_updates(
+    config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule
+) -> StepStats:
+    """Return the statistics of a step.
+
+    Args:
+        config: section `[algorithm]`.
+        updates: the statistics of each update, in order.
+        schedule: the updates that the step was to make.
+    """
+    made = [update for update in updates if not update.skipped]
+    counts: dict[str, Any] = {"updates": len(made), "updates_skipped": len(updates) - len(made)}
+    if len(updates) == 1:
+        return msgspec.structs.replace(updates[0], **counts)
+    found = {
+        field.name: _joined(JOINED.get(field.name, _mean), made or updates, field.name)
+        for field in msgspec.structs.fields(StepStats)
+        if field.type in (float | None, int | None)
+    }
+    if any(update.sums for update in updates):
+        found |= _measured(config, updates, schedule)
+    warnings = dict.fromkeys(text for update in updates for text in update.warnings)
+    return StepStats(
+        **found
+        | counts
+        | {
+            "trained_tokens": sum(totals.trained_tokens for totals in schedule.mini_batches),
+            "skipped": "" if made else updates[0].skipped,
+            "warnings": (*warnings, *_skips(updates, made)),
+        }
+    )
+
+
+def _measured(
+    config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule
+) -> dict[str, Any]:
+    """Return the statistics of the updates' sums.
+
+    Tokens are compared with the engine in the first epoch if their log-probabilities at the start of the step
+    are known, else up to the first update that trains a token, in which the policy is still that one.
+    """
+    trained = [update.trained_tokens > 0 for update in updates]
+    first = len(schedule.mini_batches) if schedule.start_logprobs else trained.index(True) + 1
+    once, whole = (_together(config, updates[:count], schedule) for count in (first, len(updates)))
+    return {name: getattr(once, name) for name in OF_EACH_TOKEN} | {
+        name: getattr(whole, name) for name in OF_ALL_UPDATES
+    }
+
+
+def _together(config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule) -> StepStats:
+    """Return the statistics of the tokens of several updates."""
+    totals = [schedule.mini_batches[number] for number in schedule.updates[: len(updates)]]
+    measures = StepMeasures(
+        config=config,
+        tokens=sum(update.trained_tokens for update in updates),
+        lags=totals[0].lag_max + 1,
+        truncates=any(update.importance_capped is not None for update in updates),
+        refers=any(update.reference_kl_k3 is not None for update in updates),
+        fresh=any(part.fresh for part in totals),
+        rejects=any(update.importance_rejected is not None for update in updates),
+    )
+    vectors = [torch.tensor(update.sums, dtype=torch.float64) for update in updates if update.sums]
+    return measures.stats(measures.join(vectors, torch.device("cpu")), grad_norm=0.0, skipped="")
+
+
+def _joined(join: Callable[[Any], Any], updates: Sequence[StepStats], name: str) -> Any:
+    values = [value for update in updates if (value := getattr(update, name)) is not None]
+    return join(values) if values else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _skips(updates: Sequence[StepStats], made: Sequence[StepStats]) -> tuple[str, ...]:
+    """Return a warning if some updates of a step that changed weights were skipped."""
+    skipped = [update.skipped for update in updates if update.skipped]
+    if not skipped or not made:
+        return ()
+    return (f"{len(skipped)} of {len(updates)} updates were skipped, the last one because {skipped[-1]}",)

@@ -5,10 +5,10 @@ One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the t
     records(grp, token, payload, sum, accepted_ms)
         payload: the encoded `ScoredRollout` as it was received, by group and lease token
     journal(seq, ledger_seq, payload, sum)
-        accepts and commits in the order in which they were seen; `journal.py` encodes them
+        accepts and commits in the order in which they were seen; `stored.py` encodes them
     calls(grp, sample, number, token, payload, sum, stored_ms), call_leases(grp, token)
-        `Call`s as they were received, and the lease of each group that may add some; `calls.py` reads and
-        writes them
+        `Call`s as they were received, and the lease of each group that may add some; `call_store.py` reads
+        and writes them
     meta(id)
         a random name of this spool
 
@@ -26,8 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SettingsError, SpoolError
-from trainer.storage.journal import JournalEntry, decode_entry, encode_entry
-from trainer.storage.stored import MissingRecords, StoredMessage, damaged_record
+from trainer.storage.stored import (
+    JournalEntry,
+    MissingRecords,
+    StoredMessage,
+    damaged_record,
+    decode_entry,
+    encode_entry,
+)
 
 BUSY_S = 30.0
 """Seconds that a write waits for another process's."""

@@ -1,11 +1,12 @@
-"""Binds stored payloads to received ones: one checksum from the ingest to the archive.
+"""Encodes what the spool stores, each entry with a checksum that every reader compares.
 
 The ingest computes it over the payload as it arrived. The spool and the archive keep it with the payload, and
 every reader compares the two.
 """
 
 from collections.abc import Mapping
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import msgspec
 import xxhash
@@ -62,3 +63,40 @@ def _checksum(group: int, token: str, payload: bytes, sample: int, number: int) 
     found = xxhash.xxh3_64(b"%d %b " % (group, token.encode()) + place)
     found.update(payload)
     return found.intdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """A few accepts, or one commit."""
+
+    event: str
+    """accept or commit."""
+    epoch: str
+    """The trainer's."""
+    step: int
+    """The step that was committed; -1 for an accept."""
+    groups: tuple[int, ...]
+    """The groups that were accepted, or trained."""
+    ledger_sequence: int
+    """Number of the last ledger event that was seen with it."""
+    position: int = 0
+    """Position in the journal, from 1; set by the spool."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values from which the event can be replayed to a ledger that lost it, see
+    `services/ledger_recovery/restore.py`."""
+
+
+def encode_entry(entry: JournalEntry) -> tuple[bytes, bytes]:
+    """Return an entry without its position, and the checksum of that."""
+    payload = msgspec.json.encode(replace(entry, position=0))
+    return payload, xxhash.xxh3_64_digest(payload)
+
+
+def decode_entry(position: int, payload: object, checksum: object) -> JournalEntry | None:
+    """Return the entry at a position, None if it does not match its checksum or is no entry."""
+    if not isinstance(payload, bytes) or xxhash.xxh3_64_digest(payload) != checksum:
+        return None
+    try:
+        return replace(msgspec.json.decode(payload, type=JournalEntry), position=position)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.device.digests import Digests
+from protocol.device.slice_digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest

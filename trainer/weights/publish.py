@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from protocol.device.digests import Digests
+from protocol.device.slice_digests import Digests
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import manifest_digest
 from trainer.backends.base import Backend

@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_models import MODEL_BUILDING, use_whole_attention
+from protocol.device.checkpoint_views import (
+    MODEL_BUILDING,
+    checkpoint_views,
+    model_tensors,
+    use_whole_attention,
+)
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig

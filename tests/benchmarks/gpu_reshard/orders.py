@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from protocol.codec import encode_payload
-from protocol.device.digests import digests_of
+from protocol.device.slice_digests import digests_of
 from protocol.messages import TensorEntry
 from protocol.weights.buckets import manifest_digest
 from rollout.staging.staging import dtype_name

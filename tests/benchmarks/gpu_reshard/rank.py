@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from tests.benchmarks.gpu.session import say
 from tests.benchmarks.gpu.shapes import SIZES, device, group_backend
 from tests.benchmarks.gpu_reshard.follower import Follower, Memory

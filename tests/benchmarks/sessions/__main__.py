@@ -19,9 +19,8 @@ from typing import Any
 
 import uvloop
 
-from protocol.host.processors import processor_name
 from services.runtime.main import raise_fd_limit
-from tests.benchmarks.record import record_now
+from tests.benchmarks.record import processor_name, record_now
 from tests.benchmarks.sessions.worker import MAX_TOKENS, Round, Worker, memory, running_worker
 from tests.benchmarks.versions import versions_of
 

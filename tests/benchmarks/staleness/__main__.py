@@ -15,8 +15,7 @@ import platform
 import sys
 from pathlib import Path
 
-from protocol.host.processors import processor_name
-from tests.benchmarks.record import record_now
+from tests.benchmarks.record import processor_name, record_now
 from tests.benchmarks.staleness.curve import Curve, load_curve
 from tests.benchmarks.staleness.execute import CURVE, Made, make_runs
 from tests.benchmarks.staleness.figure import draw_curves, draw_summary

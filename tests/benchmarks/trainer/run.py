@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from protocol.host.processors import has_bfloat16, processor_name, usable_cores
-from tests.benchmarks.record import record_now
+from protocol.host.machine import has_bfloat16, usable_cores
+from tests.benchmarks.record import processor_name, record_now
 from tests.benchmarks.trainer.hugging_face import HuggingFaceStep
 from tests.benchmarks.trainer.samples import (
     Groups,

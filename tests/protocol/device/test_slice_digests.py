@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.device import slice_digests
-from protocol.device.digests import bits_of, digests_of
-from protocol.device.slice_digests import SliceSums
+from protocol.device.slice_digests import SliceSums, bits_of, digests_of
 from protocol.weights.boxes import Box, size_of, whole
 from protocol.weights.digests import digests_of_sums, rows_of
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.device.digests import digests_of
-from protocol.device.slice_digests import BATCH_BYTES
+from protocol.device.slice_digests import BATCH_BYTES, digests_of
 from protocol.weights.digests import LENGTH, MASK, ROW, digest, digests_of_sums, multipliers
 
 GOLDEN = ["9e3779b97f4a7c15", "d641fc5b64a8ae3a", "b10de5e917a45226"]

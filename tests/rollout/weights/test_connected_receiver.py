@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from protocol.device.digests import digests_of
+from protocol.device.slice_digests import digests_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.provisional import with_digests

@@ -49,7 +49,7 @@ def taken(audit: LiveAudit) -> list[Any]:
 
 def observe(audit: LiveAudit, step: int, digests: tuple[int, int]) -> None:
     """Have a step observed that has no group."""
-    stats: StepStats = StepStats(1, loss=0.0, grad_norm=1.0)
+    stats: StepStats = StepStats(trained_tokens=1, loss=0.0, grad_norm=1.0)
     audit.observe(None, SimpleNamespace(step=step, trained_counts={}), stats, digests)  # type: ignore[arg-type]
 
 

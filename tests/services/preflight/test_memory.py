@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from protocol.host.memory import memory_limit
+from protocol.host.machine import memory_limit
 from services.preflight.memory import (
     check_host_memory,
     critic_workload,

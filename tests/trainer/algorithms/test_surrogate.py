@@ -14,9 +14,8 @@ from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.batch import Batch, trained_tokens
-from trainer.functional.corrections import leaves_region, log_ratio_limit
-from trainer.step.measures import StepMeasures
-from trainer.step.token_loss import micro_batch_loss
+from trainer.functional.losses import leaves_region, log_ratio_limit
+from trainer.step.measures import StepMeasures, micro_batch_loss
 
 STEP, BOUND = 5, 2
 

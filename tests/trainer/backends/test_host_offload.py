@@ -17,18 +17,18 @@ CPU = torch.device("cpu")
 
 
 def test_views_and_storages_come_back_as_they_were_and_blank_ones_as_zeros() -> None:
-    host, flat, scratch = HostOffload(), torch.randn(10), torch.ones(6)
+    host, flat, scratch = HostOffload(CPU), torch.randn(10), torch.ones(6)
     view, before = flat[3:7], flat.clone()
     for _ in range(2):
         assert (
-            host.offload(CPU, [flat, view, scratch], blank=[scratch, scratch[2:]])
+            host.offload([flat, view, scratch], blank=[scratch, scratch[2:]])
             == flat.nbytes + scratch.nbytes
             == host.nbytes
         )
         assert flat.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
         assert host.in_use
-        host.onload(CPU)
-        host.onload(CPU)
+        host.onload()
+        host.onload()
         assert not host.in_use
         assert torch.equal(view, before[3:7])
         assert scratch.tolist() == [0.0] * 6
@@ -46,16 +46,17 @@ def test_a_trainer_leaves_the_gpu_and_comes_back_bit_for_bit(model_dir: Path, na
 
 @pytest.mark.gpu
 def test_a_device_without_room_is_named_and_nothing_has_changed() -> None:
-    host, device = HostOffload(), torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
+    host = HostOffload(device)
     tensor = torch.full((1 << 30,), 3, dtype=torch.uint8, device=device)
-    host.offload(device, [tensor])
+    host.offload([tensor])
     taken = torch.empty(torch.cuda.mem_get_info()[0] - (1 << 29), dtype=torch.uint8, device=device)
     with pytest.raises(TetherError, match=r"the trainer's state takes 1024 MiB, \d+ MiB are free on cuda:0"):
-        host.onload(device)
+        host.onload()
     assert tensor.untyped_storage().nbytes() == 0
     del taken
     torch.cuda.empty_cache()
-    host.onload(device)
+    host.onload()
     assert bool((tensor == 3).all())
 
 

@@ -6,7 +6,7 @@ import pytest
 from protocol.tensors import Array
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.data.score_means import MAX_NAMES
+from trainer.data.batch_stats import MAX_NAMES
 from trainer.step.plan import plan_step
 
 

@@ -10,9 +10,19 @@ import torch
 from jaxtyping import jaxtyped
 
 from trainer.functional.advantages import group_centred, group_normalised, leave_one_out
-from trainer.functional.corrections import kept_tokens, level_ratio, log_ratio_limit, truncated_weight
 from trainer.functional.logprobs import token_logprobs
-from trainer.functional.losses import cispo_loss, clipped_surrogate, k1_kl, k2_kl, k3_kl, probability_ratio
+from trainer.functional.losses import (
+    cispo_loss,
+    clipped_surrogate,
+    k1_kl,
+    k2_kl,
+    k3_kl,
+    kept_tokens,
+    level_ratio,
+    log_ratio_limit,
+    probability_ratio,
+    truncated_weight,
+)
 from trainer.functional.weights import constant, sample_mean, sample_sum, token_mean
 
 K = torch.zeros(3)

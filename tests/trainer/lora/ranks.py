@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from protocol.weights.lora import LoraConfig
+from tests.trainer.checkpoints import save_part
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import LAYOUTS
@@ -44,7 +45,7 @@ def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
         losses.append(backend.train_step(part_of(backend, make_batch(name, step))).loss)
         if step == 0:
             (out / "after-one").mkdir(exist_ok=True)
-            backend.save(out / "after-one")
+            save_part(backend, out / "after-one")
     after = dict(backend.export())
     model = HostCopies().copy_all(backend.export_model())
     if model:  # on rank 0

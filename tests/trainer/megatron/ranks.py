@@ -15,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
 from rollout.staging.staging import digest_of
+from tests.trainer.checkpoints import save_part
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import (
@@ -314,7 +315,7 @@ def _exchange_in_both_directions(layout: str, model_dir: Path, out: Path) -> Non
     """A stage sends an activation and a gradient at once, and receives both."""
     backend = make_backend(model_dir, layout)
     groups, shape = ProcessGroupCollection.use_mpu_process_groups(), (3, 1, 4)
-    messages = PlannedShapes(groups.pp, backend._config, ReceivedShapes([shape], [shape]))
+    messages = PlannedShapes(groups.pp, backend._part.config, ReceivedShapes([shape], [shape]))
     activation, gradient = (torch.full(shape, kind + groups.pp.rank()) for kind in (10.0, 20.0))
     received = messages.send_forward_backward_recv_forward_backward(activation, gradient, True, True, shape)
     backend.close()
@@ -335,7 +336,7 @@ def restore_from(source: str, layout: str, models: Path, out: Path) -> None:
 
 def checkpoint_in(backend: Backend, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    backend.save(directory)
+    save_part(backend, directory)
     return directory
 
 

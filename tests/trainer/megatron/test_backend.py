@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
+from tests.trainer.checkpoints import save_part
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.backends.base import StepStats
@@ -173,7 +174,7 @@ def test_a_checkpoint_of_another_model_is_refused(backend: MegatronBackend, tmp_
     other = make_backend(save_model("llama", tmp_path))
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
-    other.save(checkpoint)
+    save_part(other, checkpoint)
     other.close()
     with pytest.raises(
         SettingsError, match=r"model\.model_type is 'llama' in the checkpoint and 'qwen2' in the run"
@@ -182,7 +183,7 @@ def test_a_checkpoint_of_another_model_is_refused(backend: MegatronBackend, tmp_
 
 
 def test_an_incomplete_checkpoint_is_refused(backend: MegatronBackend, tmp_path: Path) -> None:
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     (tmp_path / "rank-00000.safetensors").unlink()
     with pytest.raises(SettingsError, match="it is incomplete"):
         backend.restore(tmp_path)

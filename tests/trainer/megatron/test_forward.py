@@ -26,8 +26,7 @@ from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import interleaved_shapes
-from trainer.step.made_passes import MadePasses
-from trainer.step.measures import StepMeasures
+from trainer.step.measures import MadePasses, StepMeasures
 
 SHAPES = [(size,) for size in (5, 7, 11, 13)]
 

@@ -15,8 +15,7 @@ from trainer.data.packing import balance
 from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_families
 from trainer.layers.attention.terms import PLAIN
 from trainer.layers.limits import KeyCopies
-from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.attention.rotary import Rotary, packed_sequences
 from trainer.megatron.layout import Place
 from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.parallel import Position

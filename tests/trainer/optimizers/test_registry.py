@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from protocol.errors import SettingsError
+from tests.trainer.checkpoints import save_part
 from tests.trainer.reference.test_backend import assert_same_bits, batch, exported, make
 from trainer.config import OptimizerConfig
 from trainer.optimizers.libraries import probe_optimizer
@@ -130,7 +131,7 @@ def test_restore_resumes_bit_for_bit(name: str, dtype: str, model_dir: Path, tmp
     backend, fresh = (make(model_dir, optimizer=settings(name), dtype=dtype) for _ in range(2))
     for step in range(2):
         backend.train_step(batch(step, seed=step))
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     fresh.restore(tmp_path)
     assert_same_bits(exported(fresh), exported(backend))
     assert fresh.train_step(batch(2, seed=2)) == backend.train_step(batch(2, seed=2))
@@ -151,7 +152,7 @@ def test_offloading_between_steps_changes_no_bit(name: str, model_dir: Path) -> 
 def test_a_checkpoint_of_another_optimizer_is_refused(model_dir: Path, tmp_path: Path) -> None:
     backend = make(model_dir, optimizer=settings("muon"))
     backend.train_step(batch())
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     with pytest.raises(SettingsError, match=r"optimizer muon.*this trainer is"):
         make(model_dir).restore(tmp_path)
 
@@ -185,7 +186,7 @@ def test_a_resumed_optimizer_of_the_user_continues_its_schedule(
     backend, fresh = make(model_dir, optimizer=config), make(model_dir, optimizer=config)
     for step in range(2):
         backend.train_step(batch(step, seed=step))
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     fresh.restore(tmp_path)
     for made in (backend, fresh):
         made.train_step(batch(2, seed=2))
@@ -195,7 +196,7 @@ def test_a_resumed_optimizer_of_the_user_continues_its_schedule(
 def test_state_that_no_checkpoint_holds_is_refused(model_dir: Path, tmp_path: Path) -> None:
     backend = make(model_dir, optimizer=settings("own_optimizer_of_test:listing"))
     with pytest.raises(SettingsError, match=r"its state 'seen' of .* is a list.*keep tensors and numbers"):
-        backend.save(tmp_path)
+        save_part(backend, tmp_path)
 
 
 @pytest.mark.parametrize(

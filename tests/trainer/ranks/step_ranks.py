@@ -21,7 +21,7 @@ from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.execution.commands import ExitCommand
 from trainer.execution.executor import Executor
-from trainer.ranks.messages import next_queued, queue_for_others
+from trainer.ranks.collectives import next_queued, queue_for_others
 from trainer.roles.models import RankModels
 from trainer.step.train_command import TrainCommand
 

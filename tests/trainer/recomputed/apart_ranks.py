@@ -24,9 +24,8 @@ from tests.trainer.recomputed.backend_run import (
 )
 from tests.trainer.recomputed.cases import CASES, CRITIC, OPTIMIZER
 from trainer.config import ParallelConfig
-from trainer.execution.critic_follower import CriticFollower
-from trainer.execution.role_follower import RoleSeat
-from trainer.ranks.seats import Seat, seat_of, take_seat
+from trainer.execution.role_follower import CriticFollower, RoleSeat
+from trainer.ranks.process_group import Seat, seat_of, take_seat
 from trainer.ranks.wire import BetweenModels
 from trainer.registry import make_critic_apart
 from trainer.roles.config import PlacementConfig

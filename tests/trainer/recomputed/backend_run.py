@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.trainer.measured import flat
+from tests.trainer.megatron.roles.critic_weights import critic_export
 from tests.trainer.recomputed.cases import (
     CRITIC,
     FIRST,
@@ -26,10 +27,8 @@ from trainer.megatron.roles.critic import MegatronCritic
 from trainer.reference.critic import ReferenceCritic
 from trainer.registry import make_backend, make_critic
 from trainer.roles.critic import Critic
-from trainer.roles.frozen import FrozenModels, FrozenRole
-from trainer.roles.models import RankModels
-from trainer.roles.placed import RoleLink
-from trainer.roles.placed_critic import PlacedCritic
+from trainer.roles.models import FrozenModels, FrozenRole, RankModels
+from trainer.roles.placed import PlacedCritic, RoleLink
 from trainer.step.plan import StepPlan
 
 NOT_OF_THE_RECIPE = (
@@ -118,10 +117,12 @@ def weights_of(models: RankModels) -> dict[str, torch.Tensor]:
 
 def critic_weights(critic: Critic | None) -> dict[str, torch.Tensor]:
     """The weights of a critic that is on this rank; called on every rank that has one."""
-    if isinstance(critic, MegatronCritic | FsdpCritic):
+    if isinstance(critic, MegatronCritic):
+        return {f"critic.{name}": tensor for name, tensor in critic_export(critic)}
+    if isinstance(critic, FsdpCritic):
         return {f"critic.{name}": tensor for name, tensor in critic.export()}
     if isinstance(critic, ReferenceCritic):
-        return {f"critic.{name}": tensor.detach() for name, tensor in critic.weights.items()}
+        return {f"critic.{name}": tensor.detach() for name, tensor in critic._trained.items()}
     return {}
 
 

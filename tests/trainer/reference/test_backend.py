@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from protocol.errors import SettingsError
+from tests.trainer.checkpoints import save_part
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from tests.trainer.megatron.models import make_model, plain_logprobs
 from trainer.algorithms import AlgorithmConfig, make_algorithm
@@ -170,7 +171,7 @@ def test_restore_resumes_bit_for_bit(dtype: str, model_dir: Path, tmp_path: Path
     for step in range(2):
         backend.train_step(batch(step, seed=step))
     torch.rand(3)  # moves the generator
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     saved, random = exported(backend), torch.rand(4)
     last = backend.train_step(batch(2, seed=2))
 
@@ -190,7 +191,7 @@ def test_a_checkpoint_from_before_the_first_step_clears_the_optimizer(
     model_dir: Path, tmp_path: Path
 ) -> None:
     backend = make(model_dir)
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     first = backend.train_step(batch(0)), exported(backend)
     backend.restore(tmp_path)
     again = backend.train_step(batch(0)), exported(backend)
@@ -204,7 +205,7 @@ def test_saving_twice_gives_the_same_bytes(model_dir: Path, tmp_path: Path) -> N
     parts = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        backend.save(tmp_path / name)
+        save_part(backend, tmp_path / name)
         parts.append((tmp_path / name / "rank_00000.safetensors").read_bytes())
     assert parts[0] == parts[1]
 
@@ -212,7 +213,7 @@ def test_saving_twice_gives_the_same_bytes(model_dir: Path, tmp_path: Path) -> N
 @pytest.fixture
 def others(tmp_path: Path, model_dir: Path) -> Path:
     (tmp_path / "part").mkdir()
-    make(model_dir).save(tmp_path / "part")
+    save_part(make(model_dir), tmp_path / "part")
     return tmp_path / "part"
 
 
@@ -236,7 +237,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
 def test_masters_are_restored_in_another_dtype(model_dir: Path, tmp_path: Path) -> None:
     backend = make(model_dir)
     backend.train_step(batch())
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     rounded = make(model_dir, dtype="bfloat16")
     rounded.restore(tmp_path)
     wanted = {name: tensor.bfloat16() for name, tensor in exported(backend).items()}

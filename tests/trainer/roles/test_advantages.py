@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from protocol.messages import ScoredRollout
+from protocol.tensors import Array
+from tests.protocol.samples import BRANCHED
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, by_sample, scored, whole
 from tests.trainer.roles.ppo_steps import ALGORITHM, command
 from trainer.algorithms import make_algorithm
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
-from trainer.roles.advantages import token_rewards, whitened, with_advantages, with_whitened
+from trainer.roles.advantages import _penalised, token_rewards, whitened, with_advantages, with_whitened
+from trainer.step.plan import plan_step
 from trainer.step.train_command import plan_command
 
 ALONE = ((0,),)
@@ -101,3 +105,23 @@ def test_a_penalty_in_the_reward_follows_each_sampled_token(batch: Batch) -> Non
     behind = replace(batch, reference_logprobs=batch.behaviour_logprobs - 0.2)
     plain, penalised = token_rewards(behind, ALGORITHM), token_rewards(behind, config)
     torch.testing.assert_close(plain - penalised, 0.1 * batch.sampled_mask.double(), atol=1e-6, rtol=0)
+
+
+class OneReplica:
+    """Backend of one rank, of which only the replicas are asked."""
+
+    replicas = ((0,),)
+
+
+def test_a_penalty_is_that_of_all_branches_of_a_sample() -> None:
+    algorithm = make_algorithm(AlgorithmConfig(kl_coef=0.25, use_kl_in_reward=True))
+    scored = ScoredRollout(rollout=BRANCHED, rewards=Array.of([1.0, 0.0], "float32"))
+    made = plan_step([(scored, 2)], step=5, algorithm=algorithm)
+    part = made.part([0, 1, 2])
+    part = replace(part, reference_logprobs=torch.full_like(part.behaviour_logprobs, -1.0))
+    penalised, mean = _penalised(part, OneReplica(), algorithm)  # type: ignore[arg-type]
+    # log-probabilities -0.5, -1.25 and -0.25 of the first sample, -2 of the second, less -1 each
+    expected = algorithm.advantages(torch.tensor([1 - 0.25 * 1.0, 0.25]), torch.tensor([0, 0]))
+    assert mean == 0.0
+    found = penalised.advantages[penalised.loss_mask]
+    torch.testing.assert_close(found, expected[torch.tensor([0, 0, 0, 1])])

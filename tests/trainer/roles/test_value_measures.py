@@ -10,7 +10,6 @@ from tests.trainer.roles.ppo_steps import ALGORITHM, command
 from trainer.algorithms import make_algorithm
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, trained_tokens
-from trainer.roles.critic import CriticStats
 from trainer.roles.value_measures import ValueMeasures
 from trainer.step.train_command import plan_command
 
@@ -22,7 +21,7 @@ def batch_with() -> Batch:
     return replace(batch, values=values, returns=drawn)
 
 
-def stats_of(batch: Batch, values: torch.Tensor, pieces: int = 1, clip: float = 0.0) -> CriticStats:
+def stats_of(batch: Batch, values: torch.Tensor, pieces: int = 1, clip: float = 0.0) -> StepStats:
     """The statistics of a step whose micro-batches are every `pieces`-th sample."""
     measures, vectors = ValueMeasures.of_batch(batch, clip), []
     for first in range(pieces):
@@ -60,10 +59,9 @@ def test_returns_that_are_all_alike_explain_nothing() -> None:
 def test_a_skipped_step_is_a_warning_beside_those_of_the_policy() -> None:
     measures = ValueMeasures(tokens=1, value_clip=0.0)
     skipped = measures.stats(torch.zeros(7), grad_norm=float("inf"), skipped="the gradient is inf")
-    stats = skipped.added_to(StepStats(trained_tokens=1, warnings=("slow",), memory_peak_gb=2.0))
+    stats = StepStats(trained_tokens=1, warnings=("slow",), memory_peak_gb=2.0).with_critic(skipped)
     assert stats.warnings == ("slow", "the critic's step was skipped: the gradient is inf")
     assert stats.memory_peak_gb == 2.0
     assert (
-        ValueMeasures(tokens=0, value_clip=0.0).stats(torch.zeros(7), grad_norm=0, skipped="")
-        == CriticStats()
+        ValueMeasures(tokens=0, value_clip=0.0).stats(torch.zeros(7), grad_norm=0, skipped="") == StepStats()
     )

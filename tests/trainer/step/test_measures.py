@@ -17,9 +17,8 @@ from trainer.backends.base import Backend
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend
-from trainer.step.measures import StepMeasures
+from trainer.step.measures import StepMeasures, micro_batch_loss
 from trainer.step.plan import is_measured
-from trainer.step.token_loss import micro_batch_loss
 
 STEP, BOUND, CAP = 4, 2, 1.1
 ALGORITHM = make_algorithm(AlgorithmConfig(importance_cap=CAP, kl_coef=0.01, entropy_coef=0.01))

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError, SpoolError, TetherError
-from trainer.storage.journal import JournalEntry
 from trainer.storage.spool import Spool
-from trainer.storage.stored import MissingRecords
+from trainer.storage.stored import JournalEntry, MissingRecords
 
 ROOT = Path(__file__).resolve().parents[3]
 
 WRITER = """
 import sys
 from pathlib import Path
-from trainer.storage.journal import JournalEntry
+from trainer.storage.stored import JournalEntry
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
 spool = Spool(Path(sys.argv[1]))

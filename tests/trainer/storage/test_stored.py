@@ -1,9 +1,10 @@
 """Tests the checksum that binds a stored message to what was received."""
 
 import pytest
+import xxhash
 from msgspec.structs import replace
 
-from trainer.storage.stored import MissingRecords, StoredMessage
+from trainer.storage.stored import JournalEntry, MissingRecords, StoredMessage, decode_entry, encode_entry
 
 RECORD = StoredMessage.received(7, "a", b"payload")
 CALL = StoredMessage.received(7, "a", b"payload", 1, 2)
@@ -31,3 +32,26 @@ def test_all_missing_records_are_known_and_a_few_are_named() -> None:
     missing = MissingRecords({(group, "a"): f"group {group}: is away" for group in range(7)})
     assert list(missing.causes) == [(group, "a") for group in range(7)]
     assert str(missing) == "; ".join([*(f"group {group}: is away" for group in range(5)), "and 2 more"])
+
+
+ENTRY = JournalEntry("commit", "e1", 4, (7, 9), 21, details={"digest": "18446744073709551615", "groups": {}})
+
+
+def test_an_entry_comes_back_at_its_position() -> None:
+    found = decode_entry(3, *encode_entry(ENTRY))
+    assert found is not None
+    assert (found.position, found.groups, found.details) == (3, (7, 9), ENTRY.details)
+
+
+def test_any_changed_bit_is_found() -> None:
+    payload, checksum = encode_entry(ENTRY)
+    for place in range(len(payload)):
+        for bit in range(8):
+            damaged = payload[:place] + bytes([payload[place] ^ 1 << bit]) + payload[place + 1 :]
+            assert decode_entry(3, damaged, checksum) is None
+
+
+@pytest.mark.parametrize("payload", [b"", b"{}", b"\xff", b"[" * 5000])
+def test_bytes_that_are_no_entry_count_as_damaged(payload: bytes) -> None:
+    assert decode_entry(3, payload, xxhash.xxh3_64_digest(payload)) is None
+    assert decode_entry(3, None, b"") is None

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from services.bus.curve import create_keys
 from services.ledger.embedded_server import find_server
 from services.ledger.redis.ledger import RedisLedger

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from protocol.errors import SettingsError, Unavailable
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from services.ledger.embedded_server import EmbeddedServer, find_server
 from services.ledger.redis.ledger import RedisLedger
 from tests.integration.command import environment, service_of

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from services.run_record.steps import read_steps
 from tests.integration.command import audit, environment, service_of
 from tests.integration.loop import ROOT

@@ -29,7 +29,7 @@ import msgpack
 with atheris.instrument_imports(include=["protocol", "services", "reward", "rollout", "trainer", "zmq.auth"]):
     from tests.trials.fuzz import given, stored, wire
 from protocol.codec import wrap
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from tests.trials.fuzz.mutate import mutator
 from tests.trials.fuzz.target import Form, Target
 

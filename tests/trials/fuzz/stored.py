@@ -19,9 +19,8 @@ from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
 from tests.trials.fuzz.target import Form, Target
 from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.journal import JournalEntry, decode_entry, encode_entry
 from trainer.storage.spool import SCHEMA, Spool
-from trainer.storage.stored import StoredMessage
+from trainer.storage.stored import JournalEntry, StoredMessage, decode_entry, encode_entry
 
 RECORDS: tuple[Callable[[bytes], Any], ...] = (
     json_codec.decode_lease,

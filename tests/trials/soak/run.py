@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any
 
-from protocol.host.parent_death import tied_to_this_process
+from protocol.host.prctl import tied_to_this_process
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE, Archiver
 from services.ledger.redis.ledger import RedisLedger

@@ -14,6 +14,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
+from protocol.device.checkpoint_shapes import tensor_shapes
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.backends.base import FrozenSpec, keeps_copy
@@ -21,7 +22,6 @@ from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, Tra
 from trainer.fsdp.attention_types import KNOWN_TYPES
 from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
-from trainer.storage.tensor_shapes import tensor_shapes
 
 KEPT = 2.0
 """Elements that a layer keeps of a token, of the inputs and outputs of its matrices: 1.2 to 1.9 were seen."""

@@ -1,24 +1,193 @@
-"""Chooses how attention over packed sequences is computed.
+"""Chooses how attention over packed sequences is computed, and calls the fused kernels for it.
 
 Shapes: T tokens, K keys, D size of a head's query and key, V of its value, mostly the same.
+
+flash-attn and TransformerEngine are used where `trainer.attention_backend` says so; no test here runs either.
+Where a sequence has more keys than queries, its last query belongs to its last key. The fused kernels count a
+window's tokens without the query's own, and take -1 for all.
+
+flash-attn and TransformerEngine are used where `trainer.attention_backend` says so; no test here runs either.
+Where a sequence has more keys than queries, its last query belongs to its last key. The fused kernels count a
+window's tokens without the query's own, and take -1 for all.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
 from protocol.errors import SettingsError
 from trainer.config import AttentionBackend
-from trainer.layers.attention import fused
-from trainer.layers.attention.backends import LIBRARIES, lacks_terms
-from trainer.layers.attention.joined import joined_attention
-from trainer.layers.attention.seen_rows import seen_rows, spread_queries
+from trainer.layers.attention.joined import joined_attention, seen_rows, spread_queries
 from trainer.layers.attention.segmented import CausalPart, WholePart, segmented_attention
 from trainer.layers.attention.sequences import PackedSequences
-from trainer.layers.attention.terms import PLAIN, AttentionTerms
-from trainer.layers.attention.visible import KeyUse
+from trainer.layers.attention.terms import LIBRARIES, PLAIN, AttentionTerms, lacks_terms
+from trainer.layers.attention.visible import KeyUse, SharedKeys
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: PackedSequences,
+    terms: AttentionTerms,
+) -> torch.Tensor:
+    """Compute it with flash-attn."""
+    from flash_attn import flash_attn_varlen_func
+
+    out: torch.Tensor = flash_attn_varlen_func(
+        q,
+        seen_rows(k, sequences.keys),
+        seen_rows(v, sequences.keys),
+        sequences.offsets,
+        sequences.key_offsets,
+        sequences.longest,
+        sequences.longest_keys,
+        softmax_scale=terms.scale,
+        causal=True,
+        window_size=(terms.window - 1, 0),
+        softcap=terms.softcap,
+    )
+    return out
+
+
+def transformer_engine_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: PackedSequences,
+    terms: AttentionTerms,
+) -> torch.Tensor:
+    """Compute it with TransformerEngine."""
+    mask = "padding_causal" if sequences.keys is None else "padding_causal_bottom_right"
+    out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), terms, mask)(
+        q,
+        seen_rows(k, sequences.keys),
+        seen_rows(v, sequences.keys),
+        cu_seqlens_q=sequences.offsets,
+        cu_seqlens_kv=sequences.key_offsets,
+        max_seqlen_q=sequences.longest,
+        max_seqlen_kv=sequences.longest_keys,
+    )
+    return out.view_as(q)
+
+
+def varlen_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: PackedSequences,
+    terms: AttentionTerms,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute it with torch's own kernel; older ones take grouped heads as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if sinks is not None or sequences.keys is not None:
+        keys = sequences.keys
+        shared = [_whole_part(call, terms) for call in keys.shared] if keys else []
+        return joined_attention(q, k, v, keys, _causal_part(sequences, terms), shared, sinks)
+    options: dict[str, Any] = {} if terms.scale is None else {"scale": terms.scale}
+    if q.size(1) != k.size(1) and _varlen_asks_for_groups():
+        options["enable_gqa"] = True
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        sequences.offsets,
+        sequences.key_offsets,
+        sequences.longest,
+        sequences.longest_keys,
+        window_size=(terms.window - 1, 0),
+        **options,
+    )
+    return cast(torch.Tensor, output)  # a tuple only if more is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenPart:
+    """Attention within sequences by torch's own kernel; see `joined.Part`."""
+
+    offsets: torch.Tensor
+    """int32 [S + 1], on the device: where the queries of each sequence begin."""
+    key_offsets: torch.Tensor
+    longest: int
+    longest_keys: int
+    causal: bool
+    scale: float | None
+    window: int = 0
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute output and log-sum-exp."""
+        causal, scale, window = self._options
+        out, total, _ = torch.ops.torch_attn._varlen_attn(q, k, v, *self._places, causal, scale, window)
+        return out, total
+
+    def backward(
+        self,
+        out_grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        total: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute gradients."""
+        causal, scale, window = self._options
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+            out_grad, q, k, v, out, total, *self._places, causal, no_dropout, scale, window
+        )
+        return found
+
+    @property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        return self.offsets, self.key_offsets, self.longest, self.longest_keys
+
+    @property
+    def _options(self) -> tuple[bool, float | None, list[int]]:
+        if not self.causal:
+            return False, self.scale, [-1, -1]
+        return not self.window, self.scale, [self.window - 1, 0]
+
+
+def _causal_part(sequences: PackedSequences, terms: AttentionTerms) -> VarlenPart:
+    """Return causal attention of a micro-batch's sequences to their own keys."""
+    offsets = sequences.offsets, sequences.key_offsets
+    return VarlenPart(*offsets, sequences.longest, sequences.longest_keys, True, terms.scale, terms.window)
+
+
+def _whole_part(call: SharedKeys, terms: AttentionTerms) -> VarlenPart:
+    """Return attention of each query to all keys of its sequence."""
+    longest, longest_keys = map(max, zip(*call.sizes, strict=True))
+    return VarlenPart(call.query_offsets, call.key_offsets, longest, longest_keys, False, terms.scale)
+
+
+@functools.cache
+def _varlen_asks_for_groups() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@functools.cache
+def _transformer_engine(heads: int, kv_heads: int, head_dim: int, terms: AttentionTerms, mask: str) -> Any:
+    from transformer_engine.pytorch import DotProductAttention
+
+    return DotProductAttention(
+        heads,
+        head_dim,
+        num_gqa_groups=kv_heads,
+        attn_mask_type=mask,
+        qkv_format="thd",
+        softmax_scale=terms.scale,
+        window_size=(terms.window - 1, 0),
+    )
+
 
 Kernel = Callable[..., torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
@@ -56,9 +225,9 @@ def by_segments(
 
 
 FUSED: dict[str, Kernel] = {
-    "torch": fused.varlen_attention,
-    "flash_attn": fused.flash_attention,
-    "transformer_engine": fused.transformer_engine_attention,
+    "torch": varlen_attention,
+    "flash_attn": flash_attention,
+    "transformer_engine": transformer_engine_attention,
 }
 """`trainer.attention_backend` -> its fused kernel; `segments` has none."""
 _backend = "torch"
@@ -102,7 +271,7 @@ def key_uses(device_type: str, dtype: torch.dtype, terms: Iterable[AttentionTerm
 def _query_cost(device_type: str, dtype: torch.dtype, terms: AttentionTerms) -> float | None:
     """Return what it costs a query to attend to keys apart; None if it cannot."""
     kernel = kernel_for(device_type, dtype, terms)
-    if terms.joins and kernel is fused.varlen_attention:
+    if terms.joins and kernel is varlen_attention:
         return QUERY_COST
     # by segments there are as many queries as keys, so that copies cost queries, too
     return 0.0 if terms.joins and kernel is by_segments and device_type == "cpu" else None
@@ -122,7 +291,7 @@ def packed_attention(
 
     Args:
         query: of the tokens.
-        key: of the tokens, or of those of all context ranks, of which `sequences.keys` says the ones seen.
+        key: of the tokens, or of all context ranks' tokens; `sequences.keys` says which of them are seen.
         value: likewise.
         sequences: describes them.
         terms: the layer's.

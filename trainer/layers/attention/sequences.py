@@ -13,10 +13,9 @@ from typing import Any, Self
 import torch
 from torch.nn.functional import pad
 
-from trainer.layers.attention.rows import to_device
 from trainer.layers.attention.segmented import AttentionSegment, segments_of
 from trainer.layers.attention.terms import AttentionTerms
-from trainer.layers.attention.visible import VisibleKeys
+from trainer.layers.attention.visible import VisibleKeys, to_device
 
 
 @dataclass(frozen=True, slots=True)

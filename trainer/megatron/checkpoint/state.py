@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.megatron.checkpoint.description import TrainedModel
-from trainer.megatron.checkpoint.file_names import (
+from trainer.megatron.checkpoint.description import (
     KINDS,
     LAYOUT,
     LOSS_SCALE,
@@ -21,6 +20,7 @@ from trainer.megatron.checkpoint.file_names import (
     RANDOM_CUDA,
     STEPS,
     VALUE,
+    TrainedModel,
     part_name,
     rank_file,
 )
@@ -98,40 +98,27 @@ def restore_part(
     """
     saved = read_description(directory)
     with CheckpointReader(directory, saved, model) as reader, torch.no_grad():
-        _restore_parameters(reader, parameters, optimizer, model, rank, fill=fill)
+        parts: dict[int, list[MasterPart]] = {}
+        for part in optimizer.parts():
+            parts.setdefault(id(part.parameter), []).append(part)
+            part.forget()
+        place = model.layout.place_of(rank)
+        rules = {rule.parameter: rule for rule in model.rules(place.pp)}
+        for name, parameter in parameters.items():
+            held = parts.get(id(parameter), [])
+            for kind in reader.kinds if parameter.requires_grad else (VALUE,):
+                is_filled = kind == VALUE or (fill and kind == MASTER)
+                if not held and not is_filled:
+                    continue
+                start = 0 if is_filled else min(part.start for part in held)
+                stop = parameter.numel() if is_filled else max(part.stop for part in held)
+                flat = reader.flat(kind, rules[name], place, start, stop)
+                if is_filled:
+                    parameter.copy_(flat.view_as(parameter))
+                for part in held:
+                    part.set(kind, flat[part.start : part.stop], reader.steps)
         optimizer.steps = reader.steps
         _restore_rest(reader, optimizer, rank)
-
-
-def _restore_parameters(
-    reader: CheckpointReader,
-    parameters: Mapping[str, torch.Tensor],
-    optimizer: Optimizer,
-    model: TrainedModel,
-    rank: int,
-    *,
-    fill: bool,
-) -> None:
-    """Load one parameter after the other, with its masters and moments."""
-    parts: dict[int, list[MasterPart]] = {}
-    for part in optimizer.parts():
-        parts.setdefault(id(part.parameter), []).append(part)
-        part.forget()
-    place = model.layout.place_of(rank)
-    rules = {rule.parameter: rule for rule in model.rules(place.pp)}
-    for name, parameter in parameters.items():
-        held = parts.get(id(parameter), [])
-        for kind in reader.kinds if parameter.requires_grad else (VALUE,):
-            is_filled = kind == VALUE or (fill and kind == MASTER)
-            if not held and not is_filled:
-                continue
-            start = 0 if is_filled else min(part.start for part in held)
-            stop = parameter.numel() if is_filled else max(part.stop for part in held)
-            flat = reader.flat(kind, rules[name], place, start, stop)
-            if is_filled:
-                parameter.copy_(flat.view_as(parameter))
-            for part in held:
-                part.set(kind, flat[part.start : part.stop], reader.steps)
 
 
 def _restore_rest(reader: CheckpointReader, optimizer: Optimizer, rank: int) -> None:

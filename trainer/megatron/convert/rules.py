@@ -70,8 +70,8 @@ class Rule(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Direct(Rule):
-    """One tensor, the same on every tensor rank."""
+class TensorRule(Rule):
+    """Rule of a parameter that is one tensor of the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,23 +79,22 @@ class Direct(Rule):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {self.name: self.shape}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Direct(TensorRule):
+    """One tensor, the same on every tensor rank."""
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         return tuple(Segment(self.name, 0, rank, 0, self.shape[self.dim]) for rank in range(grid.tp))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split(Rule):
+class Split(TensorRule):
     """One tensor in equal parts along `dim`."""
 
-    name: str
-    shape: tuple[int, ...]
     unit: int = 1
     """Rows that stay on one rank, such as a head's rows."""
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: self.shape}
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         units = self.shape[self.dim] // self.unit
@@ -257,21 +256,15 @@ class ExpertStack(Rule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertTensor(Rule):
+class ExpertTensor(TensorRule):
     """One tensor of the checkpoint with a matrix for each expert of a layer; a rank has some of them.
 
     The matrices are split over the ranks that share experts along `dim`, which counts within a matrix.
     """
 
-    name: str
-    shape: tuple[int, ...]
     unit: int = 1
     """Rows that stay on one rank."""
     expert: bool = True
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: self.shape}
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         here = _experts_of_rank(self.parameter, self.shape[0], grid)
@@ -292,15 +285,8 @@ class ExpertTensor(Rule):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vocabulary(Rule):
+class Vocabulary(TensorRule):
     """Embedding or output rows, or output biases, padded with zeros to a multiple of the tensor ranks."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.name: self.shape}
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         part = padded_vocabulary(self.shape[0], grid.tp) // grid.tp

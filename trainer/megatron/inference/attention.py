@@ -4,9 +4,6 @@ Shapes: S tokens of each of N sequences in a prefill, one of each of B in a deco
 of the longest sequence; D size of a head's query and key, V of its value.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 import math
 from typing import Any
 

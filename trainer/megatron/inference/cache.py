@@ -8,9 +8,6 @@ Shapes: N sequences, S tokens of the longest; B sequences that get one token eac
 them; E the shape of one entry of a token in a layer.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 import math
 from collections.abc import Sequence
 

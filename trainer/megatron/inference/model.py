@@ -6,9 +6,6 @@ has its own length and pages: requests start and end between two steps, and weig
 Shapes: B sequences that get one token each; N sequences, S tokens of the longest; V vocabulary.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -28,11 +25,10 @@ from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.inference.attention import CachedCore, CachedLatentAttention, CachedSelfAttention
 from trainer.megatron.inference.cache import PagedCache, page_bytes, pages_for
 from trainer.megatron.layers import lora
-from trainer.megatron.layers.experts.replay import RouterRecorder
+from trainer.megatron.layers.experts.router import RouterRecorder
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.model import DTYPES, PackedModel, build_model, transformer_config
-from trainer.megatron.sharing import buffers_of, parts_of
+from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model, parts_of, transformer_config
 
 VOCABULARY = (EMBEDDING, OUTPUT, OUTPUT_BIAS)
 """Tensors that are padded to a multiple of the ranks."""
@@ -136,7 +132,7 @@ class CachedModel:
 
     def _add(self, adapters: LoraConfig, position: parallel.Position) -> dict[str, torch.Tensor]:
         """Put adapters into the layers; returns their parameters."""
-        rules = stage_rules(self.architecture, self._layout, position.pp)
+        rules = stage_rules(self.architecture, self._layout, position.place.pp)
         added = lora.attach(self.module, rules, as_scaled(adapters), position, 0)
         self.module.requires_grad_(False)
         return added

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.layers.attention.segmented import AttentionSegment
 from trainer.megatron.families.delta import DeltaNet
-from trainer.megatron.layers.attention.sequences import RotarySequences
+from trainer.megatron.layers.attention.rotary import RotarySequences
 from trainer.megatron.layers.dense import by_heads, joining_heads, rms_norm
 
 

@@ -1,8 +1,5 @@
 """Defines the computations of single tokens: norms, activations, MLPs, and the head of a critic."""
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 import copy
 import functools
 from collections.abc import Callable

@@ -126,7 +126,7 @@ def attach(
             )
         like = layer.weight
         layer.lora[key] = pair = LowRank(
-            *(_share(first, rule, grid, position.tp).to(like.device, like.dtype) for rule in (a, b))
+            *(_share(first, rule, grid, position.place.tp).to(like.device, like.dtype) for rule in (a, b))
         )
         # With sequence parallelism each rank has only its tokens of a row-parallel layer's output: the mark
         # makes megatron add up the gradients.

@@ -1,8 +1,5 @@
 """Chooses the modules of each layer of a model, by its number in the whole model."""
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 import math
 from functools import partial
 from typing import Any

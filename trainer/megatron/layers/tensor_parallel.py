@@ -1,9 +1,5 @@
 """Prepares megatron's tensor-parallel layers: marks of their parameters, and their weight gradients."""
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
-
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 

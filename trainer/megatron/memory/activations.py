@@ -98,7 +98,7 @@ EXPERTS = (
     Activation("gate and up", lambda a: 2 * a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
     Activation("product", lambda a: a.experts.per_token * a.experts.intermediate, "mlp", "sequence"),
     Activation("outputs of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "sequence"),
-    Activation("those of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
+    Activation("activations of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
 )
 """Activations of experts, if all ranks get as many rows."""
 

@@ -3,10 +3,9 @@
 Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V vocabulary; P tensor ranks.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from protocol.weights.lora import ALL_LINEAR, NO_ADAPTERS, LoraConfig
@@ -70,7 +69,7 @@ class Workload:
         critic = Workload(
             architecture=self.critic, parallel=self.parallel, trainer=self.trainer, optimizer=self.optimizer
         )
-        return dataclasses.replace(self, critic=None), critic
+        return replace(self, critic=None), critic
 
     def layers_of(self, stage: int) -> int:
         """Return how many layers a stage has."""
@@ -100,10 +99,10 @@ class Workload:
         """Return the workload with another `recompute_granularity` or `optimizer.cpu_offload`."""
         trainer, optimizer = self.trainer, self.optimizer
         if recompute is not None:
-            trainer = dataclasses.replace(trainer, recompute_granularity=recompute)
+            trainer = replace(trainer, recompute_granularity=recompute)
         if cpu_offload is not None:
-            optimizer = dataclasses.replace(optimizer, cpu_offload=cpu_offload)
-        return dataclasses.replace(self, trainer=trainer, optimizer=optimizer)
+            optimizer = replace(optimizer, cpu_offload=cpu_offload)
+        return replace(self, trainer=trainer, optimizer=optimizer)
 
 
 def _named(work: Workload, changed: Workload) -> str:
@@ -130,7 +129,7 @@ def _memory_of_models(work: Workload, tokens: int, stage: int) -> ExpectedMemory
     """Return the memory of a rank of a pipeline stage with all models that it trains."""
     memories = [memory_of_stage(model, tokens, stage) for model in work.models]
     larger = max(memories, key=lambda one: one.activations + max(one.head, one.workspace))
-    return dataclasses.replace(
+    return replace(
         larger,
         parameters=sum(one.parameters for one in memories),
         gradients=sum(one.gradients for one in memories),
@@ -168,9 +167,7 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
 
 def frozen_layout(parallel: ParallelConfig) -> ParallelConfig:
     """Return the layout of a frozen model: the policy's, with the layers divided evenly between stages."""
-    return dataclasses.replace(
-        parallel, num_layers_in_first_pipeline_stage=0, num_layers_in_last_pipeline_stage=0
-    )
+    return replace(parallel, num_layers_in_first_pipeline_stage=0, num_layers_in_last_pipeline_stage=0)
 
 
 def frozen_bytes(work: Workload, stage: int, *, offload: bool) -> list[int]:

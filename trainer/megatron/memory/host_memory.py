@@ -1,8 +1,7 @@
 """Computes from the settings the host memory of `megatron` ranks. No torch here."""
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
@@ -42,16 +41,16 @@ class HostWorkload:
     def alternatives(self) -> Iterator[tuple[str, "HostWorkload"]]:
         """Yield settings that may take less memory and the run with them, the cheapest first."""
         work = self.work
-        parallel = dataclasses.replace(work.parallel, use_distributed_optimizer=True)
-        distributed = dataclasses.replace(work, parallel=parallel)
-        yield "parallel.use_distributed_optimizer = true", dataclasses.replace(self, work=distributed)
+        parallel = replace(work.parallel, use_distributed_optimizer=True)
+        distributed = replace(work, parallel=parallel)
+        yield "parallel.use_distributed_optimizer = true", replace(self, work=distributed)
         if self.on_gpu:
             on_device = work.changed(cpu_offload=False)
-            yield "optimizer.cpu_offload = false", dataclasses.replace(self, work=on_device)
+            yield "optimizer.cpu_offload = false", replace(self, work=on_device)
 
     def on(self, hosts: int) -> "HostWorkload":
         """Return the run on another number of hosts."""
-        return dataclasses.replace(self, hosts=hosts)
+        return replace(self, hosts=hosts)
 
 
 def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
@@ -92,5 +91,5 @@ def _transfers(work: Workload, stage: int, stepped: int) -> int:
 
 
 def _exported(work: Workload) -> int:
-    whole = dataclasses.replace(work, parallel=ParallelConfig())
+    whole = replace(work, parallel=ParallelConfig())
     return parameters_of_stage(whole, 0) * work.item

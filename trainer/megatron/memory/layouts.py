@@ -1,8 +1,7 @@
 """Lists the layouts of some GPUs in which a model fits, by the expected peak of a step. No torch here."""
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
@@ -10,8 +9,7 @@ from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import Workload
-from trainer.memory.budget import USED_SHARE, largest_budget
-from trainer.memory.expected import ExpectedMemory
+from trainer.memory.expected import USED_SHARE, ExpectedMemory, largest_budget
 
 TENSOR_RANKS = (1, 2, 4, 8)
 """Tensor ranks exchange activations in every layer, so they are on one host."""
@@ -44,7 +42,7 @@ def fitting_layouts(work: Workload, gpus: int, gpu_bytes: int, sample_tokens: in
     """
     fitting = []
     for parallel in _layouts(work, gpus):
-        changed = dataclasses.replace(work, parallel=parallel)
+        changed = replace(work, parallel=parallel)
         tokens = largest_budget(changed, gpu_bytes * USED_SHARE)
         if tokens * parallel.context_parallel_size >= sample_tokens:
             fitting.append(FittingLayout(parallel, tokens, changed.expected(tokens)))
@@ -65,7 +63,7 @@ def _layouts(work: Workload, gpus: int) -> Iterator[ParallelConfig]:
             for expert in expert_ranks:
                 if (tensor * context * data) % expert:
                     continue
-                parallel = dataclasses.replace(
+                parallel = replace(
                     work.parallel,
                     tensor_model_parallel_size=tensor,
                     pipeline_model_parallel_size=pipeline,

@@ -1,45 +1,32 @@
 """Trains a critic with megatron-core, on the policy's ranks and in its layout, or on ranks of its own."""
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
-import dataclasses
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from protocol.weights.lora import NO_ADAPTERS
-from trainer.backends.host_offload import HostOffload
+from trainer.backends.base import Replicas, StepStats
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron import parallel
-from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.checkpoint.description import TrainedModel
+from trainer.megatron.backend import MegatronBackend, initialize
 from trainer.megatron.checkpoint.state import copy_part, restore_part
-from trainer.megatron.convert.export import Exporter
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_critic
-from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.forward import Runner
-from trainer.megatron.layers.experts.balance import set_balance
-from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Layout
-from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.memory.activations import key_copies
-from trainer.megatron.memory.recompute import keep_input_gradient, set_recompute
+from trainer.megatron.memory.expected import Workload
 from trainer.megatron.micro_batches import MicroBatch
-from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
-from trainer.megatron.optimizer import is_distributed, wrap_model
-from trainer.megatron.optimizer_step import ModelStepper
-from trainer.memory.plan import peak_gb
+from trainer.megatron.part import ModelPart
+from trainer.memory.plan import MemoryPlan, peak_gb
 from trainer.roles.config import CriticConfig
-from trainer.roles.critic import Critic, CriticStats
+from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
-from trainer.step.made_passes import MadePasses
+from trainer.step.measures import MadePasses
 from trainer.storage.host_state import HostCopies, HostState
 
 
@@ -48,7 +35,7 @@ class ValueRunner(Runner):
 
     def train_values(self, batch: Batch, measures: ValueMeasures) -> MadePasses:
         """Run forward and backward over the part, as `train` does."""
-        return self._train(batch, partial(_loss, measures), measures)
+        return self._train(batch, measures.micro_batch_loss, measures)
 
     def values(self, batch: Batch) -> torch.Tensor:
         """Return the values of the part's sampled tokens, 0 elsewhere; as `logprobs` does."""
@@ -60,11 +47,13 @@ class ValueRunner(Runner):
         if self.position.sequence_parallel:  # every tensor rank computes all values
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         values = self._inner[-1].value_head(hidden[:, 0].index_select(0, micro.rows))[: micro.wanted]
-        loss, output = (values.sum(), (micro.places, values)) if finish is None else finish(micro, values)
+        loss, output = (
+            (values.sum(), (micro.places, values)) if finish is None else finish(micro.trained, values)
+        )
         return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
 
-class MegatronCritic(Critic):
+class MegatronCritic(Offloadable, Critic):
     """A Hugging Face checkpoint whose output layer is a value head."""
 
     def __init__(
@@ -91,19 +80,25 @@ class MegatronCritic(Critic):
             SettingsError: the model is not supported, or does not fit the layout.
         """
         self.config, self._trainer = config, trainer
-        self._spec = read_critic(model_dir)
-        check_ranks(self._spec.experts, layout)
-        self._places = Layout.of(layout, self._spec.layers)
+        spec = read_critic(model_dir)
+        check_ranks(spec.experts, layout)
+        Layout.of(layout, spec.layers)  # refuses before ranks meet
         self._position = parallel.initialize(
             layout, trainer.device, trainer.seed, trainer.process_group_timeout_s
         )
         self._closed = False
         try:
-            self._build(model_dir, tokens, config.optimizer(optimizer))
+            self._part = ModelPart(spec, self._position, trainer)
+            chunks = self._part.build()
+            self._parameters = self._part.load(model_dir, chunks)
+            self._stepper = self._part.stepper(
+                chunks, config.optimizer(optimizer), ValueRunner, tokens=tokens
+            )
+            self._runner: Any = self._stepper.runner
         except BaseException:
             self.close()
             raise
-        self._host, self._copies = HostOffload(), HostCopies()
+        self._host, self._copies = HostOffload(self._position.device), HostCopies()
 
     @classmethod
     def beside(cls, policy: MegatronBackend, model_dir: Path, **settings: Any) -> "MegatronCritic":
@@ -113,7 +108,7 @@ class MegatronCritic(Critic):
     def values(self, batch: Batch) -> torch.Tensor:
         return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.values(batch))
 
-    def train_step(self, batch: Batch) -> CriticStats:
+    def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         step = self._stepper.step(
             batch,
@@ -123,76 +118,45 @@ class MegatronCritic(Critic):
         if not step.skipped:
             self._runner.update_biases(self._trainer.moe_router_bias_update_rate)
         stats = measures.stats(step.passes.vector, grad_norm=step.norm, skipped=step.skipped)
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             stats, memory_peak_gb=peak_gb(self._position.device), warnings=stats.warnings + step.warnings
         )
 
-    @torch.no_grad()
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies of the trained tensors on rank 0, as `Backend.export` does."""
-        dtype = DTYPES[self._trainer.dtype]
-        exporter = Exporter(self._places, self._position, dtype, self._parameters.__getitem__)
-        yield from exporter.gathered(export_plan(self._spec, self._places))
-
     def copy_state(self) -> HostState:
-        optimizer, model = self._stepper.optimizer, self._trained_model()
+        optimizer, model = self._stepper.optimizer, self._part.description()
         return copy_part(self._copies, self._parameters, optimizer, model, self._position.rank)
 
     def restore(self, directory: Path) -> None:
-        optimizer, model = self._stepper.optimizer, self._trained_model()
+        optimizer, model = self._stepper.optimizer, self._part.description()
         restore_part(directory, self._parameters, optimizer, model, self._position.rank)
 
-    def offload(self) -> int:
-        if self._host.in_use:
-            return self._host.nbytes
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         kept, blank = self._stepper.held()
-        return self._host.offload(self._position.device, [*self._parameters.values(), *kept], blank=blank)
-
-    def onload(self) -> None:
-        self._host.onload(self._position.device)
+        return [*self._parameters.values(), *kept], blank
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             parallel.finalize()
 
-    def _build(self, model_dir: Path, tokens: int, optimizer: OptimizerConfig) -> None:
-        """Load this rank's part, and make what steps it."""
-        spec, position, trainer = self._spec, self._position, self._trainer
-        config = transformer_config(spec, position, DTYPES[trainer.dtype])
-        set_recompute(config, trainer, self._places)
-        set_balance(config, spec.experts, trainer)
-        chunks = [build_model(spec, config, position, chunk=chunk) for chunk in range(self._places.chunks)]
-        keep_input_gradient(chunks[0], trainer)
-        self._parameters: dict[str, torch.Tensor] = dict(whole_part(chunks).named_parameters())
-        mark_split(self._parameters, stage_rules(spec, self._places, position.pp))
-        load_checkpoint(model_dir, spec, self._parameters, self._places, position.place)
 
-        wrapped = wrap_model(chunks, config, position, grad_reduce_in_fp32=optimizer.grad_reduce_in_fp32)
-        self._runner = ValueRunner(
-            wrapped,
-            spec,
-            position,
-            tokens,
-            trainer.micro_batch_size,
-            shares_prefixes=trainer.share_prefixes == "auto",
-            copies=key_copies(spec, trainer),
-        )
-        self._stepper = ModelStepper(self._runner, config, optimizer, tokens=tokens)
+def load_critic_apart(
+    spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
+) -> tuple[Critic, Replicas]:
+    """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
 
-    def _trained_model(self) -> TrainedModel:
-        return TrainedModel(
-            self._spec,
-            self._places,
-            self._trainer.dtype,
-            NO_ADAPTERS,
-            distributed=is_distributed(self._position),
-        )
-
-
-def _loss(
-    measures: ValueMeasures, micro: MicroBatch, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if micro.trained is None:
-        raise RuntimeError("the last stage has no trained tokens to make a loss of")
-    return measures.micro_batch_loss(micro.trained, values)
+    Raises:
+        SettingsError: the model is not supported, or does not fit the layout or its devices.
+    """
+    position = initialize(parallel, trainer)
+    architecture, optimizer = read_critic(spec.directory), spec.config.optimizer(spec.optimizer)
+    work = Workload(architecture=architecture, parallel=parallel, trainer=trainer, optimizer=optimizer)
+    critic = MegatronCritic(
+        parallel,
+        MemoryPlan(work, position.device).tokens,
+        spec.directory,
+        optimizer=spec.optimizer,
+        trainer=trainer,
+        config=spec.config,
+    )
+    return critic, position.replicas()

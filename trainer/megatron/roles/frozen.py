@@ -10,79 +10,45 @@ from trainer.backends.base import FrozenModel, FrozenSpec
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.megatron.families.experts import check_ranks
-from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.forward import Runner
-from trainer.megatron.layers.experts.balance import set_balance
-from trainer.megatron.layout import Layout
-from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.memory.activations import key_copies
 from trainer.megatron.memory.expected import FrozenShape, frozen_layout
-from trainer.megatron.model import DTYPES, build_model, transformer_config, whole_part
+from trainer.megatron.model import whole_part
 from trainer.megatron.parallel import Position
+from trainer.megatron.part import ModelPart
 
 Evaluate = Callable[[Runner, Batch], torch.Tensor]
 """(runner, batch) -> log-probabilities of the batch's tokens."""
 
 
-class FrozenPart(FrozenModel):
-    """A model that only gives log-probabilities."""
+def load_part(
+    spec: FrozenSpec, position: Position, trainer: TrainerConfig, evaluate: Evaluate
+) -> FrozenModel:
+    """Load this rank's part. A collective.
 
-    def __init__(
-        self, spec: FrozenSpec, position: Position, trainer: TrainerConfig, evaluate: Evaluate
-    ) -> None:
-        """Load this rank's part. A collective.
+    Args:
+        spec: which model.
+        position: this rank's place in the policy's layout.
+        trainer: dtype, and limits of a micro-batch.
+        evaluate: makes the passes.
 
-        Args:
-            spec: which model.
-            position: this rank's place in the policy's layout.
-            trainer: dtype, and limits of a micro-batch.
-            evaluate: makes the passes.
-
-        Raises:
-            SettingsError: the model is not supported, or does not fit the layout; names the setting.
-        """
-        self._evaluate = evaluate
-        try:
-            chunks, architecture, own = _loaded(spec, position, trainer)
-        except SettingsError as error:
-            raise SettingsError(f"setting {spec.role}.path: {error}") from error
-        self._part = whole_part(chunks)
-        self._runner = Runner(
-            chunks,
-            architecture,
-            own,
-            trainer.micro_batch_tokens,
-            trainer.micro_batch_size,
-            shares_prefixes=trainer.share_prefixes == "auto",
-            copies=key_copies(architecture, trainer),
+    Raises:
+        SettingsError: the model is not supported, or does not fit the layout; names the setting.
+    """
+    try:
+        architecture, layout = read_architecture(spec.directory), frozen_layout(position.config)
+        if architecture.experts.count:
+            check_ranks(architecture.experts, layout)
+        part = ModelPart(
+            architecture, dataclasses.replace(position, config=layout), trainer, is_trained=False
         )
-
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        return self._evaluate(self._runner, batch)
-
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return list(self._part.parameters())
-
-
-def _loaded(
-    spec: FrozenSpec, position: Position, trainer: TrainerConfig
-) -> tuple[Sequence[torch.nn.Module], Architecture, Position]:
-    """Return the model's chunks, what it is, and this rank's place in its own division into layers."""
-    architecture = read_architecture(spec.directory)
-    parallel = frozen_layout(position.config)
-    if architecture.experts.count:
-        check_ranks(architecture.experts, parallel)
-    places, own = Layout.of(parallel, architecture.layers), dataclasses.replace(position, config=parallel)
-    config = transformer_config(architecture, own, DTYPES[trainer.dtype])
-    still = dataclasses.replace(
-        trainer, moe_aux_loss_coeff=0.0, moe_z_loss_coeff=0.0, moe_router_bias_update_rate=0.0
-    )
-    set_balance(config, architecture.experts, still)
-    chunks = [build_model(architecture, config, own, chunk=chunk) for chunk in range(places.chunks)]
-    part = whole_part(chunks).requires_grad_(False)
-    load_checkpoint(spec.directory, architecture, dict(part.named_parameters()), places, own.place)
-    return chunks, architecture, own
+        chunks = part.build()
+        parameters = part.load(spec.directory, chunks)
+    except SettingsError as error:
+        raise SettingsError(f"setting {spec.role}.path: {error}") from error
+    whole_part(chunks).requires_grad_(False)
+    runner = part.runner(chunks)
+    return FrozenModel(lambda batch: evaluate(runner, batch), list(parameters.values()))
 
 
 def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:

@@ -5,7 +5,7 @@ receiver wants in its request:
 
     sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
     receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
-                                             `protocol/device/pair_store.py`
+                                             `protocol/device/pair_group.py`
                          {"ready": true}     later requests. Either answer also has {"sizes": [n, m]}, see
                                              `protocol.weights.slices.BucketSizes`
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 
 from protocol.device.cut_memory import cuts_in
-from protocol.device.pair_group import SENDER, abort
-from protocol.device.pair_store import join_pair
+from protocol.device.pair_group import SENDER, abort, join_pair
 from protocol.weights.boxes import relative
 from protocol.weights.slices import BucketSizes, Cut, Transfer
 from trainer.weights.served.channel import PartChannel

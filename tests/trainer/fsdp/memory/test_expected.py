@@ -13,8 +13,7 @@ from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.memory.expected import FLOAT32, ModelSize, ShardedWorkload, read_size
-from trainer.memory.budget import largest_budget, refusal
-from trainer.memory.expected import GIB, LIBRARIES
+from trainer.memory.expected import GIB, LIBRARIES, largest_budget, refusal
 
 TOKENS = 48
 TYPES = ["llama", "qwen3", "gemma2", "gpt2", "qwen3_moe", "mixtral", "qwen3_next", "qwen3_5_text"]

@@ -5,8 +5,7 @@ import torch
 
 from trainer.layers.attention.kernels import FUSED, by_segments
 from trainer.layers.attention.terms import AttentionTerms
-from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.attention.rotary import Rotary, packed_sequences
 
 LENGTHS = [300, 280, 65, 64, 3, 1]
 

@@ -8,9 +8,8 @@ import torch
 
 from protocol.errors import SettingsError
 from trainer.config import AttentionBackend
-from trainer.layers.attention.backends import COMPUTED
 from trainer.layers.attention.kernels import FUSED, by_segments, choose_backend, kernel_for
-from trainer.layers.attention.terms import AttentionTerms
+from trainer.layers.attention.terms import COMPUTED, AttentionTerms
 
 Choose = Callable[[AttentionBackend], None]
 BOUNDED = AttentionTerms(softcap=50.0)

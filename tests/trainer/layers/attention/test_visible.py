@@ -15,8 +15,7 @@ from trainer.layers.attention.kernels import FUSED, Kernel, by_segments, kernel_
 from trainer.layers.attention.sequences import PackedSequences
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.layers.attention.visible import ComputedTokens, KeyUse, pieces_with_padding, visible_keys
-from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.attention.rotary import Rotary, packed_sequences
 
 FREQUENCIES = torch.tensor([1.0, 0.5, 0.1, 0.01])
 LENGTHS = [40, 3, 25, 7, 1, 12]

@@ -14,8 +14,15 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from tests.trainer.megatron.families.test_stages import fill, numbered
 from tests.trainer.megatron.models import save_model
-from trainer.megatron.checkpoint.description import TrainedModel
-from trainer.megatron.checkpoint.file_names import KINDS, LAYOUT, STEPS, VALUE, part_name, rank_file
+from trainer.megatron.checkpoint.description import (
+    KINDS,
+    LAYOUT,
+    STEPS,
+    VALUE,
+    TrainedModel,
+    part_name,
+    rank_file,
+)
 from trainer.megatron.checkpoint.reading import CheckpointReader, read_description
 from trainer.megatron.convert.rules import Rule
 from trainer.megatron.families.numbers import Architecture

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from protocol.weights.lora import NO_ADAPTERS
 from tests.changes import slow_unless_changed
+from tests.trainer.checkpoints import save_part
 from tests.trainer.megatron.layout_runs import Runs, marks_of
 from tests.trainer.megatron.layouts import BACK, FROM, restored_in
 from tests.trainer.megatron.models import step_batch
@@ -87,7 +88,7 @@ def test_moments_of_a_rank_are_those_of_its_optimizer(runs: Runs, tmp_path: Path
     """What `whole_state` reads, without the code that wrote it."""
     backend = make_backend(runs.models / "qwen2", "single")
     backend.train_step(step_batch("qwen2", 0))
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     state = whole_state(tmp_path, runs.models / "qwen2")
     held = {id(parameter): name for name, parameter in backend._parameters.items()}
     (adam,) = backend._optimizer.torch_optimizers

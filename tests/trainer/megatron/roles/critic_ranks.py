@@ -6,7 +6,6 @@ As a module: LAYOUT MODEL_DIR OUT [CHECKPOINT], a checkpoint of another layout, 
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.trainer.megatron.layouts import LAYOUTS
+from tests.trainer.megatron.roles.critic_weights import critic_export
 from tests.trainer.roles.ppo_steps import STEPS, command, make_models
 from trainer.backends.base import StepStats
 from trainer.execution.commands import (
@@ -36,7 +36,7 @@ MEASURED = (
 
 def measured(stats: StepStats) -> dict[str, float]:
     assert (stats.skipped, stats.warnings) == ("", ())
-    return {name: asdict(stats)[name] for name in MEASURED}
+    return {name: getattr(stats, name) for name in MEASURED}
 
 
 def run(layout: str, model_dir: Path, out: Path, checkpoint: Path | None = None) -> None:
@@ -66,7 +66,7 @@ def exported(models: RankModels) -> Iterator[tuple[str, torch.Tensor]]:
     """Copies of the tensors of both models, on rank 0."""
     assert isinstance(models.critic, MegatronCritic)
     yield from ((f"policy.{name}", tensor.clone()) for name, tensor in models.policy.export())
-    yield from ((f"critic.{name}", tensor.clone()) for name, tensor in models.critic.export())
+    yield from ((f"critic.{name}", tensor.clone()) for name, tensor in critic_export(models.critic))
 
 
 def _train(leader: Executor, out: Path) -> None:

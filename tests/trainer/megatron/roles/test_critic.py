@@ -63,7 +63,7 @@ def oracle(runs: Runs) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]
     stats = [measured(leader.train(command(step))[1]) for step in STEPS]
     assert isinstance(models.critic, ReferenceCritic)
     weights = {f"policy.{name}": tensor for name, tensor in models.policy.export()}
-    return stats, weights | {f"critic.{name}": tensor for name, tensor in models.critic.weights.items()}
+    return stats, weights | {f"critic.{name}": tensor for name, tensor in models.critic._trained.items()}
 
 
 @EACH_LAYOUT

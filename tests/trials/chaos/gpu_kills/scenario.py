@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from protocol.errors import TetherError
-from protocol.host.parent_death import die_with_parent
+from protocol.host.prctl import die_with_parent
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger

@@ -7,14 +7,10 @@ Shapes: T tokens, t of them on this rank (all without sequence parallelism); H h
 query and key, whose last R carry the position; V of a head's value; heads are this tensor rank's.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     checkpoint,
     copy_to_tensor_model_parallel_region,
@@ -26,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.families.latent import Latent
 from trainer.megatron.layers.attention.core import PackedAttention
-from trainer.megatron.layers.attention.sequences import RotarySequences
+from trainer.megatron.layers.attention.rotary import RotarySequences
 from trainer.megatron.layers.dense import RMSNorm, by_heads, joining_heads
 
 EPS = 1e-6
@@ -50,7 +46,7 @@ class LatentAttention(MegatronModule):
         rotary_factor: float,
         **unused: Any,
     ) -> None:
-        """Make the layer's parameters, uninitialized; arguments beside megatron's as those of its core."""
+        """Make the layer's parameters, uninitialized; other arguments as of its core."""
         super().__init__(config=config)
         self.latent = latent
         hidden, heads = config.hidden_size, config.num_attention_heads
@@ -149,4 +145,4 @@ class ReplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        return torch.nn.functional.linear(x, self.weight)

@@ -4,16 +4,13 @@ Shapes: T tokens of this rank, H hidden size, E experts of the layer, k of them 
 for each expert of each token. A group has P ranks with different experts times Q that share each expert.
 """
 
-import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
-
-# isort: split
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import all_to_all
 
-from trainer.layers.attention.rows import to_device
+from trainer.layers.attention.visible import to_device
 
 
 class ExpertOrder:

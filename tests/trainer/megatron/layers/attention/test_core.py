@@ -5,8 +5,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.attention.core import PackedAttention
-from trainer.megatron.layers.attention.rotary import Rotary
-from trainer.megatron.layers.attention.sequences import packed_sequences
+from trainer.megatron.layers.attention.rotary import Rotary, packed_sequences
 
 FREQUENCIES = 1.0 / 100.0 ** (torch.arange(4) / 4)
 

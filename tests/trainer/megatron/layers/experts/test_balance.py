@@ -18,12 +18,12 @@ from trainer.megatron.layers.experts.balance import (
     auxiliary_loss,
     extremes,
     loads_by_layer,
+    routed_tokens,
     set_balance,
     tokens_by_sample,
     updated_bias,
     z_loss,
 )
-from trainer.megatron.layers.experts.tokens import routed_tokens
 
 MODEL = "qwen3-moe"
 CHOSEN = torch.tensor([[0, 1], [0, 2], [1, 0], [2, 2]])
