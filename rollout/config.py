@@ -67,9 +67,9 @@ class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
     name: str = set_first("single_turn")
-    """The environment: single_turn, given, guess_number, gsm8k, textarena, tools, agent, command,
-    server or verifiers (`rollout/environments/`), or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`;
-    the module is found in `run.modules` and `PYTHONPATH`."""
+    """The environment: single_turn, given, guess_number, gsm8k, textarena, openenv, tools, agent,
+    command, server or verifiers (`rollout/environments/`), or one of your own as `MODULE:CLASS` or
+    `MODULE:FUNCTION`; the module is found in `run.modules` and `PYTHONPATH`."""
     options: dict[str, Any] = field(default_factory=dict, metadata=FIRST)
     """Options of that environment; of your own: keyword arguments of the class or the function."""
     call_s: Annotated[float, Interval(gt=0, le=1e6)] = 3600.0

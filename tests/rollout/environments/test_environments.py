@@ -19,6 +19,7 @@ from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 NEEDED: dict[str, dict[str, object]] = {
     "agent": {"function": "tests.rollout.environments.agents:plays"},
     "command": {"command": ["true"]},
+    "openenv": {"url": "http://127.0.0.1:1"},
     "server": {"url": "http://127.0.0.1:1/run"},
     "verifiers": {"address": "tcp://127.0.0.1:1"},
 }
