@@ -77,9 +77,17 @@ class Command(SessionEnvironment):
         """
         super().configured(config)
         if config.sandbox.name != PROCESS:
-            options = self._options
-            check_options(options.processes, options.user)
-            self._sandboxed = SandboxedProgram(config, options.command, options.directory, options.variables)
+            check_options(self._options.processes, self._options.user)
+            self._sandboxed = self.sandboxed(config)
+
+    @property
+    def program(self) -> tuple[tuple[str, ...], str, dict[str, str]]:
+        """The command, the directory of its modules, and its variables."""
+        return self._options.command, self._options.directory, self._options.variables
+
+    def sandboxed(self, config: EnvironmentConfig) -> SandboxedProgram:
+        """Return what runs the program in sandboxes."""
+        return SandboxedProgram(config, *self.program)
 
     async def act(self, task: Task) -> Outcome:
         if self._sandboxed is not None:

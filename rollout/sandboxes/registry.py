@@ -13,6 +13,8 @@ PROVIDERS = Registry(
     {
         "bubblewrap": Entry("rollout.sandboxes.bubblewrap:BubblewrapProvider"),
         "container": Entry("rollout.sandboxes.container:ContainerProvider"),
+        "daytona": Entry("rollout.sandboxes.remote.daytona:DaytonaProvider"),
+        "e2b": Entry("rollout.sandboxes.remote.e2b:E2BProvider"),
     },
     own=Entry,
 )

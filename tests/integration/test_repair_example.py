@@ -35,7 +35,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 def test_the_same_seed_makes_the_same_tasks(tasks: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     assert make(tmp_path) == tasks
-    assert set(tasks) == {"line", "one", "many"}
+    assert set(tasks) == {"number", "line", "one", "many"}
 
 
 def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(

@@ -2,8 +2,8 @@
 
     python deploy/examples/repair/make_tasks.py [--out runs/repair-tasks] [--tasks 1000] [--seed 0]
 
-The rungs of the ladder: `number`, print the number of the line with the bug, which is named; `line`, print the
-line, which is named beside another one; `one`, repair a program of one function; `many`, one of four
+The rungs of the ladder: `number`, print the number of the line with the bug, which is named; `line`, print
+the line, which is named beside another one; `one`, repair a program of one function; `many`, one of four
 functions. The same seed writes the same tasks.
 """
 

@@ -168,7 +168,7 @@ async def test_a_program_in_a_sandbox_ends_with_its_time(tmp_path: Path) -> None
     [
         ("command", {"command": ["true"], "processes": 2}, "processes: 2, but in a sandbox"),
         ("command", {"command": ["true"], "user": "nobody"}, "user: 'nobody', but in a sandbox"),
-        ("single_turn", {}, "runs no commands; ones that do are command, tools"),
+        ("single_turn", {}, "runs no commands; ones that do are command, harbor, tools"),
     ],
 )
 def test_a_sandbox_that_cannot_be_is_refused(name: str, options: dict[str, object], why: str) -> None:
