@@ -55,7 +55,7 @@ class SandboxConfig:
     continues if its worker is lost; later commands run again. 0: none, all commands run again."""
     read_only: tuple[str, ...] = ()
     """Directories of this machine that can be read in the sandbox, under their own names; e2b and daytona get
-    a copy. bubblewrap has /usr and the worker's Python besides."""
+    a copy. bubblewrap has /usr and the worker's Python, too."""
     directories: tuple[str, ...] = ()
     """More directories that commands may write, such as /logs, in memory with bubblewrap and container."""
     image: str = ""

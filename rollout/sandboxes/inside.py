@@ -169,7 +169,7 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def answer_request(request: dict[str, Any], source: Any, sink: Any, settings: dict[str, Any]) -> None:
-    """Do what a request asks for, and answer it."""
+    """Follow a request, and answer it."""
     data = source.read(request["bytes"])
     try:
         answer(sink, *DO[request["do"]](request, data, settings))

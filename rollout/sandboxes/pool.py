@@ -73,7 +73,7 @@ class SandboxPool:
 async def created(
     making: Awaitable[T], remove: Callable[[T], Awaitable[None]], failed: tuple[type[Exception], ...]
 ) -> T:
-    """Return what is made; cancelled, wait for it, as it cannot be stopped, and remove it.
+    """Return the result of `making`; cancelled, wait for it, as it cannot be stopped, and remove it.
 
     Args:
         making: makes it.

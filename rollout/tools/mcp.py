@@ -49,7 +49,7 @@ class McpTool(Tool):
             self._earlier.append(text)
 
     async def run(self, text: str) -> str:
-        """Return what the tool answers, or the error that it names.
+        """Return the tool's answer, or the error that it names.
 
         Raises:
             RuntimeError: the server cannot be reached, or has ended.

@@ -18,7 +18,7 @@ class McpServer:
     url: str = ""
     """Where a service listens, such as http://127.0.0.1:8000/mcp (streamable HTTP)."""
     variables: dict[str, str] = field(default_factory=dict)
-    """command: environment variables besides HOME, PATH and the like."""
+    """command: environment variables, with HOME, PATH and the like."""
     key_env: str = ""
     """url: environment variable of the rollout worker with a key, which is sent as a bearer token."""
     call_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0

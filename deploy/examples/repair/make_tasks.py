@@ -3,7 +3,7 @@
     python deploy/examples/repair/make_tasks.py [--out runs/repair-tasks] [--tasks 1000] [--seed 0]
 
 The rungs of the ladder: `number`, print the number of the line with the bug, which is named; `line`, print
-the line, which is named beside another one; `one`, repair a program of one function; `many`, one of four
+the line, which is named with another one; `one`, repair a program of one function; `many`, one of four
 functions. The same seed writes the same tasks.
 """
 
@@ -62,8 +62,9 @@ def task(seed: str, rung: str) -> dict[str, Any]:
         line=line,
         example=f"solve({example}) returns {found[failing[0]]}; it should return {expected[failing[0]]}.",
     )
+    shown = "" if rung == "number" else f"solution.py:\n```python\n{wrong}\n```\n"
     return {
-        "prompt": f"solution.py:\n```python\n{wrong}\n```\n{asked}",
+        "prompt": shown + asked,
         "rung": rung,
         "files": {"solution.py": wrong},
         "hidden_line": str(line) if rung == "number" else lines[line - 1].strip(),

@@ -25,7 +25,7 @@ from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
 from rollout.sandboxes.base import SandboxDied, Start
 from rollout.sandboxes.pool import CREATE_S
-from rollout.sandboxes.remote.machine import Machine
+from rollout.sandboxes.remote.machine import RemoteMachine
 from rollout.sandboxes.remote.provider import RemoteProvider
 
 KEY = "setting environment.sandbox.name: 'daytona'"
@@ -74,7 +74,7 @@ class DaytonaProvider(RemoteProvider):
     async def close(self) -> None:
         await self._client.close()
 
-    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> Machine:
+    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
         is_address = host.replace(".", "").isdigit()
         reached = {"network_allow_list": f"{host}/32"} if is_address else {"domain_allow_list": host}
         given = CreateSandboxFromSnapshotParams(
@@ -89,7 +89,7 @@ class DaytonaProvider(RemoteProvider):
         with _failing():
             return DaytonaMachine(await self._client.create(given, timeout=CREATE_S))
 
-    async def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[Machine, Mapping[str, str]]]:
+    async def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
         with _failing():
             async for sandbox in self._client.list(ListSandboxesQuery(labels=dict(labels)), CREATE_S):
                 yield DaytonaMachine(sandbox), sandbox.labels

@@ -17,7 +17,7 @@ from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
 from rollout.sandboxes.base import SandboxDied, Start
 from rollout.sandboxes.pool import CREATE_S
-from rollout.sandboxes.remote.machine import Machine
+from rollout.sandboxes.remote.machine import RemoteMachine
 from rollout.sandboxes.remote.provider import RemoteProvider
 
 ALL = "0.0.0.0/0"
@@ -51,7 +51,7 @@ class E2BMachine:
 
 
 class ListedMachine(E2BMachine):
-    """A sandbox of which nothing but its name is known."""
+    """A sandbox whose name alone is known."""
 
     def __init__(self, name: str, words: Mapping[str, Any]) -> None:
         self._name, self._words = name, words
@@ -71,7 +71,7 @@ class E2BProvider(RemoteProvider):
     async def close(self) -> None:
         pass  # the package keeps connections for each event loop
 
-    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> Machine:
+    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
         network = {"allow_out": [host], "deny_out": [ALL]} if host else {"deny_out": [ALL]}
         with _failing():
             return E2BMachine(
@@ -84,7 +84,7 @@ class E2BProvider(RemoteProvider):
                 )
             )
 
-    async def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[Machine, Mapping[str, str]]]:
+    async def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
         pages = AsyncSandbox.list(SandboxQuery(metadata=dict(labels)), **self._words)
         while pages.has_next:
             with _failing():

@@ -1,4 +1,4 @@
-"""Serves a sandbox on a machine of another company, whatever its client.
+"""Serves a sandbox on a machine of another company, by any client.
 
 Each request is a file on the machine, which `inside.py` answers by another file, as root; commands run as a
 user without rights, who can read neither. So a command has the same limits as elsewhere; memory and disk as a
@@ -23,7 +23,7 @@ FOLDER, WORK = "/tmp/.tether", "/tmp/sandbox"
 """Directories on the machine: root's, with requests and answers, and the episode's."""
 
 
-class Machine(Protocol):
+class RemoteMachine(Protocol):
     """A machine for one episode. Each call raises `SandboxDied` if it fails."""
 
     async def run(self, line: str, wall_s: float) -> str:
@@ -42,7 +42,7 @@ class Machine(Protocol):
 class RemoteSandbox(AskedSandbox):
     """Sandbox on a machine."""
 
-    def __init__(self, machine: Machine, config: SandboxConfig) -> None:
+    def __init__(self, machine: RemoteMachine, config: SandboxConfig) -> None:
         super().__init__(config.disk_mb << 20)
         self._machine, self._config = machine, config
         settings = {

@@ -17,13 +17,13 @@ from rollout.config import SandboxConfig
 from rollout.programs.folder import ProgramFolder, clear_left_folders
 from rollout.sandboxes.base import SandboxDied, Start
 from rollout.sandboxes.pool import completed, created
-from rollout.sandboxes.remote.machine import Machine, RemoteSandbox
+from rollout.sandboxes.remote.machine import RemoteMachine, RemoteSandbox
 
 
 class HeldSandbox(RemoteSandbox):
     """Sandbox whose folder on this host says that its worker lives."""
 
-    def __init__(self, machine: Machine, config: SandboxConfig, folder: ProgramFolder) -> None:
+    def __init__(self, machine: RemoteMachine, config: SandboxConfig, folder: ProgramFolder) -> None:
         super().__init__(machine, config)
         self._folder = folder
 
@@ -75,11 +75,11 @@ class RemoteProvider(ABC):
         """Close connections. Idempotent."""
 
     @abstractmethod
-    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> Machine:
+    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
         """Create a machine that ends after its lease and reaches `host` alone; empty: no host at all."""
 
     @abstractmethod
-    def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[Machine, Mapping[str, str]]]:
+    def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
         """Yield machines that have all of the labels, with all that they have."""
 
 
@@ -102,5 +102,5 @@ def _host_label() -> dict[str, str]:
     return {"tether_host": socket.gethostname()}
 
 
-async def _removed(machine: Machine) -> None:
+async def _removed(machine: RemoteMachine) -> None:
     await machine.remove()

@@ -12,7 +12,7 @@ from tests.contracts.sandbox_suite import CONFIG
 
 
 class RootProvider(BubblewrapProvider):
-    """Bubblewrap whose commands may be any user, as those of a machine of one's own."""
+    """Bubblewrap whose commands may be any user, as on a machine of one's own."""
 
     def _arguments(self, start: Start, relay: Relay | None) -> list[str]:
         *words, settings = super()._arguments(start, relay)

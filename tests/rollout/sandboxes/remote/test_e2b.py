@@ -80,7 +80,7 @@ async def test_a_machine_that_has_ended_is_a_dead_sandbox(double: Double, provid
             await shell(sandbox, "true")
 
 
-async def test_what_cannot_work_is_refused_by_name(
+async def test_a_setting_that_cannot_work_is_refused_by_name(
     provider: E2BProvider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingsError, match=r"environment\.advertise: .* does not reach http://127"):

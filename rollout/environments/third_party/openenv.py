@@ -5,7 +5,7 @@ are answered by {"type": "observation", "data": {"observation", "reward", "done"
 `reset` are the arguments of the reset. The prompt shows the first observation; this program asks a server
 for it:
 
-    python -m rollout.environments.openenv URL PROMPTS.jsonl COUNT [FIELD]
+    python -m rollout.environments.third_party.openenv URL PROMPTS.jsonl COUNT [FIELD]
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class OpenEnvSession:
         except TimeoutError:
             raise RuntimeError(f"the OpenEnv server {url}: no answer to {kind} in time") from None
         except (TypeError, ValueError, OSError, aiohttp.ClientError):
-            raise RuntimeError(f"the OpenEnv server {url} closed, or said what is no JSON") from None
+            raise RuntimeError(f"the OpenEnv server {url} closed, or did not say JSON") from None
         found = answer.get("data", {})
         if answer.get("type") != "observation":
             wrong = ValueError if found.get("code") == WRONG_ACTION else RuntimeError
@@ -152,7 +152,7 @@ async def write_prompts(url: str, path: Path, count: int, field: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run `python -m rollout.environments.openenv`; return the exit code."""
+    """Run `python -m rollout.environments.third_party.openenv`; return the exit code."""
     match arguments:
         case [url, path, count, *field] if count.isdigit() and len(field) < 2:
             asyncio.run(write_prompts(url, Path(path), int(count), "".join(field)))

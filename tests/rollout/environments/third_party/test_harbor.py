@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
 from rollout.config import EnvironmentConfig, SandboxConfig
-from rollout.environments.harbor import main, read_task
+from rollout.environments.third_party.harbor import main, read_task
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt
 from tests.changes import slow_unless_changed
@@ -54,7 +54,7 @@ def harbor(**options: object) -> EnvironmentConfig:
     return EnvironmentConfig("harbor", {"command": command, **options}, attempts=1, sandbox=sandbox)
 
 
-@slow_unless_changed("rollout/sandboxes/", "rollout/environments/harbor.py")
+@slow_unless_changed("rollout/sandboxes/", "rollout/environments/third_party/harbor.py")
 async def test_the_reward_is_what_the_tests_of_the_task_write(tmp_path: Path) -> None:
     write_task(tmp_path / "task")
     prompt = Prompt("2+2=", metadata={"harbor": str(tmp_path / "task")}, index=7)
@@ -62,7 +62,7 @@ async def test_the_reward_is_what_the_tests_of_the_task_write(tmp_path: Path) ->
     assert [row.environment_reward for row in decode_rollout(rollout).rows] == [0.75, 0.75]
 
 
-@slow_unless_changed("rollout/sandboxes/", "rollout/environments/harbor.py")
+@slow_unless_changed("rollout/sandboxes/", "rollout/environments/third_party/harbor.py")
 @pytest.mark.parametrize(
     ("test", "environment", "seconds", "why"),
     [

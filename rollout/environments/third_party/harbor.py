@@ -4,7 +4,7 @@ A task is a directory: `task.toml`, `instruction.md`, `tests/test.sh`. The progr
 as `command` starts it. When it has ended, `tests/` is written to /tests, `bash /tests/test.sh` is run, and
 the reward is in /logs/verifier/reward.txt or reward.json. This program writes the prompts:
 
-    python -m rollout.environments.harbor DIRECTORY-OF-TASKS PROMPTS.jsonl
+    python -m rollout.environments.third_party.harbor DIRECTORY-OF-TASKS PROMPTS.jsonl
 """
 
 import json
@@ -80,7 +80,7 @@ class HarborProgram(SandboxedProgram):
     def _read(self, task: Mapping[str, Any]) -> HarborTask:
         if not isinstance(folder := task["metadata"].get(FIELD), str):
             raise SettingsError(
-                f"a prompt has no field {FIELD!r}: write prompts by python -m rollout.environments.harbor"
+                f"a prompt has no field {FIELD!r}: write prompts by python -m rollout.environments.third_party.harbor"
             )
         return read_task(Path(folder), offline=self.offline)
 
@@ -194,7 +194,7 @@ def _reward(name: str, data: bytes) -> float:
 
 
 def main(arguments: list[str]) -> int:
-    """Run `python -m rollout.environments.harbor`; return the exit code."""
+    """Run `python -m rollout.environments.third_party.harbor`; return the exit code."""
     match arguments:
         case [tasks, prompts]:
             folders = sorted(file.parent for file in Path(tasks).glob("*/task.toml"))

@@ -13,7 +13,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
-from rollout.environments.openenv import main
+from rollout.environments.third_party.openenv import main
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
@@ -77,7 +77,7 @@ async def test_an_action_may_be_the_turn_as_json(renderer: Renderer) -> None:
          "has no 'heard', but other"),
     ],
 )  # fmt: skip
-async def test_what_is_no_observation_fails_the_episode(
+async def test_an_answer_that_is_no_observation_fails_the_episode(
     renderer: Renderer, answers: list[Any], why: str
 ) -> None:
     async with openenv_peer(*answers) as config:
