@@ -57,10 +57,11 @@ def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
     assert python_tests.score("", row["files"]["solution.py"], row, options) == 0.0
 
 
-def test_the_configuration_passes_the_check(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "rung"), [("config", "line"), ("ladder", "number")])
+def test_a_configuration_passes_the_check(config: str, rung: str, tmp_path: Path) -> None:
     make(tmp_path / "tasks")
-    given = [f"run.dir={tmp_path / 'run'}", f"prompts.path={tmp_path / 'tasks/line.jsonl'}"]
-    assert check_configuration(str(EXAMPLE / "config.toml"), given).problems == []
+    given = [f"run.dir={tmp_path / 'run'}", f"prompts.path={tmp_path / 'tasks' / rung}.jsonl"]
+    assert check_configuration(str(EXAMPLE / f"{config}.toml"), given).problems == []
 
 
 async def test_an_agent_that_says_nothing_of_use_hands_over_the_file_as_it_was(

@@ -80,7 +80,8 @@ class HarborProgram(SandboxedProgram):
     def _read(self, task: Mapping[str, Any]) -> HarborTask:
         if not isinstance(folder := task["metadata"].get(FIELD), str):
             raise SettingsError(
-                f"a prompt has no field {FIELD!r}: write prompts by python -m rollout.environments.third_party.harbor"
+                f"a prompt has no field {FIELD!r}: write prompts by "
+                "python -m rollout.environments.third_party.harbor"
             )
         return read_task(Path(folder), offline=self.offline)
 

@@ -89,7 +89,9 @@ class DaytonaProvider(RemoteProvider):
         with _failing():
             return DaytonaMachine(await self._client.create(given, timeout=CREATE_S))
 
-    async def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
+    async def _listed(
+        self, labels: Mapping[str, str]
+    ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
         with _failing():
             async for sandbox in self._client.list(ListSandboxesQuery(labels=dict(labels)), CREATE_S):
                 yield DaytonaMachine(sandbox), sandbox.labels

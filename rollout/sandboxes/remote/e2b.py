@@ -84,7 +84,9 @@ class E2BProvider(RemoteProvider):
                 )
             )
 
-    async def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
+    async def _listed(
+        self, labels: Mapping[str, str]
+    ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
         pages = AsyncSandbox.list(SandboxQuery(metadata=dict(labels)), **self._words)
         while pages.has_next:
             with _failing():

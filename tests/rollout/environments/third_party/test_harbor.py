@@ -9,8 +9,8 @@ import pytest
 from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
 from rollout.config import EnvironmentConfig, SandboxConfig
-from rollout.environments.third_party.harbor import main, read_task
 from rollout.environments.registry import make_environment
+from rollout.environments.third_party.harbor import main, read_task
 from rollout.prompts.base import Prompt
 from tests.changes import slow_unless_changed
 from tests.rollout.environments.groups import generated

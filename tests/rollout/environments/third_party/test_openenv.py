@@ -13,8 +13,8 @@ import pytest
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
-from rollout.environments.third_party.openenv import main
 from rollout.environments.registry import make_environment
+from rollout.environments.third_party.openenv import main
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
 from rollout.sample import Sample
@@ -72,7 +72,7 @@ async def test_an_action_may_be_the_turn_as_json(renderer: Renderer) -> None:
     ("answers", "why"),
     [
         ([failed("CAPACITY_REACHED")], "CAPACITY_REACHED"),
-        ([seen("")], "closed, or said"),
+        ([seen("")], "closed, or did not say"),
         ([{"type": "observation", "data": {"observation": {"other": 1}, "reward": 0, "done": False}}],
          "has no 'heard', but other"),
     ],
