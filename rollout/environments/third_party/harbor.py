@@ -73,9 +73,9 @@ class HarborProgram(SandboxedProgram):
         return self._read(task).image
 
     async def _run(self, sandbox: Sandbox, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
-        tests = self._read(task)
-        await super()._run(sandbox, url, key, {**task, "metadata": {}})  # where the tests are is not for it
-        return await tested(sandbox, tests)
+        shown = {name: value for name, value in task["metadata"].items() if name != FIELD}
+        await super()._run(sandbox, url, key, {**task, "metadata": shown})
+        return await tested(sandbox, self._read(task))
 
     def _read(self, task: Mapping[str, Any]) -> HarborTask:
         if not isinstance(folder := task["metadata"].get(FIELD), str):
