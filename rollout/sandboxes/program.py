@@ -14,7 +14,7 @@ from rollout.programs.outcome import Outcome, outcome_of
 from rollout.programs.program import MAX_LINE, MAX_OUTPUT, ProgramKilled
 from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, SandboxFull, Start
 from rollout.sandboxes.pool import SandboxPool
-from rollout.sandboxes.registry import make_provider
+from rollout.sandboxes.registry import check_endpoint, make_provider
 
 TASK, OUTCOME = "task.json", "outcome.json"
 OUTPUT = 16 << 20
@@ -36,6 +36,7 @@ class SandboxedProgram:
         Raises:
             SettingsError: there is no such sandbox.
         """
+        check_endpoint(config)
         self._command, self._config = command, config
         path = str(Path(directory).absolute()) if directory else ""
         self._variables = {**({"PYTHONPATH": path} if path else {}), **variables}
