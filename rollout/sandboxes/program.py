@@ -10,9 +10,9 @@ from yarl import URL
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
-from rollout.programs.outcome import Outcome, outcome_of
+from rollout.programs.outcome import Outcome, variables_of, written_outcome
 from rollout.programs.program import MAX_LINE, MAX_OUTPUT, ProgramKilled
-from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, SandboxFull, Start
+from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, Start
 from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.registry import check_endpoint, make_provider
 
@@ -77,23 +77,10 @@ class SandboxedProgram:
             self._command,
             self._config.episode_s,
             OUTPUT,
-            {
-                "OPENAI_BASE_URL": url,
-                "OPENAI_API_KEY": key,
-                "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": key,
-                "TETHER_TASK": TASK,
-                "TETHER_OUTCOME": OUTCOME,
-                **self._variables,
-            },
+            {**variables_of(url, key, TASK, OUTCOME), **self._variables},
         )
         _check(self._command[0], await sandbox.exec(order))
-        try:
-            outcome = await sandbox.read(OUTCOME, MAX_LINE)
-            fields = None if outcome is None else json.loads(outcome)
-        except (SandboxFull, ValueError, RecursionError) as error:
-            raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
-        return None if outcome is None else outcome_of(fields)
+        return written_outcome(await sandbox.read(OUTCOME, MAX_LINE))
 
 
 def _check(name: str, executed: Executed) -> None:
