@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
+from rollout.programs.folder import ProgramFolder
 from rollout.sandboxes.base import SandboxDied, SandboxFull, Start
 from rollout.sandboxes.served import FIRST_UID, GRACE_S, INSIDE, AskedSandbox
 
@@ -42,9 +43,10 @@ class RemoteMachine(Protocol):
 class RemoteSandbox(AskedSandbox):
     """Sandbox on a machine."""
 
-    def __init__(self, machine: RemoteMachine, config: SandboxConfig) -> None:
+    def __init__(self, machine: RemoteMachine, config: SandboxConfig, folder: ProgramFolder) -> None:
+        """Args: folder: on this host; as long as it is there the worker lives."""
         super().__init__(config.disk_mb << 20)
-        self._machine, self._config = machine, config
+        self._machine, self._config, self._folder = machine, config, folder
         settings = {
             "work": WORK,
             "uid": FIRST_UID + secrets.randbelow(1 << 24),  # a kernel counts processes by user
@@ -72,7 +74,10 @@ class RemoteSandbox(AskedSandbox):
 
     async def stop(self) -> None:
         self._dead = "the sandbox was stopped"
-        await self._machine.remove()
+        try:
+            await self._machine.remove()
+        finally:
+            self._folder.close()
 
     async def _asked(
         self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S

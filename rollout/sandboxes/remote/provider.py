@@ -20,20 +20,6 @@ from rollout.sandboxes.pool import completed, created
 from rollout.sandboxes.remote.machine import RemoteMachine, RemoteSandbox
 
 
-class HeldSandbox(RemoteSandbox):
-    """Sandbox whose folder on this host says that its worker lives."""
-
-    def __init__(self, machine: RemoteMachine, config: SandboxConfig, folder: ProgramFolder) -> None:
-        super().__init__(machine, config)
-        self._folder = folder
-
-    async def stop(self) -> None:
-        try:
-            await super().stop()
-        finally:
-            self._folder.close()
-
-
 class RemoteProvider(ABC):
     """Provider whose sandboxes are machines of a company."""
 
@@ -43,12 +29,12 @@ class RemoteProvider(ABC):
     async def start(self, start: Start) -> RemoteSandbox:
         host = endpoint_host(start.endpoint)
         folder = ProgramFolder()
-        sandbox: HeldSandbox | None = None
+        sandbox: RemoteSandbox | None = None
         began = False
         try:
             labels = {**_host_label(), "tether_folder": str(folder.path)}
             machine = await created(self._created(start, host, labels), _removed, (SandboxDied,))
-            sandbox = HeldSandbox(machine, self._config, folder)
+            sandbox = RemoteSandbox(machine, self._config, folder)
             await sandbox.begin(start)
             began = True
         finally:

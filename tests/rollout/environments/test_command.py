@@ -60,7 +60,10 @@ async def test_the_calls_of_a_program_are_its_sample(tmp_path: Path, monkeypatch
         (ASKS + "\nprint('no idea'); sys.exit(3)", r"ended with status 3: no idea"),
         (ASKS + "\nopen(os.environ['TETHER_OUTCOME'], 'w').write('[]')", "the outcome is not"),
         (ASKS + "\nos.mkfifo(os.environ['TETHER_OUTCOME'])", "no regular file"),
-        (ASKS + "\nos.symlink('/etc/hostname', os.environ['TETHER_OUTCOME'])", "symbolic links: .*/outcome.json"),
+        (
+            ASKS + "\nos.symlink('/etc/hostname', os.environ['TETHER_OUTCOME'])",
+            "symbolic links: .*/outcome.json",
+        ),
         ("pass", "without a call of the model"),
     ],
 )
