@@ -13,6 +13,8 @@ SGLANG_READY := $(if $(filter $(CUDA_SGLANG)/bin/python,$(SGLANG_PYTHON)),$(CUDA
 TRACKING := $(VENV)-tracking
 BRIDGE := $(VENV)-bridge
 VERIFIERS := $(VENV)-verifiers
+OPENENV := $(VENV)-openenv
+REMOTE := $(VENV)-remote
 JAX := $(VENV)-jax
 JAX_PYTHON ?= python3.12
 BIN := $(VENV)/bin
@@ -58,6 +60,16 @@ $(VERIFIERS)/.ready: $(VENV)/.ready deploy/locks/verifiers.txt deploy/setup_laye
 	bash deploy/setup_layer.sh $(VENV) $(VERIFIERS) deploy/locks/verifiers.txt
 	touch $@
 
+# a server of OpenEnv, for a slow test
+$(OPENENV)/.ready: $(VENV)/.ready deploy/locks/openenv.txt deploy/setup_layer.sh
+	bash deploy/setup_layer.sh $(VENV) $(OPENENV) deploy/locks/openenv.txt
+	touch $@
+
+# clients of remote sandboxes, for slow tests: `$(REMOTE)/bin/python -m pytest -m slow tests/rollout/sandboxes/remote`
+$(REMOTE)/.ready: $(VENV)/.ready deploy/locks/remote-sandboxes.txt deploy/setup_layer.sh
+	bash deploy/setup_layer.sh $(VENV) $(REMOTE) deploy/locks/remote-sandboxes.txt
+	touch $@
+
 # sglang-jax on a CPU, for slow tests; nothing of it can live in Python 3.11
 $(JAX)/.ready: deploy/locks/sglang-jax.txt deploy/setup.sh
 	PYTHON=$(JAX_PYTHON) bash deploy/setup.sh $(JAX) sglang-jax
@@ -89,8 +101,9 @@ test: $(VENV)/.ready
 pytest: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 $(REPORT)/pytest.xml -m "not slow and not gpu"
 
-test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready $(JAX)/.ready
+test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready $(OPENENV)/.ready $(REMOTE)/.ready $(JAX)/.ready
 	$(BIN)/python -m pytest $(REPORT)/slow.xml -m slow
+	$(REMOTE)/bin/python -m pytest -m slow tests/rollout/sandboxes/remote
 
 # a process for each GPU, then what needs two; with -k (--keep-going) also if the first fails
 test-gpu: test-one-gpu test-two-gpus

@@ -34,8 +34,9 @@ class SandboxConfig:
     """Section `[environment.sandbox]`: where the commands of an episode run."""
 
     name: str = "process"
-    """process, bubblewrap, container (`rollout/sandboxes/`), or one of your own as `MODULE:CLASS`.
-    With `process` the tools run each call for itself, and programs of `command` run without a sandbox."""
+    """process, bubblewrap, container, e2b or daytona (`rollout/sandboxes/`), or one of your own as
+    `MODULE:CLASS`. With `process` the tools run each call for itself, and programs of `command` run without a
+    sandbox."""
     memory_mb: Annotated[int, Interval(ge=16, le=2**22)] = 1024
     """Memory of a sandbox, MiB, and address space of each of its processes."""
     disk_mb: Annotated[int, Interval(ge=1, le=2**20)] = 64
@@ -53,13 +54,15 @@ class SandboxConfig:
     """The environment `tools` keeps a snapshot of the files after every so many calls, from which the episode
     continues if its worker is lost; later commands run again. 0: none, all commands run again."""
     read_only: tuple[str, ...] = ()
-    """bubblewrap, container: directories of this machine that can be read in the sandbox, under their own
-    names. bubblewrap has /usr and the worker's Python besides."""
+    """Directories of this machine that can be read in the sandbox, under their own names; e2b and daytona get
+    a copy. bubblewrap has /usr and the worker's Python, too."""
+    directories: tuple[str, ...] = ()
+    """More directories that commands may write, such as /logs, in memory with bubblewrap and container."""
     image: str = ""
-    """container: the image, which has Python as `python3`."""
+    """container: the image; e2b: the template; daytona: the snapshot; each has Python as `python3`."""
     service: str = ""
     """container: URL of Docker or of Podman's service, such as "unix:///run/podman/podman.sock". Empty: as
-    DOCKER_HOST says."""
+    DOCKER_HOST says. e2b, daytona: URL of another API than the company's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,9 @@ class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
     name: str = set_first("single_turn")
-    """The environment: single_turn, given, guess_number, gsm8k, textarena, tools, agent, command,
-    server or verifiers (`rollout/environments/`), or one of your own as `MODULE:CLASS` or `MODULE:FUNCTION`;
-    the module is found in `run.modules` and `PYTHONPATH`."""
+    """The environment: single_turn, given, guess_number, gsm8k, textarena, openenv, tools, agent,
+    command, server or verifiers (`rollout/environments/`), or one of your own as `MODULE:CLASS` or
+    `MODULE:FUNCTION`; the module is found in `run.modules` and `PYTHONPATH`."""
     options: dict[str, Any] = field(default_factory=dict, metadata=FIRST)
     """Options of that environment; of your own: keyword arguments of the class or the function."""
     call_s: Annotated[float, Interval(gt=0, le=1e6)] = 3600.0

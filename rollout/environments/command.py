@@ -21,7 +21,7 @@ from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
 from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 from rollout.programs.folder import clear_left_folders
-from rollout.programs.outcome import Outcome, outcome_of
+from rollout.programs.outcome import Outcome, variables_of, written_outcome
 from rollout.programs.owner import find_owner
 from rollout.programs.program import MAX_LINE, Launch, Program
 from rollout.programs.standing_programs import StandingPrograms
@@ -77,9 +77,17 @@ class Command(SessionEnvironment):
         """
         super().configured(config)
         if config.sandbox.name != PROCESS:
-            options = self._options
-            check_options(options.processes, options.user)
-            self._sandboxed = SandboxedProgram(config, options.command, options.directory, options.variables)
+            check_options(self._options.processes, self._options.user)
+            self._sandboxed = self.sandboxed(config)
+
+    @property
+    def program(self) -> tuple[tuple[str, ...], str, dict[str, str]]:
+        """The command, the directory of its modules, and its variables."""
+        return self._options.command, self._options.directory, self._options.variables
+
+    def sandboxed(self, config: EnvironmentConfig) -> SandboxedProgram:
+        """Return what runs the program in sandboxes."""
+        return SandboxedProgram(config, *self.program)
 
     async def act(self, task: Task) -> Outcome:
         if self._sandboxed is not None:
@@ -106,23 +114,9 @@ class Command(SessionEnvironment):
 async def _served(program: Program, task: Task) -> Outcome:
     """Run a program for one sample, and return the outcome that it wrote, None if it wrote none."""
     task_file = program.write("task.json", json.dumps(task.as_json()))
-    await program.start(
-        {
-            "OPENAI_BASE_URL": task.url,
-            "OPENAI_API_KEY": task.key,
-            "ANTHROPIC_BASE_URL": task.url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": task.key,
-            "TETHER_TASK": str(task_file),
-            "TETHER_OUTCOME": str(program.folder / OUTCOME),
-        }
-    )
+    await program.start(variables_of(task.url, task.key, str(task_file), str(program.folder / OUTCOME)))
     await program.ended()
-    try:
-        outcome = program.read(OUTCOME, MAX_LINE)
-        fields = None if outcome is None else json.loads(outcome)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
-    return None if outcome is None else outcome_of(fields)
+    return written_outcome(program.read(OUTCOME, MAX_LINE))
 
 
 make = Command

@@ -47,6 +47,10 @@ ENVIRONMENTS = Registry(
         "given": EnvironmentEntry("rollout.environments.given"),
         "gsm8k": EnvironmentEntry("rollout.environments.gsm8k"),
         "guess_number": EnvironmentEntry("rollout.environments.guess_number"),
+        "harbor": EnvironmentEntry(
+            "rollout.environments.third_party.harbor", has_sessions=True, has_sandbox=True
+        ),
+        "openenv": EnvironmentEntry("rollout.environments.third_party.openenv"),
         "server": EnvironmentEntry("rollout.environments.server", has_sessions=True),
         "single_turn": EnvironmentEntry("rollout.environments.single_turn"),
         "textarena": EnvironmentEntry("rollout.environments.textarena"),

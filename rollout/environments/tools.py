@@ -15,7 +15,7 @@ from typing import Annotated
 import xxhash
 from annotated_types import Interval
 
-from protocol.choices import checked_name
+from protocol.choices import checked_name, load
 from protocol.errors import SettingsError
 from reward.sandbox.runner import Limits
 from rollout.config import EnvironmentConfig
@@ -24,9 +24,10 @@ from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.registry import PROCESS, make_provider
 from rollout.sandboxes.runs import SandboxRuns
 from rollout.sandboxes.world import World
-from rollout.tools.base import Tool, as_output, find_call
+from rollout.tools.base import Tool, as_output, find_call, is_block_name
 from rollout.tools.calculator import Calculator
 from rollout.tools.in_world import IN_WORLD, in_world
+from rollout.tools.mcp_server import McpServer
 from rollout.tools.python import PythonTool
 from rollout.tools.search import SearchTool
 from rollout.tools.shell import ShellTool
@@ -54,6 +55,8 @@ class Options:
     """search: the index, a file that `python -m rollout.tools.search build` writes."""
     results: Annotated[int, Interval(ge=1, le=100)] = 3
     """search: passages of an answer."""
+    mcp: dict[str, McpServer] = field(default_factory=dict)
+    """Name -> an MCP server, whose tools are called in blocks of this name."""
 
 
 MAKE: Mapping[str, Callable[[Options], Tool]] = {
@@ -74,13 +77,13 @@ class Tools:
         """Make the tools.
 
         Raises:
-            SettingsError: a tool is unknown, or there is no index.
+            SettingsError: a tool is unknown, there is no index, or the package `mcp` is missing.
         """
         if "search" in options.tools and not options.index:
             raise SettingsError("setting environment.options.index: the tool search needs an index")
         self._options = options
         names = [checked_name(name, MAKE, "setting environment.options.tools:") for name in options.tools]
-        self._tools = {name: MAKE[name](options) for name in names}
+        self._tools = {name: MAKE[name](options) for name in names} | _mcp_tools(options.mcp)
         self._config = EnvironmentConfig()
         self._pool: SandboxPool | None = None
 
@@ -91,7 +94,7 @@ class Tools:
     async def answer(self, episode: Episode) -> str:
         """Play one episode, and return the model's last turn."""
         async with AsyncExitStack() as opened:
-            tools = {name: tool.opened() for name, tool in self._tools.items()}
+            tools = {name: tool.opened(opened) for name, tool in self._tools.items()}
             tools |= await self._in_world(episode, opened)
             return await self._answered(episode, tools)
 
@@ -136,6 +139,27 @@ class Tools:
             tool.restore(call.text, kept)
             episode.insert(as_output(result, self._options.output_characters))
         return await episode.generate(self._options.turn_tokens or None)
+
+
+def _mcp_tools(servers: Mapping[str, McpServer]) -> dict[str, Tool]:
+    """Return the tools of MCP servers, by the names of these."""
+    if not servers:
+        return {}
+    for name, server in servers.items():
+        if name in MAKE or not is_block_name(name):
+            raise SettingsError(
+                "setting environment.options.mcp: a server is named by lower-case letters, digits and _, and "
+                f"not as another tool is: {name!r}"
+            )
+        server.check(name)
+    try:
+        make: Callable[[str, McpServer], Tool] = load("rollout.tools.mcp:McpTool")
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"setting environment.options.mcp: it needs the package {error.name!r}: "
+            "pip install 'tether-rl[mcp]'"
+        ) from None
+    return {name: make(name, server) for name, server in servers.items()}
 
 
 async def _run(tool: Tool, text: str) -> tuple[str, str]:

@@ -1,5 +1,6 @@
-"""Reads a program's report about its sample."""
+"""Tells a program where its session and its files are, and reads its report about the sample."""
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,31 @@ class AnswerText:
 
 Outcome = float | AnswerText | None
 """The reward of a sample; else verifiers score it, by an answer or by the model's last one."""
+
+
+def variables_of(url: str, key: str, task: str, outcome: str) -> dict[str, str]:
+    """Return the environment variables that tell a program its session's URL and key, and its files."""
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+        "TETHER_TASK": task,
+        "TETHER_OUTCOME": outcome,
+    }
+
+
+def written_outcome(data: bytes | None) -> Outcome:
+    """Return the outcome in a file; None if there is no file.
+
+    Raises:
+        ValueError: as `outcome_of`, or it is no JSON.
+    """
+    try:
+        fields = None if data is None else json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
+    return None if data is None else outcome_of(fields)
 
 
 def outcome_of(fields: Any) -> Outcome:

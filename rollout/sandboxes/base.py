@@ -32,6 +32,8 @@ class Start:
     no network at all."""
     snapshot: str = ""
     """What `snapshot` of an earlier sandbox returned: it begins with its files. Empty: with none."""
+    image: str = ""
+    """Image that the task names. Empty: the one of the settings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,11 @@ class BubblewrapProvider:
                 "setting environment.sandbox.name: 'bubblewrap' needs the program bwrap, which is not on the "
                 "PATH: apt install bubblewrap"
             )
+        if start.image:
+            raise SettingsError(
+                f"setting environment.sandbox.name: a task needs the image {start.image!r}, and 'bubblewrap' "
+                "has none; 'container' does"
+            )
         relay = Relay(start.endpoint) if start.endpoint else None
         launch = Launch((binary, *self._arguments(start, relay)), sweeper=self._sweeper)
         program = Program(launch)
@@ -134,8 +139,7 @@ class BubblewrapProvider:
             "--unshare-uts", "--unshare-cgroup-try", "--hostname", "sandbox", "--clearenv",
             *(ROOT if is_root else USER),
             "--proc", "/proc", "--dev", "/dev",
-            "--perms", "1777", "--size", size, "--tmpfs", "/tmp",
-            "--perms", "1777", "--size", size, "--tmpfs", WORK,
+            *(part for path in ("/tmp", WORK, *config.directories) for part in _in_memory(path, size)),
             *_mounts(config.read_only),
             *_mounted("--ro-bind", "inside.py", "/run/inside.py"),
             *([] if relay is None else ["--ro-bind", SOCKET_FILE, SOCKET]),
@@ -175,10 +179,19 @@ def _mounts(more: Iterable[str]) -> Iterator[str]:
 
 
 def _mounted(how: str, source: str, path: str) -> Iterator[str]:
-    """Yield arguments that mount `source` at `path`, whose parents any user may pass."""
+    """Yield arguments that mount `source` at `path`."""
+    yield from (*_parents(path), how, source, path)
+
+
+def _in_memory(path: str, size: str) -> Iterator[str]:
+    """Yield arguments for a directory in memory of `size` bytes, which all may write."""
+    yield from (*_parents(path), "--perms", "1777", "--size", size, "--tmpfs", path)
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Yield arguments for the parents of a path, which any user may pass."""
     for parent in reversed(Path(path).parents[:-1]):
         yield from ("--perms", "0755", "--dir", str(parent))
-    yield from (how, source, path)
 
 
 def _variables() -> dict[str, str]:

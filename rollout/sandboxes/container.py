@@ -25,7 +25,7 @@ from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
 from rollout.programs.folder import ProgramFolder, clear_left_folders, programs_directory
 from rollout.sandboxes.base import SandboxDied, Start
-from rollout.sandboxes.pool import STOP_S, completed
+from rollout.sandboxes.pool import CREATE_S, completed, created
 from rollout.sandboxes.relay import Relay
 from rollout.sandboxes.served import FIRST_UID, INSIDE, SOCKET, SOCKET_FILE, WORK, ServedSandbox
 
@@ -36,8 +36,6 @@ HEADER = struct.Struct(">BxxxL")
 MAX_SAID = 300
 REMOVALS = 6
 """Times that a removal is tried, within some seconds."""
-CALL_S = 60
-"""Seconds for a call of the service."""
 FAILED = (docker.errors.DockerException, requests.RequestException)
 """Errors of a call: answers of the service, and connections that fail or are late."""
 
@@ -77,7 +75,7 @@ class ContainerChannel:
             self._reading.cancel()
         self.kill()
         try:
-            await asyncio.to_thread(_remove, self._container)
+            await _removed(self._container)
         finally:
             self._folder.close()
 
@@ -109,9 +107,9 @@ class ContainerProvider:
             raise SettingsError("setting environment.sandbox.image: 'container' needs the name of an image")
         try:
             if config.service:
-                self._client = docker.DockerClient(base_url=config.service, timeout=CALL_S)
+                self._client = docker.DockerClient(base_url=config.service, timeout=CREATE_S)
             else:
-                self._client = docker.from_env(timeout=CALL_S)
+                self._client = docker.from_env(timeout=CREATE_S)
             self._client.ping()
         except (docker.errors.DockerException, OSError) as error:
             raise SettingsError(
@@ -126,7 +124,8 @@ class ContainerProvider:
         try:
             if relay is not None:
                 await relay.open(folder.path / SOCKET_FILE)
-            container = await self._created(start, folder, relay)
+            making = asyncio.to_thread(self._create, start, folder, relay)
+            container = await created(making, _removed, FAILED)
             channel = ContainerChannel(container, folder)
             sandbox = ServedSandbox(channel, relay, self._config.disk_mb << 20)
             await channel.open(await asyncio.to_thread(_attached, container))
@@ -153,16 +152,6 @@ class ContainerProvider:
     async def close(self) -> None:
         await asyncio.to_thread(self._client.close)
 
-    async def _created(self, start: Start, folder: ProgramFolder, relay: Relay | None) -> Any:
-        """Return a new container; cancelled, wait for it, which no thread can stop, and remove it."""
-        # in no group: it has to outlive a cancellation
-        creating = asyncio.ensure_future(asyncio.to_thread(self._create, start, folder, relay))  # noqa: TID251
-        try:
-            return await asyncio.shield(creating)
-        except asyncio.CancelledError:
-            await completed(_undone(creating), CALL_S + STOP_S)
-            raise
-
     def _create(self, start: Start, folder: ProgramFolder, relay: Relay | None) -> Any:
         config = self._config
         settings = {
@@ -179,9 +168,10 @@ class ContainerProvider:
         mounts = {path: {"bind": path, "mode": "ro"} for path in config.read_only}
         if relay is not None:
             mounts[str(folder.path / SOCKET_FILE)] = {"bind": SOCKET, "mode": "ro"}
+        written = (WORK, "/tmp", *config.directories)
         in_memory = f"rw,exec,nosuid,nodev,size={config.disk_mb}m,mode=1777"
         return self._client.containers.create(
-            config.image,
+            start.image or config.image,
             ["python3", "-I", "-c", INSIDE, "serve", json.dumps(settings)],
             stdin_open=True,
             user="0:0",
@@ -190,9 +180,9 @@ class ContainerProvider:
             working_dir="/",
             network_mode="none",
             read_only=True,
-            tmpfs={WORK: in_memory, "/tmp": in_memory},
+            tmpfs=dict.fromkeys(written, in_memory),
             volumes=mounts,
-            mem_limit=f"{config.memory_mb + 2 * config.disk_mb + INSIDE_MB}m",
+            mem_limit=f"{config.memory_mb + len(written) * config.disk_mb + INSIDE_MB}m",
             pids_limit=config.processes + 16,
             cap_drop=["ALL"],
             cap_add=["SETUID", "SETGID", "KILL"],
@@ -240,11 +230,8 @@ def _remove(container: Any) -> None:
             time.sleep(0.1 * 2**attempt)
 
 
-async def _undone(creating: asyncio.Future[Any]) -> None:
-    """Remove a container when it is created; if that fails there is none."""
-    with suppress(*FAILED):
-        container = await creating
-        await asyncio.to_thread(_remove, container)
+async def _removed(container: Any) -> None:
+    await asyncio.to_thread(_remove, container)
 
 
 async def _closed(folder: ProgramFolder, relay: Relay | None) -> None:

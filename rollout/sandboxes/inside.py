@@ -1,4 +1,4 @@
-"""Runs commands inside a sandbox: one, or with the argument `serve` one after another.
+"""Runs commands inside a sandbox: one, with the argument `serve` one after another, with `one` a request.
 
 It stands alone, since the project cannot be imported there: `process` has it run as code in the sandbox of
 the verifiers, `bubblewrap` as the process that all commands descend from.
@@ -6,6 +6,7 @@ the verifiers, `bubblewrap` as the process that all commands descend from.
 One: reads {"command", "files", "wall_s", "output", "directory"} as JSON and writes {"said", "ended",
 "status", "files"}; `files` is the working directory as an archive, in base64, which is packed and unpacked in
 the sandbox alone. Serving: each request and each answer is a line of JSON with `bytes`, and so many bytes.
+`one` answers one of these, as root of a machine that has other processes, too.
 """
 
 import base64
@@ -164,12 +165,16 @@ def serve(settings: dict[str, Any]) -> None:
                          daemon=True).start()  # fmt: skip
     answer(sink, {"ready": True}, b"")
     for line in source:
-        request = json.loads(line)
-        data = source.read(request["bytes"])
-        try:
-            answer(sink, *DO[request["do"]](request, data, settings))
-        except (OSError, ValueError, tarfile.TarError) as error:
-            answer(sink, {"error": str(error)[:300]}, b"")
+        answer_request(json.loads(line), source, sink, settings)
+
+
+def answer_request(request: dict[str, Any], source: Any, sink: Any, settings: dict[str, Any]) -> None:
+    """Follow a request, and answer it."""
+    data = source.read(request["bytes"])
+    try:
+        answer(sink, *DO[request["do"]](request, data, settings))
+    except (OSError, ValueError, tarfile.TarError) as error:
+        answer(sink, {"error": str(error)[:300]}, b"")
 
 
 def answer(sink: Any, fields: dict[str, Any], data: bytes) -> None:
@@ -180,17 +185,26 @@ def answer(sink: Any, fields: dict[str, Any], data: bytes) -> None:
 
 def do_exec(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
     """Run a command, and end all processes that it left."""
-    confine = confinement(settings)
-    said, ended, status = run(request, settings["work"], confine, settings["memory_mb"])
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        for _ in range(100):  # processes may be forked meanwhile
-            os.kill(-1, signal.SIGKILL)
+    confine, is_alone = confinement(settings), os.getpid() <= 2
+    said, ended, status = run(request, settings["work"], confine, settings["memory_mb"] if is_alone else 0)
+    if is_alone:
+        end_all()
+    else:
+        as_user(settings, end_all)
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     if any(system_v()):
         as_user(settings, remove_system_v)
     return {"ended": ended, "status": status}, said
+
+
+def end_all() -> bytes:
+    """Kill all processes that this one may kill, itself excepted."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        for _ in range(100):  # processes may be forked meanwhile
+            os.kill(-1, signal.SIGKILL)
+    return b""
 
 
 def remove_system_v() -> bytes:
@@ -365,5 +379,8 @@ def carry(ready: socket.socket, others: dict[socket.socket, socket.socket]) -> N
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve(json.loads(sys.argv[2]))
+    elif sys.argv[1:2] == ["one"]:
+        line = sys.stdin.buffer.readline()
+        answer_request(json.loads(line), sys.stdin.buffer, sys.stdout.buffer, json.loads(sys.argv[2]))
     else:
         once()

@@ -3,13 +3,18 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 from rollout.sandboxes.base import Provider, Sandbox, Start
 
 log = logging.getLogger("tether.sandboxes")
 
+T = TypeVar("T")
+
+CREATE_S = 60
+"""Seconds for a call that creates a container or a machine."""
 STOP_S = 60.0
 """Seconds for a sandbox to stop; one that takes longer is left to its lease and the next worker's start."""
 
@@ -63,6 +68,29 @@ class SandboxPool:
                 if left := await self._provider.clear_left():
                     log.warning("sandbox.left removed=%d", left)
                 self._cleared = True
+
+
+async def created(
+    making: Awaitable[T], remove: Callable[[T], Awaitable[None]], failed: tuple[type[Exception], ...]
+) -> T:
+    """Return the result of `making`; cancelled, wait for it, as it cannot be stopped, and remove it.
+
+    Args:
+        making: makes it.
+        remove: removes it.
+        failed: errors with which there is none.
+    """
+    task = asyncio.ensure_future(making)  # noqa: TID251  in no group: it has to outlive a cancellation
+
+    async def undone() -> None:
+        with suppress(*failed):
+            await remove(await task)
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await completed(undone(), CREATE_S + STOP_S)
+        raise
 
 
 async def completed(stopping: Awaitable[None], within_s: float = STOP_S) -> None:

@@ -10,11 +10,11 @@ from yarl import URL
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
-from rollout.programs.outcome import Outcome, outcome_of
+from rollout.programs.outcome import Outcome, variables_of, written_outcome
 from rollout.programs.program import MAX_LINE, MAX_OUTPUT, ProgramKilled
-from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, SandboxFull, Start
+from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, Start
 from rollout.sandboxes.pool import SandboxPool
-from rollout.sandboxes.registry import make_provider
+from rollout.sandboxes.registry import check_endpoint, make_provider
 
 TASK, OUTCOME = "task.json", "outcome.json"
 OUTPUT = 16 << 20
@@ -36,6 +36,7 @@ class SandboxedProgram:
         Raises:
             SettingsError: there is no such sandbox.
         """
+        check_endpoint(config)
         self._command, self._config = command, config
         path = str(Path(directory).absolute()) if directory else ""
         self._variables = {**({"PYTHONPATH": path} if path else {}), **variables}
@@ -55,12 +56,16 @@ class SandboxedProgram:
             RuntimeError: it failed; says the end of its output.
             ValueError: the outcome is none.
         """
-        start = Start(self._config.episode_s, endpoint=str(URL(url).origin()))
+        start = Start(self._config.episode_s, str(URL(url).origin()), image=self.image_of(task))
         try:
             async with self._pool.leased(start) as sandbox:
                 return await self._run(sandbox, url, key, task)
         except SandboxDied as error:
             raise ProgramKilled(f"the sandbox died: {error}") from None
+
+    def image_of(self, task: Mapping[str, Any]) -> str:
+        """Return the image that a task needs; empty: it names none."""
+        return ""
 
     async def close(self) -> None:
         """Close connections to a service of sandboxes."""
@@ -72,23 +77,10 @@ class SandboxedProgram:
             self._command,
             self._config.episode_s,
             OUTPUT,
-            {
-                "OPENAI_BASE_URL": url,
-                "OPENAI_API_KEY": key,
-                "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": key,
-                "TETHER_TASK": TASK,
-                "TETHER_OUTCOME": OUTCOME,
-                **self._variables,
-            },
+            {**variables_of(url, key, TASK, OUTCOME), **self._variables},
         )
         _check(self._command[0], await sandbox.exec(order))
-        try:
-            outcome = await sandbox.read(OUTCOME, MAX_LINE)
-            fields = None if outcome is None else json.loads(outcome)
-        except (SandboxFull, ValueError, RecursionError) as error:
-            raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
-        return None if outcome is None else outcome_of(fields)
+        return written_outcome(await sandbox.read(OUTCOME, MAX_LINE))
 
 
 def _check(name: str, executed: Executed) -> None:

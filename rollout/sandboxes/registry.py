@@ -1,22 +1,51 @@
 """Makes providers of sandboxes: of tether by name, of the user by `MODULE:CLASS`."""
 
+from dataclasses import dataclass
+
 from protocol.choices import Entry, Registry, checked_name, load
 from protocol.errors import SettingsError
+from protocol.network.addresses import is_loopback
 from protocol.user_code import call, import_attribute
-from rollout.config import SandboxConfig
+from rollout.config import EnvironmentConfig, SandboxConfig
 from rollout.sandboxes.base import Provider
 
 SETTING = "setting environment.sandbox.name"
 PROCESS = "process"
 """Name with which tools and programs run as without a sandbox of the episode; it has no provider."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderEntry(Entry):
+    """Class of a provider."""
+
+    is_elsewhere: bool = False
+    """Whether its sandboxes are on other machines, which reach the endpoint by its advertised URL alone."""
+
+
 PROVIDERS = Registry(
     {
-        "bubblewrap": Entry("rollout.sandboxes.bubblewrap:BubblewrapProvider"),
-        "container": Entry("rollout.sandboxes.container:ContainerProvider"),
+        "bubblewrap": ProviderEntry("rollout.sandboxes.bubblewrap:BubblewrapProvider"),
+        "container": ProviderEntry("rollout.sandboxes.container:ContainerProvider"),
+        "daytona": ProviderEntry("rollout.sandboxes.remote.daytona:DaytonaProvider", is_elsewhere=True),
+        "e2b": ProviderEntry("rollout.sandboxes.remote.e2b:E2BProvider", is_elsewhere=True),
     },
-    own=Entry,
+    own=ProviderEntry,
 )
 CALLS = ("start", "clear_left", "forget", "close")
+
+
+def check_endpoint(config: EnvironmentConfig) -> None:
+    """Check that sandboxes on other machines can reach the endpoint of sessions.
+
+    Raises:
+        SettingsError: they cannot.
+    """
+    entry = PROVIDERS.get(config.sandbox.name)
+    if entry is not None and entry.is_elsewhere and not config.advertise and is_loopback(config.host):
+        raise SettingsError(
+            f"setting environment.advertise: it is empty, and a sandbox of {config.sandbox.name!r} does not "
+            f"reach {config.host}; set it to the endpoint's address for other machines"
+        )
 
 
 def make_provider(config: SandboxConfig) -> Provider:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -45,16 +46,12 @@ class Channel(Protocol):
         """End the sandbox, and remove what it has left. Idempotent."""
 
 
-class ServedSandbox:
-    """Sandbox whose program serves one episode."""
+class AskedSandbox(ABC):
+    """Sandbox whose calls are requests to `inside.py`."""
 
-    def __init__(self, channel: Channel, relay: Relay | None, pack: int) -> None:
-        """Args: channel: to its program; relay: to its endpoint; pack: bytes of its files at most."""
-        self._channel, self._relay, self._pack = channel, relay, pack
-        self._busy = asyncio.Lock()
-        self._stopped = False
-        self.began = False
-        """Whether it serves, with the files of its snapshot."""
+    def __init__(self, pack: int) -> None:
+        """Args: pack: bytes of its files at most."""
+        self._pack = pack
 
     async def exec(self, order: SandboxCommand) -> Executed:
         fields, output = await self._asked(
@@ -77,10 +74,41 @@ class ServedSandbox:
         return data if fields["found"] else None
 
     async def snapshot(self) -> str:
-        _, archive = await self._asked(
-            {"do": "pack", "most": self._pack}, wall_s=GRACE_S + self._pack / PACKED
-        )
+        _, archive = await self._asked({"do": "pack", "most": self._pack}, wall_s=self.pack_s)
         return base64.b64encode(archive).decode()
+
+    async def unpack(self, snapshot: str) -> None:
+        """Unpack what `snapshot` returned."""
+        await self._asked({"do": "unpack", "most": self._pack}, base64.b64decode(snapshot), self.pack_s)
+
+    @property
+    def pack_s(self) -> float:
+        """Seconds to pack or unpack all files."""
+        return GRACE_S + self._pack / PACKED
+
+    @abstractmethod
+    async def _asked(
+        self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S
+    ) -> tuple[dict[str, Any], bytes]:
+        """Return the answer to a request.
+
+        Raises:
+            SandboxDied: there is none.
+            SandboxFull: it is an error.
+        """
+
+
+class ServedSandbox(AskedSandbox):
+    """Sandbox whose program serves one episode."""
+
+    def __init__(self, channel: Channel, relay: Relay | None, pack: int) -> None:
+        """Args: channel: to its program; relay: to its endpoint; pack: bytes of its files at most."""
+        super().__init__(pack)
+        self._channel, self._relay = channel, relay
+        self._busy = asyncio.Lock()
+        self._stopped = False
+        self.began = False
+        """Whether it serves, with the files of its snapshot."""
 
     async def stop(self) -> None:
         self._stopped = True
@@ -99,8 +127,7 @@ class ServedSandbox:
             except TimeoutError:
                 raise SandboxDied(f"it did not start within {START_S:g} s") from None
         if snapshot:
-            archive = base64.b64decode(snapshot)
-            await self._asked({"do": "unpack", "most": self._pack}, archive, GRACE_S + self._pack / PACKED)
+            await self.unpack(snapshot)
         self.began = True
 
     async def _asked(

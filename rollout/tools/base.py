@@ -10,6 +10,7 @@ A call is a fenced block that names the tool; its result is inserted as another 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w+)[^\S\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
@@ -18,8 +19,8 @@ BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w+)[^\S\n]*\n(.*?)^[ \t]*```", re.DOTALL 
 class Tool(ABC):
     """Answers calls."""
 
-    def opened(self) -> "Tool":
-        """Return the tool of one episode. A tool without state serves all at once: itself."""
+    def opened(self, stack: AsyncExitStack) -> "Tool":
+        """Return the tool of one episode, whose end closes the stack. One without state returns itself."""
         return self
 
     @property
@@ -48,6 +49,11 @@ class ToolCall:
     tool: str
     text: str
     """Text between the fences."""
+
+
+def is_block_name(name: str) -> bool:
+    """Return whether a block can name a tool so."""
+    return re.fullmatch(r"\w+", name) is not None and name == name.lower()
 
 
 def find_call(turn: str, tools: Iterable[str]) -> ToolCall | None:

@@ -4,6 +4,8 @@ The directory is empty at first. Between calls it is an archive in memory, which
 Processes end with the call; variables and `cd` do not last either.
 """
 
+from contextlib import AsyncExitStack
+
 from reward.sandbox.runner import Limits
 from rollout.sandboxes.base import SandboxDied
 from rollout.sandboxes.process import ProcessSandbox
@@ -21,7 +23,7 @@ class ShellTool(Tool):
         self._limits, self._runs = limits, runs
         self._sandbox = ProcessSandbox(limits, runs)
 
-    def opened(self) -> "ShellTool":
+    def opened(self, stack: AsyncExitStack) -> "ShellTool":
         """Return the tool with an empty directory."""
         return ShellTool(self._limits, self._runs)
 

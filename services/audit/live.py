@@ -48,7 +48,7 @@ ADAPTED = 3
 """Times that of a model of adapters: its initial tensors are kept, and a version is merged with them."""
 ONE_TURN = ("single_turn",)
 """Environments whose samples end as the engine ended them."""
-PLAIN_TURNS = (*ONE_TURN, "gsm8k", "guess_number", "tools", "textarena")
+PLAIN_TURNS = (*ONE_TURN, "gsm8k", "guess_number", "tools", "textarena", "openenv")
 """Environments all of whose turns are trained."""
 
 

@@ -19,6 +19,10 @@ class PromptScore:
     """[samples] tokens after the prompt."""
     truncated: tuple[bool, ...] = ()
     """[samples] whether the token limit ended the answer."""
+    tokens: float = 0.0
+    """Mean tokens of an answer that the model sampled."""
+    seconds: float = 0.0
+    """Time until all answers to the prompt had ended, episodes of an environment included."""
     error: str = ""
     """Why there are none; empty if there are."""
 
@@ -66,6 +70,8 @@ def greedy_fields(scores: Sequence[PromptScore]) -> dict[str, Any]:
         "greedy_stderr": stderr,
         "length": _mean_of([length for score in scored for length in score.lengths]),
         "truncated": _mean_of([ended for score in scored for ended in score.truncated]),
+        "tokens": _mean_of([score.tokens for score in scored]),
+        "prompt_s": _mean_of([score.seconds for score in scored]),
     }
 
 
@@ -92,6 +98,8 @@ def sampled_fields(scores: Sequence[PromptScore], ks: Sequence[int], success: fl
         "pass_at_k_stderr": {k: error for k, (_, error) in at_k.items()},
         "sampled_length": _mean_of([length for score in scored for length in score.lengths]),
         "sampled_truncated": _mean_of([ended for score in scored for ended in score.truncated]),
+        "sampled_tokens": _mean_of([score.tokens for score in scored]),
+        "sampled_prompt_s": _mean_of([score.seconds for score in scored]),
     }
 
 

@@ -121,7 +121,7 @@ class Scorer:
         self, index: int, prompt: Prompt, sampling: Sampling, samples: int
     ) -> PromptScore:
         self._strays.check()
-        version = self.engine.served.version
+        version, began = self.engine.served.version, time.monotonic()
         try:
             rollout = await generate_group(
                 self.engine,
@@ -142,6 +142,7 @@ class Scorer:
             await self.engine.check()  # a dead engine ends the evaluation; a bad prompt only its own score
             return PromptScore(error=f"prompt {index}: {error}")
         check_versions(rollout, version)
+        seconds = time.monotonic() - began
         result = await score_rollout(rollout, self.pool, "eval")
         if not isinstance(result, ScoredRollout):
             return PromptScore(error=f"prompt {index}: {result.verifier}: {result.error}")
@@ -149,6 +150,8 @@ class Scorer:
             rewards=tuple(result.rewards.numpy().tolist()),
             lengths=tuple(sample_lengths(rollout)),
             truncated=tuple(reason == "length" for reason in rollout.finish_reasons),
+            tokens=int(rollout.loss_mask.numpy().sum()) / samples,
+            seconds=seconds,
         )
 
 

@@ -64,6 +64,12 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """Share of greedy answers that the token limit ended."""
     sampled_length: float | None = None
     sampled_truncated: float | None = None
+    tokens: float | None = None
+    """Mean tokens of a greedy answer that the model sampled; the rest is what an environment inserted."""
+    prompt_s: float | None = None
+    """Mean time of a greedy answer, its episode included; of the sampled ones, until the last had ended."""
+    sampled_tokens: float | None = None
+    sampled_prompt_s: float | None = None
     engine: str = ""
     """Kind of the engine that generated."""
     seconds: float = 0.0

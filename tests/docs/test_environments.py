@@ -10,6 +10,7 @@ import pytest
 from protocol.validation import validated
 from rollout.config import EnvironmentConfig
 from rollout.environments import gsm8k, textarena, tools
+from rollout.environments.third_party import openenv
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
 from tests.changes import PAGES, slow_unless_changed
@@ -59,8 +60,13 @@ def test_an_environment_of_ones_own_is_short() -> None:
 def test_settings_of_shipped_environments_are_right(table: str) -> None:
     sections = tomllib.loads(table)
     config = validated(EnvironmentConfig, sections["environment"])
-    kinds = {"gsm8k": gsm8k.Options, "textarena": textarena.Options, "tools": tools.Options}
+    kinds = {
+        "gsm8k": gsm8k.Options,
+        "openenv": openenv.Options,
+        "textarena": textarena.Options,
+        "tools": tools.Options,
+    }
     validated(kinds[config.name], config.options)
-    if prompts := sections.get("prompts"):
+    if "families" in (prompts := sections.get("prompts", {})):
         source = make_source(PromptConfig(**{**prompts, "families": tuple(prompts["families"])}))
         assert {source.at(index).metadata["game"] for index in range(3)} == set(prompts["families"])

@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 from protocol.rollout_view import decode_rollout
 from reward.verifiers import python_tests
 from rollout.config import EnvironmentConfig, SandboxConfig
+from rollout.engines.base import Completion, Request
 from rollout.prompts.base import Prompt
 from services.tools.check import check_configuration
 from tests.integration.loop import ROOT
-from tests.rollout.environments.groups import generated
+from tests.rollout.environments.groups import Serving, generated, generating
 
 EXAMPLE = ROOT / "deploy/examples/repair"
 
@@ -35,7 +37,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 def test_the_same_seed_makes_the_same_tasks(tasks: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     assert make(tmp_path) == tasks
-    assert set(tasks) == {"line", "one", "many"}
+    assert set(tasks) == {"number", "line", "one", "many"}
 
 
 def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
@@ -46,17 +48,20 @@ def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
         for row in rows:
             wrong = row["files"]["solution.py"]
             ast.parse(wrong)
-            assert row["hidden_line"] in [line.strip() for line in wrong.splitlines()]
+            lines = [line.strip() for line in wrong.splitlines()]
+            known = map(str, range(1, len(lines) + 1)) if rung == "number" else lines
+            assert row["hidden_line"] in known
             assert len(row["hidden_tests"]) == 12
             assert rung == row["rung"]
     row = tasks["one"][0]
     assert python_tests.score("", row["files"]["solution.py"], row, options) == 0.0
 
 
-def test_the_configuration_passes_the_check(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("config", "rung"), [("config", "line"), ("ladder", "number")])
+def test_a_configuration_passes_the_check(config: str, rung: str, tmp_path: Path) -> None:
     make(tmp_path / "tasks")
-    given = [f"run.dir={tmp_path / 'run'}", f"prompts.path={tmp_path / 'tasks/line.jsonl'}"]
-    assert check_configuration(str(EXAMPLE / "config.toml"), given).problems == []
+    given = [f"run.dir={tmp_path / 'run'}", f"prompts.path={tmp_path / 'tasks' / rung}.jsonl"]
+    assert check_configuration(str(EXAMPLE / f"{config}.toml"), given).problems == []
 
 
 async def test_an_agent_that_says_nothing_of_use_hands_over_the_file_as_it_was(
@@ -74,3 +79,38 @@ async def test_an_agent_that_says_nothing_of_use_hands_over_the_file_as_it_was(
     [sample] = decode_rollout(rollout).rows
     assert sample.environment_reward is None
     assert rollout.responses == (row["files"]["solution.py"],)
+
+
+class Numbering(Serving):
+    """The scripted engine; the log-probability of a token is its number, among all tokens of the group."""
+
+    count = 0
+
+    async def generate(self, request: Request) -> Completion:
+        made = await super().generate(request)
+        first = type(self).count + 1
+        type(self).count += len(made.tokens)
+        return replace(made, logprobs=tuple(-float(first + i) for i in range(len(made.tokens))))
+
+
+async def test_each_token_of_helpers_and_shortened_histories_is_trained_once(
+    tasks: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    row = dict(tasks["line"][0])
+    row.pop("prompt")
+    variables = {"REPAIR_TURNS": "4", "REPAIR_HELPER_TURNS": "2", "REPAIR_HISTORY": "150"}
+    options = {
+        "command": ["python3", "-m", "long_agent"],
+        "directory": str(EXAMPLE / "agent"),
+        "variables": variables,
+    }
+    config = EnvironmentConfig("command", options, attempts=1, sandbox=SandboxConfig("bubblewrap"))
+    Numbering.count = 0
+    async with generating(tmp_path, config, Numbering) as generate:
+        rollout = await generate(Prompt("Repair.", metadata=row, index=7), 2)
+    rows = decode_rollout(rollout).rows
+    trained = [-logprob for row in rows for logprob in row.logprobs[row.sampled].tolist()]
+    assert sorted(trained) == list(range(1, Numbering.count + 1))
+    for sample in (0, 1):
+        assert sum(row.sample == sample for row in rows) >= 4  # helper, agent, and after each summary
+    assert sum(len(row.context) for row in rows) > 0  # which no row has again

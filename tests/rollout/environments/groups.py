@@ -33,10 +33,12 @@ Generated = Callable[..., Awaitable[Rollout]]
 
 
 @asynccontextmanager
-async def generating(folder: Path, config: EnvironmentConfig) -> AsyncIterator[Generated]:
+async def generating(
+    folder: Path, config: EnvironmentConfig, make: type[Serving] = Serving
+) -> AsyncIterator[Generated]:
     """Start an engine and an environment; yields what generates group 7 under the lease `t`."""
     (folder / "config.json").write_text(json.dumps({"vocab_size": 280}))
-    engine = Serving(EngineConfig(name="scripted", max_model_len=512), folder, "engine.0")
+    engine = make(EngineConfig(name="scripted", max_model_len=512), folder, "engine.0")
     environment = make_environment(config)
     await engine.start()
     text = renderer("tool use")

@@ -84,4 +84,32 @@ async def verifiers_peer() -> AsyncIterator[EnvironmentConfig]:
         raise failed
 
 
-PEERS = {"server": http_peer, "verifiers": verifiers_peer}
+@contextlib.asynccontextmanager
+async def openenv_peer(*answers: Any) -> AsyncIterator[EnvironmentConfig]:
+    """Serve as an OpenEnv server does, with `answers` in turn; without answers, with what was said."""
+
+    async def serve(request: web.Request) -> web.WebSocketResponse:
+        socket, told = web.WebSocketResponse(), iter(answers)
+        await socket.prepare(request)
+        async for message in socket:
+            said = message.json()["data"]
+            heard = {"observation": {"heard": str(said), "n": 1}, "reward": None, "done": False}
+            answer = next(told, None) if answers else {"type": "observation", "data": heard}
+            if answer is None:
+                break
+            await socket.send_json(answer)
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", serve)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield EnvironmentConfig("openenv", {"url": url, "observation": "heard"})
+    finally:
+        await runner.cleanup()
+
+
+PEERS = {"openenv": openenv_peer, "server": http_peer, "verifiers": verifiers_peer}

@@ -25,7 +25,8 @@ from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 
 QUESTION = Prompt("3+4=", metadata={"answer": "7"}, index=12)
 SENTENCES = ("```calculator\n3+4\n```", "```python\n3+4\n```", "[4]", "8", "#### 7", "[up]")
-NAMES = ("my_own", "standing_command", *(name for name in ENVIRONMENTS if name != ON_DATA))
+NAMES = ("my_own", "standing_command", *(name for name in ENVIRONMENTS if name not in (ON_DATA, "harbor")))
+"""Environments; harbor is `command` in a sandbox."""
 CASES = {
     "my_own": EnvironmentConfig("tests.rollout.environments.own_game:Game", {"turns": 3}),
     "agent": EnvironmentConfig("agent", {"function": "tests.rollout.environments.agents:talks"}),

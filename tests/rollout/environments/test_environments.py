@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from rollout.config import EnvironmentConfig
+from rollout.config import EnvironmentConfig, SandboxConfig
 from rollout.engines.base import Completion
 from rollout.environments.base import Environment
 from rollout.environments.registry import ENVIRONMENTS, evaluated, make_environment
@@ -19,6 +19,8 @@ from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
 NEEDED: dict[str, dict[str, object]] = {
     "agent": {"function": "tests.rollout.environments.agents:plays"},
     "command": {"command": ["true"]},
+    "harbor": {"command": ["true"]},
+    "openenv": {"url": "http://127.0.0.1:1"},
     "server": {"url": "http://127.0.0.1:1/run"},
     "verifiers": {"address": "tcp://127.0.0.1:1"},
 }
@@ -130,8 +132,9 @@ def test_wrong_settings_say_what_to_do(make: Callable[[], Environment], why: str
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_every_environment_can_be_made_with_its_defaults(name: str) -> None:
-    options = NEEDED.get(name, {})
-    assert isinstance(make_environment(EnvironmentConfig(name, options)), Environment)
+    sandbox = SandboxConfig("bubblewrap" if name == "harbor" else "process")
+    config = EnvironmentConfig(name, NEEDED.get(name, {}), sandbox=sandbox)
+    assert isinstance(make_environment(config), Environment)
 
 
 def given(**options: object) -> Environment:

@@ -1,8 +1,11 @@
 """The provider `bubblewrap` keeps the promises of a sandbox, and has an endpoint and nothing else."""
 
+import os
 import platform
+import pwd
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,3 +179,23 @@ async def test_files_of_both_directories_are_counted(
         async with SandboxPool(provider, 1).leased(START) as sandbox:
             found = await shell(sandbox, f"cd {folder}; for i in $(seq 200); do : > $i; done; sleep 1000")
             assert found.ended == "files"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_an_ordinary_user_has_the_same_sandboxes() -> None:
+    """Run all of these tests as a user without rights, by a Python that it can read."""
+    nobody = pwd.getpwnam("nobody").pw_uid
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, nobody, -1)
+        known = {"HOME": folder, "TMPDIR": folder, "PATH": os.environ["PATH"]}
+        variables = {**known, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+        for python in (sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"):
+            ended = subprocess.run(
+                ["env", python, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow", __file__],
+                cwd=Path(__file__).parents[3], env=variables, user=nobody, group=nobody, extra_groups=[],
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            if "passed" in ended.stdout:
+                break
+        assert ended.returncode == 0, ended.stdout + ended.stderr

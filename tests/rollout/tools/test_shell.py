@@ -1,6 +1,7 @@
 """The tool `shell`: what it answers, what it keeps, and what hostile commands cannot do."""
 
 import os
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -16,12 +17,14 @@ LIMITS = Limits(wall_s=60, cpu_s=5, memory_mb=256, file_mb=8, output_kb=64)
 
 
 def shell(**limits: float) -> ShellTool:
-    return ShellTool(Limits(**{"wall_s": 60.0, "file_mb": 8, "output_kb": 64, **limits}), RUNS).opened()  # type: ignore[arg-type]
+    return ShellTool(Limits(**{"wall_s": 60.0, "file_mb": 8, "output_kb": 64, **limits}), RUNS).opened(
+        AsyncExitStack()
+    )  # type: ignore[arg-type]
 
 
 async def test_files_are_kept_over_the_calls_of_an_episode_and_shared_with_no_other() -> None:
     tool = ShellTool(LIMITS, RUNS)
-    first, second = tool.opened(), tool.opened()
+    first, second = tool.opened(AsyncExitStack()), tool.opened(AsyncExitStack())
     made = (
         "mkdir -p a/b && echo hi > a/b/f && chmod 700 a/b/f && ln -s b/f a/l && ln a/b/f a/b/h && cd a && ls"
     )

@@ -65,8 +65,11 @@ def test_sampled_scores_are_means_over_prompts() -> None:
 
 
 def test_prompts_without_a_score_are_in_no_mean() -> None:
-    fields = greedy_fields([PromptScore((1.0,), (3,), (True,)), PromptScore(error="broken")])
-    assert fields == {"greedy": 1.0, "greedy_stderr": None, "length": 3.0, "truncated": 1.0}
+    scored = PromptScore((1.0,), (3,), (True,), tokens=2, seconds=0.5)
+    fields = greedy_fields([scored, PromptScore(error="broken")])
+    assert fields == {
+        "greedy": 1.0, "greedy_stderr": None, "length": 3.0, "truncated": 1.0, "tokens": 2.0, "prompt_s": 0.5
+    }  # fmt: skip
     assert greedy_fields([PromptScore(error="broken")])["greedy"] is None
     assert sampled_fields([PromptScore(error="broken")], [1], 1.0)["pass_at_k"] == {}
 

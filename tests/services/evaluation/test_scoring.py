@@ -19,6 +19,7 @@ from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_s
 from services.runtime.errors import innermost
 from services.settings.load import load_settings
 from services.settings.sections import Settings
+from tests.changes import slow_unless_changed
 from tests.integration.loop import ROOT
 from trainer.config import WeightConfig
 from trainer.random_model import build_scratch
@@ -64,6 +65,44 @@ async def test_scores_are_of_every_prompt_and_sample(tmp_path: Path) -> None:
     assert row.digest == f"{manifest.digest:016x}"
     assert sorted(row.pass_at_k) == [1, 2]
     assert row.truncated == sum(score.truncated[0] for score in scores.greedy) / 3
+
+
+ASKS_TWICE = """
+import json, os, urllib.request
+said = [{"role": "user", "content": "1"}]
+for text in ("2", "3"):
+    body = json.dumps({"model": "policy", "messages": said}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    ask = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    answer = json.load(urllib.request.urlopen(ask))["choices"][0]["message"]
+    said += [answer, {"role": "user", "content": text}]
+alone = not os.path.exists("mark")
+open("mark", "w").write("")
+open(os.environ["TETHER_OUTCOME"], "w").write(json.dumps({"reward": float(alone)}))
+"""
+
+
+@slow_unless_changed("rollout/sandboxes/", "rollout/environments/command.py", "services/evaluation/")
+async def test_agents_are_scored_in_sandboxes_of_their_own_and_say_what_they_cost(tmp_path: Path) -> None:
+    settings = settings_of(
+        tmp_path, "eval.samples=2", "reward.verifiers=[]", "render.chat_template=off",
+        "environment.name=command",
+        f"environment.options.command={json.dumps(['python3', '-c', ASKS_TWICE])}",
+        "environment.sandbox.name=bubblewrap", "environment.sandbox.memory_mb=256",
+    )  # fmt: skip
+    async with scoring(settings) as scorer:
+        scores = await scorer.score(PROMPTS[:2])
+        manifest = version(tmp_path / "versions", 3)
+    row = evaluation_of(settings, manifest, "held_out", scores)
+    assert (row.failed, row.error, row.greedy, row.pass_at_k) == (0, "", 1.0, {1: 1.0, 2: 1.0})
+    for tokens, length, seconds in (
+        (row.tokens, row.length, row.prompt_s),
+        (row.sampled_tokens, row.sampled_length, row.sampled_prompt_s),
+    ):
+        assert tokens is not None
+        assert length is not None
+        assert 2 <= tokens < length
+        assert seconds
 
 
 async def test_prompt_that_cannot_be_generated_or_scored_is_in_no_mean(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ import re
 import subprocess
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+Messages = list[dict[str, str]]
 
 TURNS = int(os.environ.get("REPAIR_TURNS", "100"))
 COMMAND_S = 60
@@ -22,7 +25,7 @@ BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 RULES = "Write a command in a block that begins with ```bash, or ```submit if you are done."
 
 
-def ask(messages: list[dict[str, str]]) -> str | None:
+def ask(messages: Messages) -> str | None:
     """Return the model's next turn; None if the episode has no room for one."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
@@ -50,11 +53,12 @@ def run(command: str) -> str:
     return f"{said}[exit status {ended.returncode}]"
 
 
-def converse(text: str) -> str:
-    """Let the model work on a task; return its last turn."""
+def converse(text: str, turns: int = TURNS, shortened: Callable[[Messages], Messages] = list) -> str:
+    """Let the model work on a task, its history `shortened` before each turn; return its last turn."""
     messages = [{"role": "user", "content": f"{text}\n{RULES}"}]
     said = ""
-    for _ in range(TURNS):
+    for _ in range(turns):
+        messages = shortened(messages)
         turn = ask(messages)
         if turn is None:
             break
@@ -67,17 +71,17 @@ def converse(text: str) -> str:
     return said
 
 
-def main() -> None:
+def main(work: Callable[[str], str]) -> None:
     """Work on the task of `TETHER_TASK`, and write the answer to `TETHER_OUTCOME`."""
     task: dict[str, Any] = json.loads(Path(os.environ["TETHER_TASK"]).read_text())
     outcome = Path(os.environ["TETHER_OUTCOME"]).absolute()
     for name, text in task["metadata"]["files"].items():
         Path(name).write_text(text)
-    said = converse(task["text"])
+    said = work(task["text"])
     solution = Path("solution.py")
     repaired = solution.read_text() if solution.is_file() and task["metadata"]["rung"] != "line" else said
     outcome.write_text(json.dumps({"reward": None, "answer": repaired}))
 
 
 if __name__ == "__main__":
-    main()
+    main(converse)

@@ -1,0 +1,1 @@
+"""Plays environments that other projects define."""

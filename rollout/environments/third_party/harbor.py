@@ -1,0 +1,217 @@
+"""Has a program solve tasks of Harbor in sandboxes, and scores it by the tests of each task.
+
+A task is a directory: `task.toml`, `instruction.md`, `tests/test.sh`. The program of the options is started
+as `command` starts it. When it has ended, `tests/` is written to /tests, `bash /tests/test.sh` is run, and
+the reward is in /logs/verifier/reward.txt or reward.json. This program writes the prompts:
+
+    python -m rollout.environments.third_party.harbor DIRECTORY-OF-TASKS PROMPTS.jsonl
+"""
+
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from protocol.errors import SettingsError
+from rollout.config import EnvironmentConfig
+from rollout.environments import command
+from rollout.programs.outcome import Outcome
+from rollout.programs.program import MAX_OUTPUT
+from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxFull
+from rollout.sandboxes.program import OUTPUT, SandboxedProgram
+from rollout.sandboxes.registry import PROCESS
+
+TESTS, LOGS, VERIFIER = "/tests", "/logs", "/logs/verifier"
+PLACES = (TESTS, LOGS)
+"""Directories of a sandbox that tests may write."""
+TEST_FILE = "tests/test.sh"
+FIELD = "harbor"
+"""Field of a prompt: the task's directory."""
+NO_NETWORK = "no-network"
+NONE: Mapping[str, str] = MappingProxyType({})
+TEST_S = 600.0
+"""Seconds of the tests where a task says no other time."""
+MAX_REWARD = 1 << 16
+"""Bytes of a reward."""
+UNKNOWN = ("steps", "artifacts")
+UNKNOWN_HERE = ("gpus", "tpu", "mcp_servers", "skills_dir", "healthcheck", "env", "workdir")
+"""Settings of a task, and of its environment, that this environment does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options(command.Options):
+    """Options of `harbor`."""
+
+    offline: bool = False
+    """Whether tasks that ask for the internet are played without it, since their tests do not need it."""
+
+
+@dataclass(frozen=True)
+class HarborTask:
+    """A task's directory."""
+
+    path: Path
+    image: str
+    """Image that it names; may be empty."""
+    test_s: float
+    variables: dict[str, str]
+    """Environment variables of its tests."""
+
+
+class HarborProgram(SandboxedProgram):
+    """A program, and behind it the tests of its task, in one sandbox."""
+
+    offline = False
+
+    def image_of(self, task: Mapping[str, Any]) -> str:
+        return self._read(task).image
+
+    async def _run(self, sandbox: Sandbox, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
+        shown = {name: value for name, value in task["metadata"].items() if name != FIELD}
+        await super()._run(sandbox, url, key, {**task, "metadata": shown})
+        return await tested(sandbox, self._read(task))
+
+    def _read(self, task: Mapping[str, Any]) -> HarborTask:
+        if not isinstance(folder := task["metadata"].get(FIELD), str):
+            raise SettingsError(
+                f"a prompt has no field {FIELD!r}: write prompts by "
+                "python -m rollout.environments.third_party.harbor"
+            )
+        return read_task(Path(folder), offline=self.offline)
+
+
+class Harbor(command.Command):
+    """Environment `harbor`."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._offline = options.offline
+
+    def configured(self, config: EnvironmentConfig) -> None:
+        """Learn where programs run.
+
+        Raises:
+            SettingsError: that is no sandbox, or it lacks a thing that an option asks for.
+        """
+        if config.sandbox.name == PROCESS:
+            raise SettingsError(
+                "setting environment.sandbox.name: 'process', but the environment harbor needs a sandbox, "
+                "such as 'container'"
+            )
+        directories = tuple(dict.fromkeys((*config.sandbox.directories, *PLACES)))
+        super().configured(replace(config, sandbox=replace(config.sandbox, directories=directories)))
+
+    def sandboxed(self, config: EnvironmentConfig) -> SandboxedProgram:
+        program = HarborProgram(config, *self.program)
+        program.offline = self._offline
+        return program
+
+
+def read_task(path: Path, *, offline: bool) -> HarborTask:
+    """Return a task.
+
+    Args:
+        path: its directory.
+        offline: whether one that asks for the internet is taken, too.
+
+    Raises:
+        SettingsError: it is none, or has a setting that cannot be followed; names it.
+    """
+    try:
+        settings = tomllib.loads((path / "task.toml").read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"Harbor task {path}: {error}") from None
+    environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
+    wrong = [name for name in UNKNOWN if settings.get(name)]
+    wrong += [f"environment.{name}" for name in UNKNOWN_HERE if environment.get(name)]
+    wrong += [name for name in ("steps", "environment/docker-compose.yaml") if (path / name).exists()]
+    if wrong or not (path / TEST_FILE).is_file():
+        raise SettingsError(f"Harbor task {path}: " + (
+            f"{wrong[0]} is not known here" if wrong else f"there is no {TEST_FILE}"
+        ))  # fmt: skip
+    is_public = environment.get("allow_internet", True)
+    mode = environment.get("network_mode", "public" if is_public else NO_NETWORK)
+    if mode != NO_NETWORK and not offline:
+        raise SettingsError(
+            f"Harbor task {path} asks for the network {mode!r}, which a sandbox does not have; if its tests "
+            "do not need it, set environment.options.offline to true"
+        )
+    return HarborTask(
+        path,
+        environment.get("docker_image") or "",
+        float(verifier.get("timeout_sec", TEST_S)),
+        {name: str(value) for name, value in verifier.get("env", {}).items()},
+    )
+
+
+async def tested(sandbox: Sandbox, task: HarborTask) -> float:
+    """Return the reward that a task's tests write in the sandbox where its program has ended.
+
+    Raises:
+        RuntimeError: they wrote none, or took too long.
+        SandboxDied: the sandbox has ended.
+    """
+    await _ran(
+        sandbox, ("sh", "-c", f"rm -rf {VERIFIER}; find {TESTS} -mindepth 1 -delete; mkdir {VERIFIER}")
+    )
+    tests = task.path / "tests"
+    for file in sorted(tests.rglob("*")):
+        if file.is_file():
+            await sandbox.write(f"{TESTS}/{file.relative_to(tests)}", file.read_bytes())
+    ended = await _ran(sandbox, ("bash", f"{TESTS}/test.sh"), task.test_s, task.variables)
+    for name in ("reward.json", "reward.txt"):
+        with suppress(SandboxFull):
+            if (found := await sandbox.read(f"{VERIFIER}/{name}", MAX_REWARD)) is not None:
+                return _reward(name, found)
+    said = ended.output[-MAX_OUTPUT:].decode(errors="replace").strip()
+    limit = f", after the limit of {ended.ended}" if ended.ended else ""
+    raise RuntimeError(f"the tests of {task.path.name} wrote no reward{limit}: {said}")
+
+
+async def _ran(
+    sandbox: Sandbox, words: tuple[str, ...], wall_s: float = TEST_S, variables: Mapping[str, str] = NONE
+) -> Executed:
+    return await sandbox.exec(SandboxCommand(words, wall_s, OUTPUT, variables))
+
+
+def _reward(name: str, data: bytes) -> float:
+    """Return the reward in a file: a number, or in an object `reward`, or its only number."""
+    try:
+        found = json.loads(data)
+        if isinstance(found, dict):
+            found = found["reward"] if "reward" in found or len(found) != 1 else next(iter(found.values()))
+        reward = float(found)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise RuntimeError(f"the tests wrote no number to {name}: {data[:100]!r}")
+    return reward
+
+
+def main(arguments: list[str]) -> int:
+    """Run `python -m rollout.environments.third_party.harbor`; return the exit code."""
+    match arguments:
+        case [tasks, prompts]:
+            folders = sorted(file.parent for file in Path(tasks).glob("*/task.toml"))
+            lines = [
+                json.dumps({"prompt": (folder / "instruction.md").read_text(), FIELD: str(folder.absolute())})
+                for folder in folders
+                if read_task(folder, offline=True)
+            ]
+            Path(prompts).write_text("".join(f"{line}\n" for line in lines))
+            print(f"{len(lines)} tasks")
+            return 0
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+make = Harbor
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""Plays an environment that an OpenEnv server has: each turn of the model is an action.
+
+An episode is a connection to `URL/ws`: {"type": "reset", "data": ...} and {"type": "step", "data": ACTION}
+are answered by {"type": "observation", "data": {"observation", "reward", "done"}}. The prompt's metadata
+`reset` are the arguments of the reset. The prompt shows the first observation; this program asks a server
+for it:
+
+    python -m rollout.environments.third_party.openenv URL PROMPTS.jsonl COUNT [FIELD]
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+from annotated_types import Interval
+from yarl import URL
+
+from protocol.errors import SettingsError
+from rollout.environments.episode import Episode, EpisodeEnvironment
+
+MAX_ANSWER = 16 << 20
+"""Bytes of an answer."""
+WRONG_ACTION = "VALIDATION_ERROR"
+"""Code of an error that is the model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of `openenv`."""
+
+    url: str = ""
+    """Where the server listens, such as http://127.0.0.1:8000."""
+    action: str = "message"
+    """Field of an action that is the model's turn. Empty: the turn is the action, as a JSON object."""
+    observation: str = ""
+    """Field of an observation that the model is shown. Empty: all of it, as JSON."""
+    turn_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
+    """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
+    step_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0
+    """How long a reset or a step may take, seconds; a longer one fails the episode."""
+
+
+class OpenEnvSession:
+    """A connection to a server, which keeps one environment for it."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, options: Options) -> None:
+        self._socket, self._options = socket, options
+
+    async def asked(self, kind: str, data: dict[str, Any]) -> tuple[str, float | None, bool]:
+        """Return the text of an observation, its reward, and whether the episode is over.
+
+        Raises:
+            ValueError: the server refuses the action; says why.
+            RuntimeError: the server does not answer, or by another error.
+        """
+        url = self._options.url
+        try:
+            async with asyncio.timeout(self._options.step_s):
+                await self._socket.send_json({"type": kind, "data": data})
+                answer = await self._socket.receive_json()
+        except TimeoutError:
+            raise RuntimeError(f"the OpenEnv server {url}: no answer to {kind} in time") from None
+        except (TypeError, ValueError, OSError, aiohttp.ClientError):
+            raise RuntimeError(f"the OpenEnv server {url} closed, or did not say JSON") from None
+        found = answer.get("data", {})
+        if answer.get("type") != "observation":
+            wrong = ValueError if found.get("code") == WRONG_ACTION else RuntimeError
+            raise wrong(f"the OpenEnv server {url}: {json.dumps(found)[:300]}")
+        return _shown(found["observation"], self._options.observation), found["reward"], found["done"]
+
+
+class OpenEnv(EpisodeEnvironment):
+    """Environment `openenv`."""
+
+    def __init__(self, options: Options) -> None:
+        if URL(options.url).scheme not in ("http", "https"):
+            raise SettingsError(
+                f"setting environment.options.url: {options.url!r} is no address, such as "
+                "http://127.0.0.1:8000"
+            )
+        self._options = options
+        super().__init__(self._play)
+
+    async def _play(self, episode: Episode) -> float | None:
+        """Play one episode, and return the sum of its rewards; None if it had none."""
+        async with connected(self._options) as session:
+            _, reward, done = await session.asked("reset", dict(episode.metadata.get("reset", {})))
+            while not done:
+                episode.reward = _sum(episode.reward, reward)
+                turn = await episode.generate(self._options.turn_tokens or None)
+                shown, reward, done = await self._step(session, turn)
+                episode.insert(shown)
+            return _sum(episode.reward, reward)
+
+    async def _step(self, session: OpenEnvSession, turn: str) -> tuple[str, float | None, bool]:
+        """Act by a turn of the model; one that is no action is answered with the error."""
+        try:
+            action = {self._options.action: turn} if self._options.action else json.loads(turn)
+            if isinstance(action, dict):
+                return await session.asked("step", action)
+        except (ValueError, RecursionError) as error:
+            return f"error: {error}", None, False
+        return "error: an action is a JSON object", None, False
+
+
+@asynccontextmanager
+async def connected(options: Options) -> AsyncIterator[OpenEnvSession]:
+    """Have a connection for one episode.
+
+    Raises:
+        RuntimeError: the server does not answer.
+    """
+    async with aiohttp.ClientSession() as client:
+        try:
+            async with asyncio.timeout(options.step_s):
+                socket = await client.ws_connect(URL(options.url) / "ws", max_msg_size=MAX_ANSWER)
+        except (TimeoutError, OSError, aiohttp.ClientError) as error:
+            raise RuntimeError(f"the OpenEnv server {options.url}: {str(error)[:300]}") from None
+        async with socket:
+            yield OpenEnvSession(socket, options)
+
+
+def _shown(observation: dict[str, Any], field: str) -> str:
+    if not field:
+        return json.dumps(observation)
+    if field not in observation:
+        raise SettingsError(
+            f"setting environment.options.observation: an observation has no {field!r}, but "
+            f"{', '.join(observation)}"
+        )
+    return str(observation[field])
+
+
+def _sum(before: float | None, reward: float | None) -> float | None:
+    return before if reward is None else (before or 0.0) + reward
+
+
+async def write_prompts(url: str, path: Path, count: int, field: str) -> None:
+    """Write the first observation under each seed below `count` as a prompt."""
+    options, lines = Options(url, observation=field), []
+    for seed in range(count):
+        async with connected(options) as session:
+            shown, _, _ = await session.asked("reset", {"seed": seed})
+        lines.append(json.dumps({"prompt": shown, "reset": {"seed": seed}}))
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def main(arguments: list[str]) -> int:
+    """Run `python -m rollout.environments.third_party.openenv`; return the exit code."""
+    match arguments:
+        case [url, path, count, *field] if count.isdigit() and len(field) < 2:
+            asyncio.run(write_prompts(url, Path(path), int(count), "".join(field)))
+            return 0
+    print(__doc__, file=sys.stderr)
+    return 2
+
+
+make = OpenEnv
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

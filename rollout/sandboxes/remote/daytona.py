@@ -1,0 +1,108 @@
+"""Runs an episode's commands in a sandbox of Daytona, by its package `daytona`.
+
+The package reads the key DAYTONA_API_KEY. Setting `image` is a snapshot of Daytona, which has Python as
+`python3` (the default one does), `service` the URL of the API where it is not Daytona's own.
+"""
+
+import math
+import shlex
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+import aiohttp
+from daytona import (
+    AsyncDaytona,
+    AsyncSandbox,
+    CreateSandboxFromSnapshotParams,
+    DaytonaAuthenticationError,
+    DaytonaConfig,
+    DaytonaError,
+    DaytonaNotFoundError,
+    ListSandboxesQuery,
+)
+
+from protocol.errors import SettingsError
+from rollout.config import SandboxConfig
+from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.pool import CREATE_S
+from rollout.sandboxes.remote.machine import RemoteMachine
+from rollout.sandboxes.remote.provider import RemoteProvider
+
+KEY = "setting environment.sandbox.name: 'daytona'"
+
+
+class DaytonaMachine:
+    """A sandbox of Daytona."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def run(self, line: str, wall_s: float) -> str:
+        with _failing():
+            ended = await self._sandbox.process.exec(f"sh -c {shlex.quote(line)}", timeout=math.ceil(wall_s))
+        return f"status {ended.exit_code}: {ended.result}" if ended.exit_code else ""
+
+    async def put(self, path: str, data: bytes) -> None:
+        with _failing():
+            await self._sandbox.fs.upload_file(data, path, CREATE_S)
+
+    async def get(self, path: str) -> bytes:
+        with _failing():
+            return bytes(await self._sandbox.fs.download_file(path, CREATE_S))
+
+    async def remove(self) -> None:
+        with _failing(), suppress(DaytonaNotFoundError):
+            await self._sandbox.delete(timeout=CREATE_S)
+
+
+class DaytonaProvider(RemoteProvider):
+    """Provider `daytona`."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        """Make the client.
+
+        Raises:
+            SettingsError: there is no key.
+        """
+        super().__init__(config)
+        words = {"api_url": config.service} if config.service else {}
+        try:
+            self._client = AsyncDaytona(DaytonaConfig(use_deprecated_polling=True, **words))
+        except DaytonaError as error:
+            raise SettingsError(f"{KEY}: {error}") from None
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
+        is_address = host.replace(".", "").isdigit()
+        reached = {"network_allow_list": f"{host}/32"} if is_address else {"domain_allow_list": host}
+        given = CreateSandboxFromSnapshotParams(
+            snapshot=start.image or self._config.image or None,
+            os_user="root",
+            labels=dict(labels),
+            ephemeral=True,
+            auto_stop_interval=0,  # which counts from the last call, and a command may be long
+            ttl_minutes=max(1, math.ceil(start.lease_s / 60)),
+            **(reached if host else {"network_block_all": True}),
+        )
+        with _failing():
+            return DaytonaMachine(await self._client.create(given, timeout=CREATE_S))
+
+    async def _listed(
+        self, labels: Mapping[str, str]
+    ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
+        with _failing():
+            async for sandbox in self._client.list(ListSandboxesQuery(labels=dict(labels)), CREATE_S):
+                yield DaytonaMachine(sandbox), sandbox.labels
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Turn the package's errors into ours."""
+    try:
+        yield
+    except DaytonaAuthenticationError as error:
+        raise SettingsError(f"{KEY}: {str(error)[:300]}") from None
+    except (DaytonaError, aiohttp.ClientError, OSError) as error:
+        raise SandboxDied(f"Daytona: {type(error).__name__}: {str(error)[:300]}") from None

@@ -1,0 +1,106 @@
+"""Runs an episode's commands in a sandbox of E2B, by its package `e2b`, which reads the key E2B_API_KEY.
+
+Setting `image` is the template, which has Python as `python3` (the default one does), `service` the URL of
+the API where it is not E2B's own.
+"""
+
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+from e2b import AsyncSandbox, CommandExitException, SandboxQuery
+from e2b.exceptions import AuthenticationException, SandboxException, ServiceBusyException
+
+from protocol.errors import SettingsError
+from rollout.config import SandboxConfig
+from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.pool import CREATE_S
+from rollout.sandboxes.remote.machine import RemoteMachine
+from rollout.sandboxes.remote.provider import RemoteProvider
+
+ALL = "0.0.0.0/0"
+
+
+class E2BMachine:
+    """A sandbox of E2B."""
+
+    def __init__(self, sandbox: AsyncSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def run(self, line: str, wall_s: float) -> str:
+        with _failing():
+            try:
+                await self._sandbox.commands.run(line, user="root", timeout=wall_s)
+            except CommandExitException as error:
+                return f"status {error.exit_code}: {error.stderr}"
+            return ""
+
+    async def put(self, path: str, data: bytes) -> None:
+        with _failing():
+            await self._sandbox.files.write(path, data, user="root")
+
+    async def get(self, path: str) -> bytes:
+        with _failing():
+            return bytes(await self._sandbox.files.read(path, format="bytes", user="root"))
+
+    async def remove(self) -> None:
+        with _failing():
+            await self._sandbox.kill()
+
+
+class ListedMachine(E2BMachine):
+    """A sandbox whose name alone is known."""
+
+    def __init__(self, name: str, words: Mapping[str, Any]) -> None:
+        self._name, self._words = name, words
+
+    async def remove(self) -> None:
+        with _failing():
+            await AsyncSandbox.kill(self._name, **self._words)
+
+
+class E2BProvider(RemoteProvider):
+    """Provider `e2b`."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        super().__init__(config)
+        self._words = {"request_timeout": CREATE_S, **({"api_url": config.service} if config.service else {})}
+
+    async def close(self) -> None:
+        pass  # the package keeps connections for each event loop
+
+    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
+        network = {"allow_out": [host], "deny_out": [ALL]} if host else {"deny_out": [ALL]}
+        with _failing():
+            return E2BMachine(
+                await AsyncSandbox.create(
+                    start.image or self._config.image or None,
+                    timeout=math.ceil(start.lease_s),
+                    metadata=dict(labels),
+                    network=network,
+                    **self._words,
+                )
+            )
+
+    async def _listed(
+        self, labels: Mapping[str, str]
+    ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
+        pages = AsyncSandbox.list(SandboxQuery(metadata=dict(labels)), **self._words)
+        while pages.has_next:
+            with _failing():
+                found = await pages.next_items()
+            for item in found:
+                yield ListedMachine(item.sandbox_id, self._words), item.metadata
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Turn the package's errors into ours."""
+    try:
+        yield
+    except AuthenticationException as error:
+        raise SettingsError(f"setting environment.sandbox.name: 'e2b': {str(error)[:300]}") from None
+    except (SandboxException, ServiceBusyException, httpx.HTTPError, OSError) as error:
+        raise SandboxDied(f"E2B: {type(error).__name__}: {str(error)[:300]}") from None

@@ -1,0 +1,92 @@
+"""Starts sandboxes on machines of another company, and removes those whose workers have died.
+
+A machine has the labels `tether_host` and `tether_folder`: a folder on this host that its worker has locked
+for as long as it lives. It has a lease of the company's, too, in case no worker starts on this host again.
+"""
+
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+from yarl import URL
+
+from protocol.errors import SettingsError
+from protocol.network.addresses import is_loopback
+from rollout.config import SandboxConfig
+from rollout.programs.folder import ProgramFolder, clear_left_folders
+from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.pool import completed, created
+from rollout.sandboxes.remote.machine import RemoteMachine, RemoteSandbox
+
+
+class RemoteProvider(ABC):
+    """Provider whose sandboxes are machines of a company."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+
+    async def start(self, start: Start) -> RemoteSandbox:
+        host = endpoint_host(start.endpoint)
+        folder = ProgramFolder()
+        sandbox: RemoteSandbox | None = None
+        began = False
+        try:
+            labels = {**_host_label(), "tether_folder": str(folder.path)}
+            machine = await created(self._created(start, host, labels), _removed, (SandboxDied,))
+            sandbox = RemoteSandbox(machine, self._config, folder)
+            await sandbox.begin(start)
+            began = True
+        finally:
+            if sandbox is None:
+                folder.close()
+            elif not began:
+                await completed(sandbox.stop())
+        return sandbox
+
+    async def clear_left(self) -> int:
+        clear_left_folders()
+        count = 0
+        async for machine, labels in self._listed(_host_label()):
+            if not Path(labels["tether_folder"]).exists():
+                await machine.remove()
+                count += 1
+        return count
+
+    async def forget(self, snapshot: str) -> None:  # noqa: B027
+        pass  # it is the files themselves
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close connections. Idempotent."""
+
+    @abstractmethod
+    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
+        """Create a machine that ends after its lease and reaches `host` alone; empty: no host at all."""
+
+    @abstractmethod
+    def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
+        """Yield machines that have all of the labels, with all that they have."""
+
+
+def endpoint_host(endpoint: str) -> str:
+    """Return the host of an endpoint, which other machines have to reach.
+
+    Raises:
+        SettingsError: they do not.
+    """
+    host = URL(endpoint).host or "" if endpoint else ""
+    if host and is_loopback(host):
+        raise SettingsError(
+            f"setting environment.advertise: a sandbox on a machine elsewhere does not reach {endpoint}; "
+            "set it to the endpoint's address for other machines"
+        )
+    return host
+
+
+def _host_label() -> dict[str, str]:
+    return {"tether_host": socket.gethostname()}
+
+
+async def _removed(machine: RemoteMachine) -> None:
+    await machine.remove()

@@ -1,0 +1,133 @@
+"""Calls tools of an MCP server, by the client of the package `mcp`.
+
+A call names the server; its first word is the tool, the rest the arguments as a JSON object. A call without a
+word is answered with the server's tools:
+
+    ```files
+    read {"path": "notes.txt"}
+    ```
+"""
+
+import asyncio
+import json
+import logging
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx2
+from mcp.client.client import Client
+from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.exceptions import MCPError
+from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult
+
+from rollout.tools.base import Tool
+from rollout.tools.mcp_server import McpServer
+
+log = logging.getLogger("tether.tools")
+
+USAGE = 'a call is the name of a tool, and its arguments as a JSON object: NAME {"argument": "value"}'
+
+
+class McpTool(Tool):
+    """The tools of one MCP server, over a connection of the episode."""
+
+    def __init__(self, name: str, server: McpServer, stack: AsyncExitStack | None = None) -> None:
+        """Args: stack: closes the connection of an episode, which its first call opens."""
+        self._name, self._server, self._stack = name, server, stack
+        self._client: Client | None = None
+        self._earlier = list[str]()
+        """Calls that were answered from the record."""
+
+    def opened(self, stack: AsyncExitStack) -> "McpTool":
+        """Return the tool of one episode."""
+        return McpTool(self._name, self._server, stack)
+
+    def restore(self, text: str, state: str) -> None:
+        """Note a call from the record: a program that is started again has not seen it."""
+        if self._client is None and self._server.command:
+            self._earlier.append(text)
+
+    async def run(self, text: str) -> str:
+        """Return the tool's answer, or the error that it names.
+
+        Raises:
+            RuntimeError: the server cannot be reached, or has ended.
+        """
+        try:
+            client = await self._connected()
+            return await self._answer(client, text)
+        except MCPError as error:
+            raise self._failed(error) from None
+
+    async def _connected(self) -> Client:
+        """Return the connection; a task of its own holds it, so that its failure ends no other wait."""
+        if self._client is None:
+            assert self._stack is not None  # it is the tool of an episode
+            tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+            connected: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+            closing = asyncio.Event()
+            tasks.create_task(self._hold(connected, closing), name="tool.mcp")
+            self._stack.callback(closing.set)
+            self._client = await connected
+            for text in self._earlier:
+                await self._answer(self._client, text)
+        return self._client
+
+    async def _hold(self, connected: "asyncio.Future[Client]", closing: asyncio.Event) -> None:
+        """Keep a connection until `closing` is set, or it fails."""
+        try:
+            async with AsyncExitStack() as stack:
+                transport = await self._transport(stack)
+                client = Client(transport, read_timeout_seconds=self._server.call_s)
+                connected.set_result(await stack.enter_async_context(client))
+                await closing.wait()
+        except Exception as error:  # the transport's own errors come in groups
+            if connected.done():
+                log.warning("tool.mcp_lost server=%s why=%r", self._name, _innermost(error))
+            else:
+                connected.set_exception(self._failed(error))
+
+    def _failed(self, error: Exception) -> RuntimeError:
+        return RuntimeError(f"the MCP server {self._name!r}: {str(_innermost(error))[:300]}")
+
+    async def _transport(self, stack: AsyncExitStack) -> Any:
+        server = self._server
+        if server.command:
+            program, *arguments = server.command
+            return stdio_client(StdioServerParameters(command=program, args=arguments, env=server.variables))
+        http = httpx2.AsyncClient(headers=server.headers(), timeout=server.call_s)
+        return streamable_http_client(server.url, http_client=await stack.enter_async_context(http))
+
+    async def _answer(self, client: Client, text: str) -> str:
+        name, _, rest = text.strip().partition(" ")
+        if not name:
+            tools = (await client.list_tools()).tools
+            return "\n".join(
+                f"{tool.name}: {tool.description or ''} {json.dumps(tool.input_schema)}" for tool in tools
+            )
+        try:
+            arguments = json.loads(rest or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            return f"error: {USAGE}"
+        try:
+            return _text_of(await client.call_tool(name, arguments))
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                raise
+            late = f"no answer within {self._server.call_s:g} s"
+            return f"error: {late if error.code == REQUEST_TIMEOUT else error.message}"
+
+
+def _text_of(result: CallToolResult) -> str:
+    parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+    said = "\n".join(parts) or json.dumps(result.structured_content)
+    return f"error: {said}" if result.is_error else said
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,101 @@
+"""Tasks of Harbor, by their documented layout, in sandboxes of bubblewrap."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import EpisodeError, SettingsError
+from protocol.rollout_view import decode_rollout
+from rollout.config import EnvironmentConfig, SandboxConfig
+from rollout.environments.registry import make_environment
+from rollout.environments.third_party.harbor import main, read_task
+from rollout.prompts.base import Prompt
+from tests.changes import slow_unless_changed
+from tests.rollout.environments.groups import generated
+
+SETTINGS = """
+schema_version = "1.4"
+[environment]
+{environment}
+[verifier]
+timeout_sec = {seconds}
+env = {{ WANTED = "done" }}
+"""
+OFFLINE = "allow_internet = false"
+AGENT = """
+import json, os, urllib.request
+task = json.load(open(os.environ["TETHER_TASK"]))
+body = {"model": "policy", "messages": task["messages"]}
+ask = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+                             {"Content-Type": "application/json"})
+urllib.request.urlopen(ask).read()
+os.makedirs("/logs/verifier")
+open("/logs/verifier/reward.txt", "w").write("100")
+open("/tests/helper.sh", "w").write("exit 1")
+open("result", "w").write("done" if task["metadata"] == {} else "seen")
+"""
+TEST = '. /tests/more/helper.sh; echo "{\\"reward\\": $points}" > /logs/verifier/reward.json; rm result'
+HELPER = '[ -e /tests/helper.sh ] && exit 1; [ "$(cat result)" = "$WANTED" ] && points=0.75 || points=0'
+
+
+def write_task(folder: Path, test: str = TEST, environment: str = OFFLINE, seconds: int = 60) -> None:
+    (folder / "tests/more").mkdir(parents=True)
+    (folder / "task.toml").write_text(SETTINGS.format(environment=environment, seconds=seconds))
+    (folder / "instruction.md").write_text("2+2=")
+    (folder / "tests/test.sh").write_text(test)
+    (folder / "tests/more/helper.sh").write_text(HELPER)
+
+
+def harbor(**options: object) -> EnvironmentConfig:
+    command = ["python3", "-c", AGENT]
+    sandbox = SandboxConfig("bubblewrap", memory_mb=512, disk_mb=8)
+    return EnvironmentConfig("harbor", {"command": command, **options}, attempts=1, sandbox=sandbox)
+
+
+@slow_unless_changed("rollout/sandboxes/", "rollout/environments/third_party/harbor.py")
+async def test_the_reward_is_what_the_tests_of_the_task_write(tmp_path: Path) -> None:
+    write_task(tmp_path / "task")
+    prompt = Prompt("2+2=", metadata={"harbor": str(tmp_path / "task")}, index=7)
+    rollout = await generated(tmp_path, harbor(), prompt)
+    assert [row.environment_reward for row in decode_rollout(rollout).rows] == [0.75, 0.75]
+
+
+@slow_unless_changed("rollout/sandboxes/", "rollout/environments/third_party/harbor.py")
+@pytest.mark.parametrize(
+    ("test", "environment", "seconds", "why"),
+    [
+        ("echo no; exit 1", OFFLINE, 60, "tests of task wrote no reward: no"),
+        ("sleep 1000", OFFLINE, 1, "wrote no reward, after the limit of time"),
+        ('echo \'{"a": 1, "b": 2}\' > /logs/verifier/reward.json', OFFLINE, 60, "no number"),
+        (TEST, "", 60, "asks for the network 'public'"),
+        (TEST, 'allow_internet = false\ndocker_image = "x"', 60, "needs the image 'x'"),
+    ],
+)
+async def test_a_task_without_a_result_has_no_reward(
+    tmp_path: Path, test: str, environment: str, seconds: int, why: str
+) -> None:
+    write_task(tmp_path / "task", test, environment, seconds)
+    prompt = Prompt("2+2=", metadata={"harbor": str(tmp_path / "task")}, index=7)
+    with pytest.raises((EpisodeError, SettingsError), match=why):
+        await generated(tmp_path, harbor(), prompt, n=1)
+
+
+def test_prompts_are_written_for_each_task_and_unknown_settings_are_named(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write_task(tmp_path / "tasks" / name, environment="")
+    prompts = tmp_path / "prompts.jsonl"
+    assert main([str(tmp_path / "tasks"), str(prompts)]) == 0
+    lines = [json.loads(line) for line in prompts.read_text().splitlines()]
+    assert lines == [{"prompt": "2+2=", "harbor": str(tmp_path / "tasks" / name)} for name in ("a", "b")]
+    (tmp_path / "tasks/a/steps").mkdir()
+    with pytest.raises(SettingsError, match="tasks/a: steps is not known here"):
+        main([str(tmp_path / "tasks"), str(prompts)])
+    with pytest.raises(SettingsError, match="No such file"):
+        read_task(tmp_path, offline=True)
+
+
+def test_a_sandbox_and_a_task_are_needed() -> None:
+    with pytest.raises(SettingsError, match="harbor needs a sandbox"):
+        make_environment(EnvironmentConfig("harbor", {"command": [sys.executable]}))
