@@ -1,4 +1,7 @@
-"""Receives a version from files: `location` is a directory with one file for each bucket, or with changes."""
+"""Receives a version from files: `location` has one file for each bucket, or changes.
+
+It is a directory, or a URL that fsspec knows.
+"""
 
 import mmap
 from collections.abc import Iterator
@@ -10,6 +13,7 @@ import torch
 from protocol.device.digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.weights.buckets import bucket_name
 from protocol.weights.slices import Wanted
 from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
 from rollout.weights.deltas import VersionImage
@@ -22,7 +26,8 @@ MADV_POPULATE_READ = 22
 class FileReceiver:
     """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped.
 
-    A version with a chain is made in host memory, out of the one before it and the changes.
+    A version at a URL is read into host memory. One with a chain is made there, out of the one before it and
+    the changes.
     """
 
     lasting = True
@@ -39,14 +44,14 @@ class FileReceiver:
         place: Destination = no_destination,
     ) -> Iterator[list[ReceivedSlice]]:
         deadline, digests = Deadline(manifest, deadline_s), Digests()
-        if manifest.chain:
+        if manifest.chain or "://" in manifest.location:
             yield from self._made(manifest, deadline, digests)
             return
         mapped, bucket = -1, torch.empty(0, dtype=torch.uint8)
         for entry in manifest.tensors:
             deadline.remaining(f"reading {entry.name}")
             if entry.bucket != mapped:
-                path = Path(manifest.location) / f"bucket_{entry.bucket:05d}.bin"
+                path = Path(manifest.location) / bucket_name(entry.bucket)
                 mapped, bucket = entry.bucket, _map(path, manifest.buckets[entry.bucket], entry)
             tensor = _view(entry, bucket)
             digests.add(tensor)

@@ -1,7 +1,7 @@
-"""Publishes versions as files, in shared memory for engines on this host or in a directory that hosts share.
+"""Publishes versions as files: in shared memory, in a directory that hosts share, or below a URL.
 
     DIRECTORY/owner.pid                          of `shm`, see `protocol/host/owned_directory.py`
-    DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
+    DIRECTORY/v00000012-EPOCH/bucket_00000.bin   the version, at the manifest's `location`
     DIRECTORY/v00000012-EPOCH/manifest.json      the manifest, written last
 
 With `weights.delta` most directories have changes instead of buckets, see `deltas.py`.
@@ -25,10 +25,17 @@ from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buckets, make_manifest
 from trainer.weights.deltas import DeltaWriter
-from trainer.weights.version_directories import VersionDirectories, bucket_path, remove, write_manifest
+from trainer.weights.version_directories import (
+    VersionDirectories,
+    VersionRoot,
+    bucket_path,
+    remove,
+    write_manifest,
+)
 
 REMEDIES = {
     "disk": "free some, or lower weights.keep",
+    "http": "free some, or lower weights.keep",
     "shm": "enlarge it (docker: --shm-size), lower weights.keep, or set weights.directory",
 }
 """Transport -> what to do where its directory is full."""
@@ -40,10 +47,31 @@ def disk_sender(config: WeightConfig, run_dir: Path) -> "FileSender":
     Raises:
         WeightError: the directory cannot be made or read.
     """
+    return _lasting("disk", config, run_dir, lambda config, directory: VersionRoot(str(directory)))
+
+
+def http_sender(config: WeightConfig, run_dir: Path) -> "FileSender":
+    """As `disk_sender`, for engines that read the directory, or a copy of it, by URL.
+
+    Raises:
+        SettingsError: fsspec does not know the kind of URL.
+        WeightError: the directory cannot be made, read or served.
+    """
+    from trainer.weights.version_roots import url_root  # imports a web server
+
+    return _lasting("http", config, run_dir, url_root)
+
+
+def _lasting(
+    transport: str,
+    config: WeightConfig,
+    run_dir: Path,
+    make_root: Callable[[WeightConfig, Path], VersionRoot],
+) -> "FileSender":
     directory = Path(config.directory) if config.directory else run_dir / "weights"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return FileSender("disk", directory, config)
+        return FileSender(transport, directory, config, make_root(config, directory))
     except OSError as error:
         raise WeightError(f"{directory}: {error}") from error
 
@@ -57,7 +85,7 @@ def shm_sender(config: WeightConfig, run: str) -> "FileSender":
     try:
         directory, owner = claim(Path(config.directory)) if config.directory else claim_shared(run)
         release = partial(_release, config, directory, owner)
-        sender = FileSender("shm", directory, config, release)
+        sender = FileSender("shm", directory, config, VersionRoot(str(directory)), release)
         sender.versions.clear()
     except OSError as error:
         raise WeightError(f"{config.directory or SHARED_MEMORY}: {error}") from error
@@ -83,14 +111,16 @@ class FileSender:
         transport: str,
         directory: Path,
         config: WeightConfig,
+        root: VersionRoot,
         release: Callable[[], None] | None = None,
     ) -> None:
         """Take over the versions in a directory.
 
         Args:
-            transport: "disk" or "shm".
+            transport: "disk", "http" or "shm".
             directory: an existing directory, which holds the versions.
             config: section `[weights]`.
+            root: where engines find them.
             release: called by `close`, once all versions are removed. None: versions outlive the sender, and
                 each is synced to the disk.
 
@@ -98,7 +128,8 @@ class FileSender:
             OSError: the directory cannot be read.
         """
         self.directory = directory
-        self.versions = VersionDirectories(directory, config.keep, durable=release is None)
+        self._root = root
+        self.versions = VersionDirectories(directory, root, config.keep, durable=release is None)
         self.versions.adopt()
         self._transport = transport
         self._bucket_bytes = config.bucket_mb << 20
@@ -127,8 +158,9 @@ class FileSender:
                     contents = self._deltas.write(tensors, version, aside, final.name)
                 else:
                     contents = self._write(tensors, aside)
+                location = f"{self._root.location}/{final.name}"
                 manifest = make_manifest(
-                    self._transport, str(final), epoch, version, contents, base_model=base_model, tied=tied
+                    self._transport, location, epoch, version, contents, base_model=base_model, tied=tied
                 )
                 if self._deltas:
                     manifest = self._deltas.completed(manifest, aside)
@@ -150,6 +182,7 @@ class FileSender:
 
     def close(self) -> None:
         """Remove all versions that do not outlive the run; idempotent."""
+        self._root.close()
         release, self._release = self._release, None
         if release is not None:
             self.versions.clear()

@@ -25,16 +25,19 @@ class TransportEntry(Entry):
     """Class of a transport's sender, or the function that makes it."""
 
     listens: bool = False
-    """Whether the sender listens for engines on `weights.host`; versions stay on the trainer's ranks."""
+    """Whether the sender listens for engines on `weights.host`."""
+    files: bool = False
+    """Whether versions are files, which can be read repeatedly, by engines and by others."""
 
 
 TRANSPORTS = Registry(
     {
-        "disk": TransportEntry("trainer.weights.files:disk_sender"),
+        "disk": TransportEntry("trainer.weights.files:disk_sender", files=True),
+        "http": TransportEntry("trainer.weights.files:http_sender", listens=True, files=True),
         "ipc": TransportEntry("trainer.weights.served.sender:PartSender", listens=True),
         "nccl": TransportEntry("trainer.weights.served.sender:PartSender", listens=True),
         "shared": TransportEntry("trainer.weights.shared:SharedSender"),
-        "shm": TransportEntry("trainer.weights.files:shm_sender"),
+        "shm": TransportEntry("trainer.weights.files:shm_sender", files=True),
     }
 )
 
@@ -72,7 +75,7 @@ def make_sender(
             raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
     name, entry = config.transport, TRANSPORTS.find(config.transport, "setting weights.transport:")
     sender: Any = load(entry.path)
-    if entry.listens:
+    if entry.listens and not entry.files:
         from trainer.weights.served.layout import blank_manifest  # imports torch
 
         publication = backend.publication

@@ -1,0 +1,119 @@
+"""Ranges over links that lose connections, are silent, or have no end."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from aiohttp import web
+from fsspec.implementations.local import LocalFileSystem
+
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from rollout.weights.ranges import RANGE_BYTES, TRIES, range_reader
+from rollout.weights.verification import Deadline
+
+
+class Losing(LocalFileSystem):  # type: ignore[misc]
+    """The local files, over a link that loses so many reads of each range."""
+
+    protocol = "losing"
+    cachable = False
+    lost = 0
+    seen: dict[tuple[int, int], int] = {}
+    lock = threading.Lock()
+
+    def cat_file(self, path: str, start: int, end: int, **options: Any) -> bytes:  # type: ignore[override]
+        with Losing.lock:
+            count = Losing.seen[start, end] = Losing.seen.get((start, end), 0) + 1
+        if count <= Losing.lost:
+            raise ConnectionResetError("reset")
+        return bytes(super().cat_file(path.removeprefix("losing://"), start, end, **options))
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("losing://")
+
+
+fsspec.register_implementation("losing", Losing, clobber=True)
+
+
+def deadline(seconds: float) -> Deadline:
+    manifest = WeightManifest(epoch="e", version=3, transport="http", location="", buckets=(), tensors=())
+    return Deadline(manifest, seconds)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, RANGE_BYTES[0], 3 * RANGE_BYTES[0] + 5])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_file_is_read_although_ranges_are_lost(tmp_path: Path, nbytes: int, lost: int) -> None:
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+    (tmp_path / "file").write_bytes(data.tobytes())
+    Losing.lost, Losing.seen = lost, {}
+    found = np.zeros(nbytes, np.uint8)
+    with range_reader(f"losing://{tmp_path}", deadline(30)) as files:
+        files.check_sizes([("file", nbytes)])
+        files.read("file", found)
+    assert np.array_equal(found, data)
+    assert set(Losing.seen.values()) <= {lost + 1}
+
+
+def test_range_that_is_lost_each_time_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    Losing.lost, Losing.seen = TRIES, {}
+    with range_reader(f"losing://{tmp_path}", deadline(30)) as files:
+        with pytest.raises(WeightError, match=rf"/file: reset, {TRIES} times"):
+            files.read("file", np.zeros(3, np.uint8))
+    assert set(Losing.seen.values()) == {TRIES}
+
+
+@contextmanager
+def server(handler: Any) -> Iterator[str]:
+    """A web server in a thread."""
+    loop, app = asyncio.new_event_loop(), web.Application()
+    app.router.add_get("/{path:.*}", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+
+    async def start() -> str:
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+
+
+def test_server_that_does_not_answer_is_refused_at_the_deadline() -> None:
+    silence = asyncio.Event()
+
+    async def silent(request: web.Request) -> web.Response:
+        await silence.wait()
+        return web.Response()
+
+    with server(silent) as url, range_reader(url, deadline(0.5)) as files:
+        with pytest.raises(
+            WeightError, match=r"version 3 over http: not complete within 0\.5 s while reading"
+        ):
+            files.contents(["index"])
+
+
+def test_server_without_ranges_is_refused() -> None:
+    async def everything(request: web.Request) -> web.Response:
+        return web.Response(body=bytes(1 << 20))
+
+    with server(everything) as url, range_reader(url, deadline(30)) as files:
+        assert files.contents(["file"]) == [bytes(1 << 20)]
+        with pytest.raises(WeightError, match=r"/file: 1048576 bytes from byte 0 on, expected 262144"):
+            files.read("file", np.zeros(1 << 20, np.uint8))
