@@ -271,7 +271,7 @@ class AlgorithmConfig:
     entropy_coef_max: Annotated[float, Interval(ge=0, le=1e6)] = 0.005
     """With `entropy_target`: largest bonus."""
     kl_coef: Annotated[float, Interval(ge=0, le=1e6)] = set_first(0.0)
-    """Weight of the KL divergence to the initial model, or to the model of `[reference]`. 0: off, and free."""
+    """Weight of the KL divergence to the initial model, or to the model of `[reference]`. 0: off, free."""
     use_kl_in_reward: bool = False
     """Whether that divergence, by k1, is subtracted from the reward instead of added to the loss, as in PPO
     and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards; with ppo

@@ -33,7 +33,7 @@ class RangeReader:
     """Reads files below a directory or URL until a deadline. Made by `range_reader`."""
 
     def __init__(self, root: str, deadline: Deadline, pool: ThreadPoolExecutor) -> None:
-        """Open the file system; nothing is read. Raises WeightError if fsspec cannot."""
+        """Open the file system, without a read. Raises WeightError if fsspec cannot."""
         self._deadline, self._pool = deadline, pool
         address = urlsplit(root)
         # the path of a URL may be a secret

@@ -54,7 +54,7 @@ class VersionRoot:
         self.location = location
 
     def add(self, version: Path) -> None:
-        """Let engines read a version, which is complete. Raises WeightError: nothing of it counts."""
+        """Let engines read a version, which is complete. Raises WeightError if they cannot."""
 
     def remove(self, name: str) -> None:
         """Forget a version that was removed from the directory."""

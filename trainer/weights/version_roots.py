@@ -4,9 +4,8 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Coroutine
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -24,7 +23,7 @@ HEADER_S = 30.0
 """How long a connection may take to send the head of its first request."""
 FULL = b'{"error": "too many connections"}'
 START_S = 60.0
-"""Limit for starting and for closing the server."""
+"""Limit for starting and for closing the server, seconds."""
 
 
 def url_root(config: WeightConfig, directory: Path) -> VersionRoot:
@@ -49,45 +48,46 @@ class ServedRoot(VersionRoot):
 
     def __init__(self, directory: Path, host: str) -> None:
         """Listen on any free port. Raises WeightError."""
-        self._listener = LimitedListener(max_connections=MAX_CONNECTIONS, header_s=HEADER_S, full=FULL)
-        path, app = f"/{secrets.token_urlsafe(24)}", web.Application(middlewares=[self._listener.note])
-        app.router.add_static(path, directory)
-        logger = request_logger("tether.weights.http")
-        self._runner = web.AppRunner(app, access_log=None, logger=logger, shutdown_timeout=1.0)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weights-http", daemon=True)
+        started: Future[str] = Future()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(directory, host, started)),
+            name="weights-http",
+            daemon=True,
+        )
         self._thread.start()
         try:
-            super().__init__(self._run(self._start(host)) + path)
+            super().__init__(started.result(START_S))
         except OSError as error:
-            self.close()
             raise WeightError(f"weights.host {host}: {error}") from error
 
     def close(self) -> None:
-        if self._loop.is_closed():
-            return
-        self._run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(START_S)
-        self._loop.close()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(START_S)
 
-    async def _start(self, host: str) -> str:
-        await self._runner.setup()
-        return await self._listener.start(self._runner, host, 0)
-
-    async def _stop(self) -> None:
-        self._listener.close()
-        await self._runner.cleanup()
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
+    async def _serve(self, directory: Path, host: str, started: "Future[str]") -> None:
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
+        listener = LimitedListener(max_connections=MAX_CONNECTIONS, header_s=HEADER_S, full=FULL)
+        path, app = f"/{secrets.token_urlsafe(24)}", web.Application(middlewares=[listener.note])
+        app.router.add_static(path, directory)
+        logger = request_logger("tether.weights.http")
+        runner = web.AppRunner(app, access_log=None, logger=logger, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            started.set_result(await listener.start(runner, host, 0) + path)
+            await self._ended.wait()
+        except OSError as error:
+            started.set_exception(error)
+        finally:
+            listener.close()
+            await runner.cleanup()
 
 
 class CopiedRoot(VersionRoot):
     """A directory or an object store that versions are copied to, by fsspec."""
 
     def __init__(self, url: str) -> None:
-        """Open it; nothing is read or written. Raises SettingsError."""
+        """Open it, without a read or write. Raises SettingsError."""
         super().__init__(url.rstrip("/"))
         self._store = RemoteDirectory(self.location, "weights.url")
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,25 +75,27 @@ def test_range_that_is_lost_each_time_is_named(tmp_path: Path) -> None:
 @contextmanager
 def server(handler: Any) -> Iterator[str]:
     """A web server in a thread."""
-    loop, app = asyncio.new_event_loop(), web.Application()
-    app.router.add_get("/{path:.*}", handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    started: Future[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def start() -> str:
+    async def serve() -> None:
+        app, ended = web.Application(), asyncio.Event()
+        app.router.add_get("/{path:.*}", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        started.set_result((url, asyncio.get_running_loop(), ended))
+        await ended.wait()
+        await runner.cleanup()
 
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
+    url, loop, ended = started.result(30)
     try:
-        yield asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+        yield url
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(30)
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(ended.set)
         thread.join(30)
-        loop.close()
 
 
 def test_server_that_does_not_answer_is_refused_at_the_deadline() -> None:
