@@ -4,6 +4,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ from trainer.megatron.optimizer_step import ModelStepper
 from trainer.megatron.roles.frozen import FrozenPart, shapes_of
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.memory.plan import MemoryPlan
-from trainer.ranks.publication import Publication
+from trainer.ranks.publication import Publication, shared_out
 from trainer.step.measures import StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -233,9 +234,11 @@ class MegatronBackend(Backend):
         if self._masters:
             yield from ((name, tensor.to(DTYPES[self._trainer.dtype])) for name, tensor in self.export())
             return
-        adapter = dict(self._exporter.gathered(self._published)) if self.targets else {}
+        owners = shared_out({plan.name: math.prod(plan.shape) for plan in self._plan}, self._places.ranks)
+        halves = {half: owners[target.weight] for target in self.targets for half in (target.a, target.b)}
+        adapter = dict(self._exporter.gathered(self._published, halves)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
-        for name, tensor in self._exporter.gathered(self._plan):
+        for name, tensor in self._exporter.gathered(self._plan, owners):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
 
     def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:

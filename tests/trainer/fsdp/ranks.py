@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from protocol.weights.lora import NO_ADAPTERS
+from tests.trainer.exports import export_by_rank
 from tests.trainer.fsdp.sharing import write_results
 from tests.trainer.lora.oracle import LORA
 from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
@@ -32,8 +33,6 @@ from trainer.backends import host_transfers
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.reference.shards import local_tensor
-from trainer.storage.hf_export import write_hf
-from trainer.storage.host_state import HostCopies
 
 MODELS = ("qwen2", "qwen2-tied", "qwen3-moe", "gpt-oss")
 """One of each: plain, tied, experts that the checkpoint has one by one, experts that it has joined."""
@@ -103,9 +102,7 @@ def _train(name: str, ranks: int, model_dir: Path, out: Path) -> None:
         publish_pieces(backend, out)
     now = whole(backend, batch, backend.logprobs)
     write(out / "reference", [("first", whole(backend, batch, backend.reference_logprobs)), ("now", now)])
-    model = HostCopies().copy_all(backend.export_model())
-    if model:  # on rank 0
-        write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
+    export_by_rank(backend, out / "hf", model_dir)
     backend.restore(checkpoint)
     for step in range(1, STEPS):
         backend.train_step(part_of(backend, step_batch(name, step)))
@@ -174,7 +171,7 @@ def _adapters(ranks: int, model_dir: Path, out: Path) -> None:
         backend.train_step(part_of(backend, make_batch(ADAPTED, step))).loss for step in range(ADAPTER_STEPS)
     ]
     write(out / "after", backend.export())
-    write(out / "merged", backend.export_model())
+    export_by_rank(backend, out / "merged", model_dir)
     batch = replace(make_batch(ADAPTED, 0), temperature=1.0)
     write(out / "reference", [("first", whole(backend, batch, backend.reference_logprobs))])
     if ranks > 1:

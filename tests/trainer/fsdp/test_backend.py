@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
 from tests.changes import slow_unless_changed
+from tests.trainer.exports import read_export
 from tests.trainer.fsdp.ranks import (
     ADAPTED,
     BFLOAT16,
@@ -258,7 +259,7 @@ def test_adapters_train_what_the_merged_weights_say(results: Ranks, ranks: int) 
     found = load_file(directory / "after.safetensors")
     assert json.loads((directory / "losses.json").read_text()) == pytest.approx(losses, abs=2e-5)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    targets, whole = {t.weight: t for t in targets_of(ADAPTED)}, load_file(directory / "merged.safetensors")
+    targets, whole = {t.weight: t for t in targets_of(ADAPTED)}, read_export(directory / "merged")
     source = dict(make_model(ADAPTED).named_parameters())
     for name, tensor in whole.items():
         weight = source[name].detach()

@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
 from rollout.staging.staging import digest_of
+from tests.trainer.exports import export_by_rank
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import (
@@ -44,8 +45,6 @@ from trainer.megatron import cpu, parallel
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.step.measures import StepMeasures
-from trainer.storage.hf_export import write_hf
-from trainer.storage.host_state import HostCopies
 from trainer.weights.publish import publish, published
 from trainer.weights.served.layout import blank_manifest
 from trainer.weights.served.sender import PartSender
@@ -174,9 +173,7 @@ def _train_and_restore(name: str, layout: str, model_dir: Path, out: Path) -> No
             ("now", whole(backend, before, backend.logprobs)),
         ],
     )
-    model = HostCopies().copy_all(backend.export_model())
-    if model:  # on rank 0
-        write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
+    export_by_rank(backend, out / "hf", model_dir)
     if name in FRESH:
         backend.close()
         backend = make_backend(model_dir, layout)
