@@ -34,6 +34,8 @@ class FileReceiver:
 
     def __init__(self) -> None:
         self.digest = 0
+        self._deadline: Deadline | None = None
+        """Of the last `slices`."""
         self._image = VersionImage()
 
     def slices(
@@ -44,6 +46,7 @@ class FileReceiver:
         place: Destination = no_destination,
     ) -> Iterator[list[ReceivedSlice]]:
         deadline, digests = Deadline(manifest, deadline_s), Digests()
+        self._deadline = deadline
         if manifest.chain or "://" in manifest.location:
             yield from self._made(manifest, deadline, digests)
             return
@@ -60,7 +63,9 @@ class FileReceiver:
         self.digest = manifest.digest
 
     def close(self) -> None:
-        """Return at once: a mapping ends with the last tensor in it, and changes are to the image."""
+        """End what is read; a mapping ends with the last tensor in it."""
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def _made(
         self, manifest: WeightManifest, deadline: Deadline, digests: Digests

@@ -89,8 +89,8 @@ class RangeReader:
         doing, attempt = f"reading {self._shown}/{name}", 0
         while True:
             attempt += 1
-            # a local file has no timeout: its reads end
-            limit = {"timeout": self._deadline.remaining(doing) / 2} if self._files.async_impl else {}
+            left = self._deadline.remaining(doing)
+            limit = {"timeout": left / 2} if self._files.async_impl else {}  # reads of local files end
             try:
                 found: bytes = self._files.cat_file(f"{self._root}/{name}", start=start, end=end, **limit)
             except FileNotFoundError as error:

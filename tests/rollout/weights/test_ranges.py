@@ -112,6 +112,20 @@ def test_server_that_does_not_answer_is_refused_at_the_deadline() -> None:
             files.contents(["index"])
 
 
+def test_reader_that_is_cancelled_asks_for_no_more() -> None:
+    until, asked = deadline(30), []
+
+    async def cancelling(request: web.Request) -> web.Response:
+        asked.append(request.headers["Range"])
+        until.cancel()
+        return web.Response(status=503)
+
+    with server(cancelling) as url, range_reader(url, until) as files:
+        with pytest.raises(WeightError, match="version 3 over http: cancelled while reading http"):
+            files.read("file", np.zeros(1, np.uint8))
+    assert asked == ["bytes=0-0"]
+
+
 def test_server_without_ranges_is_refused() -> None:
     async def everything(request: web.Request) -> web.Response:
         return web.Response(body=bytes(1 << 20))
