@@ -35,7 +35,7 @@ class FileReceiver:
     def __init__(self) -> None:
         self.digest = 0
         self._deadline: Deadline | None = None
-        """Of the last `slices`."""
+        """Deadline of the last `slices`."""
         self._image = VersionImage()
 
     def slices(

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from protocol.host.atomic_file import directory_written_aside
+from protocol.host.atomic_file import directory_written_aside, sync
 from trainer.storage.checksums import write_checksums
 
 SHARD_BYTES = 4 << 30
@@ -107,6 +107,7 @@ def write_shards(
             safetensors.torch.save_file(shard, path, metadata={"format": "pt"})
         except Exception as error:  # safetensors' own, which says no path
             raise OSError(f"{path}: {error}") from error
+        sync(path)
         shard.clear()
 
     for name, tensor in tensors:
