@@ -19,6 +19,7 @@ LAYOUTS = [
     ("megatron", "tensor_model_parallel_size", "nccl"),
     pytest.param("megatron", "tensor_model_parallel_size", "ipc", marks=pytest.mark.slow),
     pytest.param("megatron", "pipeline_model_parallel_size", "nccl", marks=pytest.mark.slow),
+    pytest.param("megatron", "tensor_model_parallel_size", "shm", marks=pytest.mark.slow),
     pytest.param("megatron", "data_parallel_size", "ipc", marks=pytest.mark.slow),
     pytest.param("fsdp", "data_parallel_size", "ipc", marks=slow_unless_changed("trainer/fsdp/")),
     pytest.param("fsdp", "data_parallel_size", "nccl", marks=pytest.mark.slow),
