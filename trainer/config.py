@@ -189,8 +189,7 @@ class TrainerConfig:
     """Largest `token_mult_prob_error` at lag 0 (1 is perfect agreement) before `mismatch_action` is taken. 0
     is off."""
     mismatch_action: Literal["warn", "stop"] = "warn"
-    """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts with the
-    cause)."""
+    """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts, and why)."""
     memory_gb: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """GPU memory that training takes on each rank at its peak, GiB: `micro_batch_tokens` = auto is chosen for
     it, and the check before a colocated start counts with it. 0: by `memory_fraction` and the expected
@@ -272,8 +271,7 @@ class AlgorithmConfig:
     entropy_coef_max: Annotated[float, Interval(ge=0, le=1e6)] = 0.005
     """With `entropy_target`: largest bonus."""
     kl_coef: Annotated[float, Interval(ge=0, le=1e6)] = set_first(0.0)
-    """Weight of the KL divergence to the initial model, or to the model of `[reference]`. 0 is off and free.
-    """
+    """Weight of the KL divergence to the initial model, or to the model of `[reference]`. 0: off, free."""
     use_kl_in_reward: bool = False
     """Whether that divergence, by k1, is subtracted from the reward instead of added to the loss, as in PPO
     and REINFORCE++: the sum over a sample's tokens before advantages are computed from the rewards; with ppo
@@ -326,19 +324,21 @@ class WeightConfig:
     """Section `[weights]`: how new weights reach the engines."""
 
     transport: Annotated[str, Predicate(NameIn("trainer.weights.registry:TRANSPORTS"))] = "shm"
-    """The transport: shm, disk, nccl, ipc or shared. docs/weights.md says which one to choose."""
+    """The transport: shm, disk, http, nccl, ipc or shared. docs/weights.md says which one to choose."""
     directory: FilePath = ""
-    """shm and disk: where versions are written. By default /dev/shm/tether-RUN-NONCE and RUN_DIR/weights."""
+    """Where versions are written. By default /dev/shm/tether-RUN-NONCE; disk and http: RUN_DIR/weights."""
+    url: str = ""
+    """http: where engines read them, by fsspec: an object store, or a web server. Empty: the trainer's."""
     bucket_mb: Annotated[int, Interval(ge=1, le=10**5)] = 64
     """Size of one bucket, MiB. A tensor that is larger has a bucket to itself."""
     keep: Annotated[int, Interval(ge=1, le=10**6)] = 2
-    """shm and disk: versions that are kept for engines that are late."""
+    """shm, disk and http: versions that are kept for engines that are late."""
     delta: bool = False
-    """shm and disk: write the changed elements alone, and every `anchor_every`-th version whole."""
+    """shm, disk and http: write the changed elements alone, and every `anchor_every`-th version whole."""
     anchor_every: Annotated[int, Interval(ge=1, le=10**6)] = 16
     """With `delta`: versions from one that is written whole, which late engines read first, to the next."""
     host: str = "127.0.0.1"
-    """nccl and ipc: address on which the trainer listens for engines."""
+    """nccl, ipc and http: address on which the trainer listens for engines."""
     backend: str = ""
     """nccl: "gloo" (CPU) or "nccl" (GPU); empty: for the trainer's device. ipc: "gloo" shares host memory."""
     timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0

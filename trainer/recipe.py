@@ -55,16 +55,21 @@ def check_publishing(trainer: TrainerConfig, steps: int, max_staleness: int) -> 
         )
 
 
-def check_delta(weights: WeightConfig) -> None:
-    """Check that the transport writes files, if changes alone are to be written.
+def check_files(weights: WeightConfig) -> None:
+    """Check that the transport writes files, if changes alone are to be written, and reads them by URL.
 
     Raises:
         SettingsError: names both settings.
     """
-    if weights.delta and weights.transport not in ("disk", "shm"):
+    if weights.delta and weights.transport not in ("disk", "http", "shm"):
         raise SettingsError(
             f"setting weights.delta: weights.transport {weights.transport!r} sends whole versions; "
-            "use disk or shm, or leave it out"
+            "use disk, http or shm, or leave it out"
+        )
+    if weights.url and weights.transport != "http":
+        raise SettingsError(
+            f"setting weights.url: engines do not read versions by URL with weights.transport "
+            f"{weights.transport!r}; use http, or leave it out"
         )
 
 

@@ -10,6 +10,7 @@ can be computed without one of the secret keys, and neither is valid for another
 """
 
 import hmac
+import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from protocol.host.curve_keys import KEY_BYTES, load_authorized, load_pair, load
 
 CONTEXT = b"tether weights 1"
 """Keeps these proofs apart from all other uses of the keys."""
+KEYS = "_TETHER_CURVE_DIR"
+"""Environment variable: directory of the keys with which an engine's processes fetch weights."""
 
 
 class Proofs(NamedTuple):
@@ -40,6 +43,14 @@ class Challenge(NamedTuple):
     """The line to send."""
     expected: str
     """The proof with which the receiver has to answer."""
+
+
+def fetch_with_keys(directory: str) -> None:
+    """Have this process, and engine processes that it starts, fetch weights with these keys; empty: none."""
+    if directory:
+        os.environ[KEYS] = str(Path(directory).absolute())
+    else:
+        os.environ.pop(KEYS, None)
 
 
 class SenderKeys:

@@ -69,6 +69,11 @@ class BucketLayout:
         return len(self.buckets) - 1, offset
 
 
+def bucket_name(index: int) -> str:
+    """Return the name of a bucket's file in a version's directory."""
+    return f"bucket_{index:05d}.bin"
+
+
 def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
     """Return the xxh3-64 of a version over (name, dtype, shape, digest) of its tensors in name order.
 

@@ -12,7 +12,6 @@ whose changes would take more bytes than the tensor comes whole.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -115,23 +114,23 @@ def apply_change(change: TensorChange, data: NDArray[np.uint8], target: Bits, en
     target[positions] = values
 
 
-def read_delta(directory: Path, base: WeightLink, link: WeightLink, tensors: int) -> Delta:
-    """Read the index of a delta.
+def read_delta(data: bytes, base: WeightLink, link: WeightLink, tensors: int) -> Delta:
+    """Decode the index of a delta.
 
     Args:
-        directory: the version's.
+        data: all of `delta.msgpack`.
         base: the link before it, which the delta has to change.
         link: the delta's own, whose version it has to give.
         tensors: number of the manifest's tensors.
 
     Raises:
-        WeightError: it is missing or damaged, changes another version, or gives another.
+        WeightError: it is damaged, changes another version, or gives another; names the link.
     """
-    path = directory / INDEX
+    path = f"{link.directory}/{INDEX}"
     try:
-        delta = msgspec.msgpack.decode(path.read_bytes(), type=Delta)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise WeightError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        delta = msgspec.msgpack.decode(data, type=Delta)
+    except msgspec.MsgspecError as error:
+        raise WeightError(f"{path}: {error}") from error
     if (delta.base, delta.digest) != (base.digest, link.digest):
         raise WeightError(
             f"{path}: changes {delta.base:016x} to {delta.digest:016x}, the manifest says "

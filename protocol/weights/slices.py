@@ -233,15 +233,18 @@ def check_parts(manifest: WeightManifest) -> None:
     Raises:
         WeightError: names the first such tensor.
     """
-    boxes: list[list[Box]] = [[] for _ in manifest.tensors]
-    for part in manifest.parts:
-        for piece in part.pieces:
-            if not 0 <= piece.tensor < len(boxes):
-                raise WeightError(f"version {manifest.version}: a piece is of no tensor ({piece.tensor})")
-            boxes[piece.tensor].append(piece.box)
-    for entry, found in zip(manifest.tensors, boxes, strict=True):
-        if not covers(entry.shape, tuple(sorted(found))):
+    pieces = sorted(
+        (piece for part in manifest.parts for piece in part.pieces), key=lambda piece: piece.tensor
+    )
+    at = 0
+    for number, entry in enumerate(manifest.tensors):
+        first = at
+        while at < len(pieces) and pieces[at].tensor == number:
+            at += 1
+        if not covers(entry.shape, tuple(sorted(piece.box for piece in pieces[first:at]))):
             raise WeightError(
                 f"tensor {entry.name}: the pieces of the trainer's ranks do not make up "
                 f"{list(entry.shape)} in version {manifest.version}"
             )
+    if at < len(pieces):
+        raise WeightError(f"version {manifest.version}: a piece is of no tensor ({pieces[at].tensor})")

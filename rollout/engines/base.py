@@ -74,7 +74,7 @@ class EngineConfig:
     staging: Literal["device", "host", "layers", "auto", "copy"] = "device"
     """Where a version is staged: device (a copy next to the parameters), host (a copy in host memory, pinned
     where there is CUDA), layers (verified in its files, and copied out of them tensor by tensor by the
-    commit; transports shm and disk), copy (device or host, the first that fits), or auto, the first of all
+    commit; transports of files), copy (device or host, the first that fits), or auto, the first of all
     that fits and that the transport allows. docs/weights.md has the price of each. sglang_jax has device
     alone."""
     staging_mb: Annotated[int, Interval(ge=0, le=10**9)] = 0

@@ -6,7 +6,6 @@ image changes; an image that was changed and not verified is forgotten, and read
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,12 +13,10 @@ from numpy.typing import NDArray
 
 from protocol.errors import WeightError
 from protocol.messages import WeightLink, WeightManifest
-from protocol.weights.buckets import layout_digest
-from protocol.weights.deltas import BYTES, Delta, apply_change, bits, chain_after, read_delta
+from protocol.weights.buckets import bucket_name, layout_digest
+from protocol.weights.deltas import BYTES, INDEX, Delta, apply_change, bits, chain_after, read_delta
+from rollout.weights.ranges import RangeReader, range_reader
 from rollout.weights.verification import Deadline
-
-READ_BYTES = 64 << 20
-"""Bytes of a file that are read before the deadline is checked again."""
 
 
 class VersionImage:
@@ -39,26 +36,32 @@ class VersionImage:
         Raises:
             WeightError: a link of the chain is missing, damaged or of another version; names it.
         """
-        links, place = manifest.chain, Path(manifest.location).parent
-        if links[-1].directory != Path(manifest.location).name or links[-1].digest != manifest.digest:
+        root, _, directory = manifest.location.rpartition("/")
+        links = manifest.chain or (WeightLink(directory, manifest.digest, sum(manifest.buckets)),)
+        if links[-1].directory != directory or links[-1].digest != manifest.digest:
             raise WeightError(f"version {manifest.version}: its chain ends with {links[-1].directory}")
         layout, self.read = layout_digest(manifest), 0
         known = chain_after(links, self._digest) if layout == self._layout else -1
-        anchor = place / links[0].directory
-        if known < 0:
-            for index, nbytes in enumerate(manifest.buckets):
-                _check_size(anchor / f"bucket_{index:05d}.bin", nbytes)
-        first = max(known, 0)
-        deltas = []
-        for base, link in zip(links[first:], links[first + 1 :], strict=False):
-            deltas.append(read_delta(place / link.directory, base, link, len(manifest.tensors)))
-            _check_size(place / link.directory / BYTES, link.nbytes)
-        if known < 0 or deltas:
-            self._digest = None
-        if known < 0:
-            self._read_anchor(anchor, manifest.buckets, deadline)
-        for delta, link in zip(deltas, links[first + 1 :], strict=True):
-            self._apply(delta, link, manifest, deadline)
+        buckets = [f"{links[0].directory}/{bucket_name(index)}" for index in range(len(manifest.buckets))]
+        base, missing = links[max(known, 0)], links[max(known, 0) + 1 :]
+        with range_reader(root, deadline) as files:
+            files.check_sizes(
+                [
+                    *(zip(buckets, manifest.buckets, strict=True) if known < 0 else ()),
+                    *((f"{link.directory}/{BYTES}", link.nbytes) for link in missing),
+                ]
+            )
+            indexes = files.contents(f"{link.directory}/{INDEX}" for link in missing)
+            deltas = []
+            for link, data in zip(missing, indexes, strict=True):
+                deltas.append(read_delta(data, base, link, len(manifest.tensors)))
+                base = link
+            if known < 0 or deltas:
+                self._digest = None
+            if known < 0:
+                self._read_anchor(files, buckets, manifest.buckets)
+            for delta, link in zip(deltas, missing, strict=True):
+                self._apply(files, delta, link, manifest)
         self._layout = layout
         return [torch.from_numpy(bucket) for bucket in self._buckets]
 
@@ -66,43 +69,20 @@ class VersionImage:
         """Count the buckets as a version: every tensor's digest was compared."""
         self._digest = manifest.digest
 
-    def _read_anchor(self, directory: Path, buckets: Sequence[int], deadline: Deadline) -> None:
+    def _read_anchor(self, files: RangeReader, names: Sequence[str], sizes: Sequence[int]) -> None:
         """Read all bytes of an anchor; into the memory of the image, where they fit."""
-        if [len(bucket) for bucket in self._buckets] != list(buckets):
+        if [len(bucket) for bucket in self._buckets] != list(sizes):
             self._buckets = []  # before the others are allocated
-            self._buckets = [np.empty(nbytes, np.uint8) for nbytes in buckets]
-        for index, bucket in enumerate(self._buckets):
-            self._read(directory / f"bucket_{index:05d}.bin", bucket, deadline)
+            self._buckets = [np.empty(nbytes, np.uint8) for nbytes in sizes]
+        for name, bucket in zip(names, self._buckets, strict=True):
+            files.read(name, bucket)
+            self.read += len(bucket)
 
-    def _apply(self, delta: Delta, link: WeightLink, manifest: WeightManifest, deadline: Deadline) -> None:
+    def _apply(self, files: RangeReader, delta: Delta, link: WeightLink, manifest: WeightManifest) -> None:
         data = np.empty(link.nbytes, np.uint8)
-        self._read(Path(manifest.location).parent / link.directory / BYTES, data, deadline)
+        files.read(f"{link.directory}/{BYTES}", data)
+        self.read += len(data)
         for change in delta.changes:
             entry = manifest.tensors[change.tensor]
             target = self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
             apply_change(change, data, bits(target, getattr(torch, entry.dtype).itemsize), entry)
-
-    def _read(self, path: Path, target: NDArray[np.uint8], deadline: Deadline) -> None:
-        """Read a file. Raises WeightError if it cannot be read, or in time."""
-        try:
-            with path.open("rb", buffering=0) as file:
-                done = 0
-                while done < len(target):
-                    deadline.remaining(f"reading {path}")
-                    count = file.readinto(target[done : done + READ_BYTES].data)
-                    if not count:
-                        raise WeightError(f"{path}: {done} bytes, expected {len(target)}")
-                    done += count
-        except OSError as error:
-            raise WeightError(f"{path}: {error.strerror or error}") from error
-        self.read += done
-
-
-def _check_size(path: Path, nbytes: int) -> None:
-    """Compare a file with the manifest, before anything is read. Raises WeightError."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise WeightError(f"{path}: {error.strerror or error}") from error
-    if size != nbytes:
-        raise WeightError(f"{path}: {size} bytes, the manifest says {nbytes}")

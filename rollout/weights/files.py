@@ -1,4 +1,7 @@
-"""Receives a version from files: `location` is a directory with one file for each bucket, or with changes."""
+"""Receives a version from files: `location` has one file for each bucket, or changes.
+
+It is a directory, or a URL that fsspec knows.
+"""
 
 import mmap
 from collections.abc import Iterator
@@ -10,6 +13,7 @@ import torch
 from protocol.device.slice_digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
+from protocol.weights.buckets import bucket_name
 from protocol.weights.slices import Wanted
 from rollout.weights.base import Destination, ReceivedSlice, no_destination, whole_tensor
 from rollout.weights.deltas import VersionImage
@@ -22,13 +26,16 @@ MADV_POPULATE_READ = 22
 class FileReceiver:
     """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped.
 
-    A version with a chain is made in host memory, out of the one before it and the changes.
+    A version at a URL is read into host memory. One with a chain is made there, out of the one before it and
+    the changes.
     """
 
     lasting = True
 
     def __init__(self) -> None:
         self.digest = 0
+        self._deadline: Deadline | None = None
+        """Deadline of the last `slices`."""
         self._image = VersionImage()
 
     def slices(
@@ -39,14 +46,15 @@ class FileReceiver:
         place: Destination = no_destination,
     ) -> Iterator[list[ReceivedSlice]]:
         deadline, digests = Deadline(manifest, deadline_s), Digests()
-        if manifest.chain:
+        self._deadline = deadline
+        if manifest.chain or "://" in manifest.location:
             yield from self._made(manifest, deadline, digests)
             return
         mapped, bucket = -1, torch.empty(0, dtype=torch.uint8)
         for entry in manifest.tensors:
             deadline.remaining(f"reading {entry.name}")
             if entry.bucket != mapped:
-                path = Path(manifest.location) / f"bucket_{entry.bucket:05d}.bin"
+                path = Path(manifest.location) / bucket_name(entry.bucket)
                 mapped, bucket = entry.bucket, _map(path, manifest.buckets[entry.bucket], entry)
             tensor = _view(entry, bucket)
             digests.add(tensor)
@@ -55,7 +63,9 @@ class FileReceiver:
         self.digest = manifest.digest
 
     def close(self) -> None:
-        """Return at once: a mapping ends with the last tensor in it, and changes are to the image."""
+        """End what is read; a mapping ends with the last tensor in it."""
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def _made(
         self, manifest: WeightManifest, deadline: Deadline, digests: Digests

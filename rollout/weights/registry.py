@@ -14,6 +14,7 @@ from rollout.weights.shared import SharedReceiver
 
 RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {
     "disk": FileReceiver,
+    "http": FileReceiver,
     "ipc": partial(PartReceiver, HandleSlices),
     "nccl": partial(PartReceiver, PairSlices),
     "shared": SharedReceiver,

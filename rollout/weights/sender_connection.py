@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.errors import SettingsError, WeightError
+from protocol.host.key_proof import KEYS
 from protocol.host.line_connection import LineConnection
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
-from rollout.weights.key_directory import KEYS
 from rollout.weights.verification import Deadline
 
 MAX_LINE = 16 << 20

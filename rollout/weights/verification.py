@@ -28,6 +28,11 @@ class Deadline:
         self._what = f"version {manifest.version} over {manifest.transport}"
         self._seconds = seconds
         self._end = time.monotonic() + seconds
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Have the next `remaining` raise; for other threads."""
+        self._cancelled = True
 
     def remaining(self, doing: str = "waiting for the sender") -> float:
         """Return the seconds left.
@@ -36,8 +41,10 @@ class Deadline:
             doing: name of the caller's wait, for the error.
 
         Raises:
-            WeightError: none are left.
+            WeightError: none are left, or it was cancelled.
         """
+        if self._cancelled:
+            raise WeightError(f"{self._what}: cancelled while {doing}")
         left = self._end - time.monotonic()
         if left <= 0:
             raise WeightError(f"{self._what}: not complete within {self._seconds:g} s while {doing}")

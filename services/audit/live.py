@@ -27,12 +27,13 @@ from services.audit.alarms import Alarm
 from services.audit.auditor import BETTER, AuditedStep, Auditor, Tensors, Unchanged, is_audited
 from services.audit.recompute import Recomputer
 from services.audit.records import Again
-from services.audit.versions import READ, read_version
+from services.audit.versions import read_version
 from services.settings.sections import Settings
 from trainer.backends.base import StepStats
 from trainer.functional.learning_rate import learning_rate
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
+from trainer.weights.registry import TRANSPORTS
 
 log = logging.getLogger("tether.audit")
 
@@ -116,7 +117,7 @@ class LiveAudit:
 
     def hold(self, manifest: WeightManifest) -> None:
         """Hold a version that was published, unless another one is held whose groups may still be trained."""
-        if not self._is_on or not self._reads or manifest.transport not in READ:
+        if not (self._is_on and self._reads and manifest.transport in TRANSPORTS.having("files")):
             return
         if self._queued is not None and self._queued[0] == manifest.epoch:
             last = self._queued[1] + self._settings.bound.max_staleness

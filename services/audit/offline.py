@@ -180,8 +180,9 @@ def _again(settings: Settings, rewards: Callable[[Rollout], Sequence[float]]) ->
 
 def _export(settings: Settings, version: int) -> Tensors | None:
     """Return the tensors of a version that was exported, if it was, in the data type of engines."""
-    path = settings.run_dir / "exports" / f"step_{version:08d}" / "model.safetensors"
-    return _in_dtype(load_file(path), settings.engine.dtype) if path.is_file() else None
+    files = (settings.run_dir / "exports" / f"step_{version:08d}").glob("*.safetensors")
+    tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
+    return _in_dtype(tensors, settings.engine.dtype) if tensors else None
 
 
 def _in_dtype(tensors: Tensors, dtype: str) -> dict[str, torch.Tensor]:

@@ -8,9 +8,6 @@ from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig, adapter_targets
 from rollout.weights.files import FileReceiver
 
-READ = ("shm", "disk")
-"""Transports whose versions are files that another party can read."""
-
 
 def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.Tensor]:
     """Return a version's tensors as they were published, by their Hugging Face names.

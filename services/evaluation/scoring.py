@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import EngineError, EngineSettingsError, EpisodeError, SettingsError
+from protocol.host.key_proof import fetch_with_keys
 from protocol.messages import Rollout, ScoredRollout, WeightManifest
 from protocol.rollout_view import sample_lengths
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
@@ -22,7 +23,6 @@ from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.strays import Strays
-from rollout.weights.key_directory import fetch_with_keys
 from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
 from services.run_record.evaluations import Evaluation
 from services.runtime.user_modules import add_user_modules

@@ -22,23 +22,27 @@ USERS_CODE = frozenset({Role.ROLLOUT, Role.REWARD, Role.EVALUATION})
 HOLDERS = {
     ("WANDB_", "MLFLOW_", "DATABRICKS_", "TRACKIO_", "OTEL_"): frozenset({Role.TRACKING}),
     ("HF_", "HUGGING_FACE_", "HUGGINGFACE_"): READS_MODELS,
-    ("AWS_", "GOOGLE_", "GCS_", "AZURE_"): frozenset({Role.TRAINER}),
 }
 """How names begin -> services that get such a credential; others go to the user's code."""
+CLOUDS = ("AWS_", "GOOGLE_", "GCS_", "AZURE_")
 SCORES = frozenset({Role.REWARD, Role.EVALUATION})
 """Services that ask judges."""
+GENERATES = frozenset({Role.ROLLOUT, Role.EVALUATION})
+"""Services with engines, which read versions from an object store if `weights.url` names one."""
 
 
 def withheld_from(role: Role, settings: Settings, names: Iterable[str]) -> frozenset[str]:
     """Return the variables, of these names, that a service must not get."""
     judges = {str(verifier.options.get("key_env", "")) for verifier in settings.reward.verifiers}
-    return frozenset(name for name in names if role not in _holders(name, judges))
+    stores = {Role.TRAINER, *(GENERATES if settings.weights.url else ())}
+    return frozenset(name for name in names if role not in _holders(name, judges, frozenset(stores)))
 
 
-def _holders(name: str, judges: set[str]) -> frozenset[Role]:
+def _holders(name: str, judges: set[str], stores: frozenset[Role]) -> frozenset[Role]:
     """Return the services that get a variable."""
     if name in judges:
         return SCORES
     if name in WORKING_DIRECTORIES or not CREDENTIAL.search(name.upper()):
         return frozenset(Role)
-    return next((roles for prefixes, roles in HOLDERS.items() if name.startswith(prefixes)), USERS_CODE)
+    holders = {**HOLDERS, CLOUDS: stores}
+    return next((roles for prefixes, roles in holders.items() if name.startswith(prefixes)), USERS_CODE)

@@ -106,7 +106,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         problems += character_problems(settings, prompts)
         problems += rendering_problems(settings, model, prompts)
     problems += _missing_trackers(settings)
-    problems += refusals(RemoteDirectory, settings.run.remote) if settings.run.remote else ()
+    problems += _missing_stores(settings)
     if local:
         problems += [*local_problems(settings), *reward_gpu_problems(settings)]
         problems += [] if problems else trial_problems(settings, prompts, modules)
@@ -226,6 +226,12 @@ def _missing_trackers(settings: Settings) -> Iterator[Problem]:
     for kind in missing_libraries(settings.tracking):
         cause, remedy = f"{kind} is not installed", f"pip install 'tether-rl[{kind}]', or leave it out"
         yield Problem(cause, remedy, "tracking.kind", kind)
+
+
+def _missing_stores(settings: Settings) -> Iterator[Problem]:
+    for setting, url in (("run.remote", settings.run.remote), ("weights.url", settings.weights.url)):
+        if url:
+            yield from refusals(RemoteDirectory, url, setting)
 
 
 def _each_once(problems: Iterable[Problem]) -> list[Problem]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
 from protocol.errors import EngineError, SettingsError
+from protocol.host.key_proof import fetch_with_keys
 from protocol.topics import CALLS, ROLLOUTS, WEIGHTS, Role, Topic
 from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
@@ -24,7 +25,6 @@ from rollout.environments.base import Environment
 from rollout.environments.registry import make_environment
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
-from rollout.weights.key_directory import fetch_with_keys
 from services.bus.broadcast import Listener
 from services.bus.sender import Sender
 from services.gpu_sharing.device_lock import DeviceLock

@@ -11,6 +11,7 @@ from services.serving.exports import exports, publish_model
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
 from trainer.weights.files import disk_sender
+from trainer.weights.registry import TRANSPORTS
 from trainer.weights.version_directories import read_manifests
 
 EXPORT_EPOCH = "export"
@@ -39,7 +40,7 @@ class Versions(ABC):
 
 
 class PublishedVersions(Versions):
-    """Every version that the trainer publishes as files, by the transports `disk` and `shm`."""
+    """Every version that the trainer publishes as files, read from its directory."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -60,7 +61,7 @@ class PublishedVersions(Versions):
         config, run_dir = self._settings.weights, self._settings.run_dir
         if config.directory:
             return [Path(config.directory)]
-        if config.transport == "disk":
+        if config.transport != "shm":
             return [run_dir / "weights"]
         try:
             found = [(path.stat().st_mtime_ns, path) for path in shared_directories(self._settings.run.name)]
@@ -104,6 +105,6 @@ class ExportedVersions(Versions):
 
 def versions_of(settings: Settings) -> Versions:
     """Return the versions of a run: published ones if its transport writes files, else its exports."""
-    if settings.weights.transport in ("disk", "shm"):
+    if settings.weights.transport in TRANSPORTS.having("files"):
         return PublishedVersions(settings)
     return ExportedVersions(settings)

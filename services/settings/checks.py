@@ -18,7 +18,7 @@ from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import WeightConfig
 from trainer.hosts.place import check_cluster
-from trainer.recipe import check_backend, check_delta, check_publishing, check_recipe, check_schedule
+from trainer.recipe import check_backend, check_files, check_publishing, check_recipe, check_schedule
 from trainer.registry import BACKENDS
 from trainer.roles.config import FROZEN_ROLES
 from trainer.weights.registry import TRANSPORTS
@@ -357,7 +357,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_overlong,
     lambda settings: check_backend(settings.trainer, settings.optimizer),
     lambda settings: check_schedule(settings.optimizer),
-    lambda settings: check_delta(settings.weights),
+    lambda settings: check_files(settings.weights),
     lambda s: check_publishing(s.trainer, s.run.steps, s.bound.max_staleness),
     _check_critic,
     _check_alternatives,

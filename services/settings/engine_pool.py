@@ -19,8 +19,9 @@ from rollout.engines.arguments import check_arguments
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
 from services.settings.sources import to_toml
+from trainer.weights.registry import TRANSPORTS
 
-READ_TWICE = ("disk", "shm")
+READ_TWICE = TRANSPORTS.having("files")
 """Transports whose versions can be read twice, when they are staged and when they are committed."""
 
 

@@ -9,12 +9,14 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from protocol.errors import TetherError
 from protocol.host.full_disk import is_for_want_of_room
@@ -23,10 +25,10 @@ from services.runtime.writing import RETRY_S, waiting_for_room
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from services.trainer.uploads import Uploader
-from trainer.execution.commands import CopyModelCommand, ModelCopy, SaveCommand
+from trainer.execution.commands import ExportCommand, SaveCommand
 from trainer.lora import save_adapter
 from trainer.storage.call_store import CallStore
-from trainer.storage.hf_export import write_hf
+from trainer.storage.hf_export import finish_hf, shards_of
 from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
@@ -98,8 +100,10 @@ class Checkpointer:
 
         async def begin() -> None:
             complete = await self._begin(status.version, digest, status.sequence)
-            model = await self._runner.carry_out(CopyModelCommand())
-            self._write_beside(self._write_all, status.version, complete, model)
+            shards = shards_of(self._export_of(status.version))
+            await self._in_thread(_remove_shards, shards.parent)
+            adapter = await self._runner.carry_out(ExportCommand(str(shards)))
+            self._write_beside(self._write_all, status.version, complete, adapter)
 
         await self.finish()
         if self._no_room is None:
@@ -219,14 +223,15 @@ class Checkpointer:
             await self._in_thread(self._run.checkpoints.abandon, version)
             raise
 
-    async def _write_all(self, version: int, complete: Callable[[], None], model: ModelCopy) -> None:
+    async def _write_all(
+        self, version: int, complete: Callable[[], None], adapter: Mapping[str, torch.Tensor]
+    ) -> None:
         """Write a checkpoint, then the export, then forget what they cover."""
         began = time.monotonic()
         await self._write_parts(version, complete)
-        await self._in_thread(self._export, version, model)
+        await self._in_thread(self._finish_export, version, adapter)
         if self._uploader is not None:
-            export = self._run.process.settings.run_dir / "exports" / f"step_{version:08}"
-            await self._in_thread(self._uploader.put, version, self._run.spool, export)
+            await self._in_thread(self._uploader.put, version, self._run.spool, self._export_of(version))
         if await self._forget():
             seconds = time.monotonic() - began
             self._run.process.metrics.seconds.labels("checkpoint").observe(seconds)
@@ -265,23 +270,31 @@ class Checkpointer:
             self._run.archive.put(record.step, records, calls)
         self._run.archive.make_room()
 
-    def _export(self, version: int, model: ModelCopy) -> None:
-        """Write the model for people and `tether eval`, and remove as old exports as checkpoints."""
-        settings = self._run.process.settings
-        directory = settings.run_dir / "exports"
-        target = directory / f"step_{version:08}"
+    def _export_of(self, version: int) -> Path:
+        """Return the directory of a version's model for people and `tether eval`."""
+        return self._run.process.settings.run_dir / "exports" / f"step_{version:08}"
+
+    def _finish_export(self, version: int, adapter: Mapping[str, torch.Tensor]) -> None:
+        """Complete the export that the ranks have written, and remove as old ones as checkpoints."""
+        settings, target = self._run.process.settings, self._export_of(version)
         try:
-            write_hf(iter(model.tensors.items()), target, settings.model_dir)
-            if model.adapter:
-                save_adapter(model.adapter.items(), _adapter(target), settings.lora, settings.model_dir)
+            finish_hf(target, settings.model_dir)
+            if adapter:
+                save_adapter(adapter.items(), _adapter(target), settings.lora, settings.model_dir)
         except Exception as error:  # of safetensors, too, which has its own
             raise TetherError(f"export {target}: {error}") from error
-        for old in sorted(directory.glob("step_*"))[: -settings.trainer.keep_checkpoints]:
+        for old in sorted(target.parent.glob("step_*"))[: -settings.trainer.keep_checkpoints]:
             for stale in (old, _adapter(old)):
                 shutil.rmtree(stale, ignore_errors=True)
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+
+def _remove_shards(exports: Path) -> None:
+    """Remove what exports that failed have left."""
+    for left in exports.glob(shards_of(Path("step_*")).name):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _adapter(export: Path) -> Path:

@@ -205,7 +205,10 @@ class Backend(ABC):
         return self.export()
 
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the whole model as `export` does, with adapters merged into them."""
+        """Yield the tensors of the whole model, adapters merged, each on one rank, which is to write it.
+
+        Every rank exhausts it; of several none gets all.
+        """
         return self.export()
 
     @abstractmethod

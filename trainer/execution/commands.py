@@ -6,7 +6,6 @@ A command is one small message, sent as bytes: no pickle between ranks either.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -18,16 +17,6 @@ from trainer.ranks.collectives import next_message
 from trainer.step.train_command import UpdateSchedule
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCopy:
-    """The model of one version in host memory; empty on ranks other than 0."""
-
-    tensors: Mapping[str, torch.Tensor]
-    """Hugging Face name -> tensor of the whole model, adapters merged."""
-    adapter: Mapping[str, torch.Tensor]
-    """A and B by PEFT's names, not scaled; empty without adapters."""
 
 
 class RankCommand(msgspec.Struct, Generic[T], frozen=True):
@@ -56,8 +45,15 @@ class DigestWeightsCommand(RankCommand[int], frozen=True, tag="digest_weights"):
     """Dtype in which they are published."""
 
 
-class CopyModelCommand(RankCommand[ModelCopy], frozen=True, tag="copy_model"):
-    """Copy the whole model and its adapters to rank 0's host memory; valid until the next copy."""
+class ExportCommand(RankCommand[Mapping[str, torch.Tensor]], frozen=True, tag="export"):
+    """Copy the whole model to the hosts, each tensor on one rank, and begin to write it as files.
+
+    The model may change then. `FinishSaveCommand` follows. The result has copies of the adapters' A and B by
+    PEFT's names, not scaled, valid until the next export; empty without adapters.
+    """
+
+    directory: str
+    """Directory of `shards_of`."""
 
 
 class DraftCommand(RankCommand[WeightDraft | None], frozen=True, tag="draft"):
@@ -89,7 +85,7 @@ class SaveCommand(RankCommand[None], frozen=True, tag="save"):
 
 
 class FinishSaveCommand(RankCommand[str], frozen=True, tag="finish_save"):
-    """Wait until every rank has written its part of the checkpoint.
+    """Wait until every rank has written its part of the checkpoint, and of the export if one was begun.
 
     The result says why one could not; empty if all are on disk.
     """
@@ -125,7 +121,7 @@ AnyCommand = (
     StepCommand
     | CopyWeightsCommand
     | DigestWeightsCommand
-    | CopyModelCommand
+    | ExportCommand
     | DraftCommand
     | PublishCommand
     | SaveCommand

@@ -14,15 +14,14 @@ from trainer.batch import Batch
 from trainer.data.prefix_tree import RowFamily
 from trainer.execution.commands import (
     AnyCommand,
-    CopyModelCommand,
     CopyWeightsCommand,
     DigestWeightsCommand,
     DraftCommand,
     ExitCommand,
+    ExportCommand,
     FinishSaveCommand,
     IdleCommand,
     KeepReferenceCommand,
-    ModelCopy,
     OffloadCommand,
     OnloadCommand,
     PublishCommand,
@@ -41,6 +40,7 @@ from trainer.roles.placed import RoleLink, StepDivision
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand, plan_command, schedule_updates
 from trainer.step.update import make_updates
+from trainer.storage.hf_export import Shards
 from trainer.storage.host_state import HostCopies
 from trainer.weights.base import WeightSender
 from trainer.weights.publish import publish, published, published_digest
@@ -122,15 +122,17 @@ class Executor:
         match command:
             case StepCommand():
                 batch = receive_part() if part is None else part
-                with profiled(command.profile, dist.get_rank() if is_distributed() else 0):
+                with profiled(command.profile, _rank()):
                     return make_updates(models, batch, command.schedule)
             case CopyWeightsCommand():
                 return self._weights.copy_all(published(models.policy, command.dtype))
             case DigestWeightsCommand():
                 return published_digest(models.policy, command.dtype)
-            case CopyModelCommand():
+            case ExportCommand():
                 adapter = self._adapter.copy_all(models.policy.export()) if models.policy.targets else {}
-                return ModelCopy(self._model.copy_all(models.policy.export_model()), adapter)
+                shards = Shards(self._model.copy_all(models.policy.export_model()), _rank())
+                self._writer.begin(shards, Path(command.directory))
+                return adapter
             case DraftCommand():
                 return sender.provisional(command.epoch, command.version) if sender is not None else None
             case PublishCommand():
@@ -194,3 +196,7 @@ class Executor:
         self.models.offload()
         if is_distributed():
             dist.barrier()
+
+
+def _rank() -> int:
+    return dist.get_rank() if is_distributed() else 0

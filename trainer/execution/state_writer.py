@@ -1,44 +1,48 @@
 """Writes the copies of a rank's state in a thread of its own, one after the other."""
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from trainer.ranks.collectives import control_device, is_distributed
-from trainer.storage.host_state import HostState
 
 log = logging.getLogger("tether.trainer")
 
 
+class Writable(Protocol):
+    """One rank's part of what all ranks write."""
+
+    def write(self, directory: Path) -> None:
+        """Write it into an existing directory. Raises OSError."""
+
+
 class StateWriter:
-    """One rank's writer of checkpoints."""
+    """One rank's writer of checkpoints and exports."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
-        self._written: Future[None] | None = None
+        self._written: list[Future[None]] = []
 
-    def begin(self, state: HostState, directory: Path) -> None:
-        """Start to write a part of a checkpoint; the one before must be finished."""
-        if self._written is not None:
-            raise RuntimeError("a checkpoint is begun before the last one is finished")
-        self._written = self._thread.submit(state.write, directory)
+    def begin(self, part: Writable, directory: Path) -> None:
+        """Start to write a part, after those that were begun since the last `finish`."""
+        self._written.append(self._thread.submit(part.write, directory))
 
     def wait(self) -> None:
-        """Wait until this rank's part is written, or has failed; may be called in any thread."""
-        if self._written is not None:
-            self._written.exception()
+        """Wait until this rank's parts are written, or have failed; may be called in any thread."""
+        wait(self._written)
 
     def finish(self) -> str:
-        """Wait until every rank's part is on disk. A collective, which no other work may interleave.
+        """Wait until every rank's parts are on disk. A collective, which no other work may interleave.
 
         Returns:
-            Why the checkpoint is incomplete; empty if every rank has written its part.
+            Why one is incomplete; empty if every rank has written its parts.
         """
-        written, self._written = self._written, None
-        error = written.exception() if written is not None else None
+        written, self._written = self._written, []
+        error = next((error for future in written if (error := future.exception()) is not None), None)
         if error is not None:
             log.error("checkpoint.part_failed error=%s", error)
         failed = _failed_rank(error is not None)

@@ -1,5 +1,6 @@
 """Trains any causal language model of transformers, sharded over the data-parallel ranks by torch's FSDP2."""
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,7 +33,7 @@ from trainer.fsdp.stepper import make_stepper
 from trainer.lora import merged, without_adapters
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import join_ranks
-from trainer.ranks.publication import Publication
+from trainer.ranks.publication import Publication, shared_out
 from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
@@ -197,9 +199,11 @@ class FsdpBackend(Offloadable, Backend):
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        adapter = dict(self.export()) if self.targets else {}
+        owners = shared_out({view.name: math.prod(view.shape) for view in self._views}, self.mesh.size())
+        halves = {half: owners[target.weight] for target in self.targets for half in (target.a, target.b)}
+        adapter = dict(self._gathered(*self._published, halves)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
-        for name, tensor in self._gathered(self._views, self._tensors):
+        for name, tensor in self._gathered(self._views, self._tensors, owners):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
 
     @property
@@ -267,13 +271,18 @@ class FsdpBackend(Offloadable, Backend):
         return self._model.run(one, part, tokens.place, backward)
 
     def _gathered(
-        self, views: Sequence[TensorView], parameters: Mapping[str, torch.Tensor]
+        self,
+        views: Sequence[TensorView],
+        parameters: Mapping[str, torch.Tensor],
+        owners: Mapping[str, int] = MappingProxyType({}),
     ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor on its owner, rank 0 if it is not named."""
         for name, group in groupby(views, key=lambda view: view.parameter):
             whole = gathered(parameters[name].to(self.device))
-            if self._rank == 0:
+            own = [view for view in group if owners.get(view.name, 0) == self._rank]
+            if own:
                 whole = whole.to(DTYPES[self._trainer.dtype])
-                yield from ((view.name, view.within(whole)) for view in group)
+                yield from ((view.name, view.within(whole)) for view in own)
 
 
 def join_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:

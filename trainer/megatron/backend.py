@@ -3,6 +3,7 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -45,7 +46,7 @@ from trainer.megatron.part import ModelPart
 from trainer.megatron.roles.frozen import load_part, shapes_of
 from trainer.memory.expected import TOKENS_ON_CPU
 from trainer.memory.plan import MemoryPlan
-from trainer.ranks.publication import Publication
+from trainer.ranks.publication import Publication, shared_out
 from trainer.step.measures import StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -226,9 +227,13 @@ class MegatronBackend(Offloadable, Backend):
         if self._masters:
             yield from ((name, tensor.to(DTYPES[self._trainer.dtype])) for name, tensor in self.export())
             return
-        adapter = dict(self._exporter.gathered(self._published)) if self.targets else {}
+        owners = shared_out(
+            {plan.name: math.prod(plan.shape) for plan in self._plan}, self._part.layout.ranks
+        )
+        halves = {half: owners[target.weight] for target in self.targets for half in (target.a, target.b)}
+        adapter = dict(self._exporter.gathered(self._published, halves)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
-        for name, tensor in self._exporter.gathered(self._plan):
+        for name, tensor in self._exporter.gathered(self._plan, owners):
             yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
 
     def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:

@@ -1,4 +1,4 @@
-"""Says which parts of the model each rank publishes."""
+"""Says which parts of the model each rank publishes, and which whole tensors each writes."""
 
 from __future__ import annotations
 
@@ -29,3 +29,17 @@ class Publication:
     def gathered(self) -> Publication:
         """Return the publication of the same tensors by rank 0."""
         return Publication.by_rank_0(dict(zip(self.names, self.shapes, strict=True)))
+
+
+def shared_out(elements: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Return the rank that writes each tensor whole: the one with the fewest elements so far.
+
+    Args:
+        elements: name -> number of elements, in the order of the export.
+        ranks: number of ranks.
+    """
+    held, found = [0] * ranks, {}
+    for name, count in elements.items():
+        found[name] = rank = held.index(min(held))
+        held[rank] += count
+    return found

@@ -31,8 +31,12 @@ class RemoteError(TetherError):
 class RemoteDirectory:
     """A directory of any file system that fsspec knows; what it needs to log in is in the environment."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, setting: str = "run.remote") -> None:
         """Open it, without a read or write.
+
+        Args:
+            url: the directory's.
+            setting: name of the setting that has it.
 
         Raises:
             SettingsError: fsspec does not know the kind of URL, or a package for it is missing; names it.
@@ -41,7 +45,7 @@ class RemoteDirectory:
         try:
             self._fs, root = fsspec.core.url_to_fs(url)
         except Exception as error:  # any error of the file system's own package
-            raise SettingsError(f"setting run.remote: {url}: {_text(error)}") from error
+            raise SettingsError(f"setting {setting}: {url}: {_text(error)}") from error
         self._root = root.rstrip("/")
 
     def versions(self) -> list[int]:
@@ -70,7 +74,10 @@ class RemoteDirectory:
         """
         with _explained(self.url, "written"):
             self._remove(self._path(version))
-            parts = [self._put(path, self._path(version, name), name) for name, path in sorted(files.items())]
+            parts = [
+                FilePart(name, self._put(path, self._path(version, name)), digest_of(path))
+                for name, path in sorted(files.items())
+            ]
             manifest = msgspec.json.encode(FileList(tuple(parts)))
             self._fs.pipe_file(self._path(version, COMPLETE), manifest)
 
@@ -80,12 +87,32 @@ class RemoteDirectory:
         Raises:
             RemoteError: it cannot be written.
         """
-        target = f"{self._root}/{EXPORTS}/{directory.name}"
+        self.put_directory(directory, f"{EXPORTS}/{directory.name}", FILE)
+
+    def put_directory(self, source: Path, name: str, last: str) -> None:
+        """Copy a local directory.
+
+        Args:
+            source: the local directory.
+            name: path that its copy gets in this one.
+            last: name of the file that is copied after all others.
+
+        Raises:
+            RemoteError: it cannot be written.
+        """
         with _explained(self.url, "written"):
-            files = (path for path in directory.rglob("*") if path.is_file())
-            for path in sorted(files, key=lambda path: (path.name == FILE, path)):
-                name = path.relative_to(directory).as_posix()
-                self._put(path, f"{target}/{name}", name)
+            files = (path for path in source.rglob("*") if path.is_file())
+            for path in sorted(files, key=lambda path: (path.name == last, path)):
+                self._put(path, f"{self._root}/{name}/{path.relative_to(source).as_posix()}")
+
+    def remove(self, name: str) -> None:
+        """Remove a directory if it is there.
+
+        Raises:
+            RemoteError: it cannot be removed.
+        """
+        with _explained(self.url, "pruned"):
+            self._remove(f"{self._root}/{name}")
 
     def prune(self, keep: int) -> None:
         """Remove all but the newest complete copies, with older incomplete copies and exports.
@@ -133,14 +160,15 @@ class RemoteDirectory:
     def _path(self, version: int, name: str = "") -> str:
         return f"{self._root}/step_{version:08d}" + (f"/{name}" if name else "")
 
-    def _put(self, source: Path, target: str, name: str) -> FilePart:
-        part = FilePart(name, source.stat().st_size, digest_of(source))
+    def _put(self, source: Path, target: str) -> int:
+        """Copy a file, and return its size."""
+        nbytes = source.stat().st_size
         self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
         self._fs.put_file(str(source), target)
         size = self._fs.size(target)
-        if size != part.nbytes:
-            raise OSError(f"{target} has {size} bytes instead of {part.nbytes}")
-        return part
+        if size != nbytes:
+            raise OSError(f"{target} has {size} bytes instead of {nbytes}")
+        return nbytes
 
     def _get(self, source: str, target: Path, part: FilePart) -> None:
         self._fs.get_file(source, str(target))

@@ -6,7 +6,7 @@ is older than the newest, or its directory would replace one of the newest one's
 back reaches versions a second time.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,21 +22,16 @@ from protocol.weights.deltas import BYTES, INDEX, Bits, Delta, TensorChange, bit
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import BucketContents, Named, checked_dtype, fill_buckets
 from trainer.weights.version_directories import bucket_path
+from trainer.weights.version_writer import RequireSpace, VersionWriter
 
 
-class DeltaWriter:
+class DeltaWriter(VersionWriter):
     """Writes the changes since the version before, or all bytes of an anchor."""
 
-    def __init__(self, config: WeightConfig, require_space: Callable[[int], None]) -> None:
-        """Begin with an anchor.
-
-        Args:
-            config: section `[weights]`.
-            require_space: takes a number of bytes; raises WeightError if there is no room for them.
-        """
+    def __init__(self, config: WeightConfig, require_space: RequireSpace) -> None:
+        """Begin with an anchor."""
+        super().__init__(config, require_space)
         self._anchor_every = config.anchor_every
-        self._bucket_bytes = config.bucket_mb << 20
-        self._require_space = require_space
         self._buckets: list[torch.Tensor] = []
         """The newest version in host memory."""
         self._newest: WeightManifest | None = None
@@ -46,18 +41,7 @@ class DeltaWriter:
         self._changes: list[TensorChange] = []
 
     def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
-        """Write the bytes of a version into its directory.
-
-        Args:
-            tensors: the version's.
-            version: its number.
-            aside: an empty directory to write to.
-            name: name that the directory will have.
-
-        Raises:
-            OSError: they cannot be written.
-            WeightError: they cannot be published; names the tensor. The next version is an anchor.
-        """
+        """Write the changes or all bytes, see `VersionWriter`; after an error the next one is an anchor."""
         base, self._newest = self._newest, None
         if base is None or self._ends_chain(base, version, name):
             self._base, self._buckets = None, []
@@ -88,7 +72,7 @@ class DeltaWriter:
         return replace(manifest, chain=(*links, WeightLink(name, manifest.digest, nbytes)))
 
     def published(self, manifest: WeightManifest) -> None:
-        """Compare the next version with this one, which engines can read from now on."""
+        """Compare the next version with this one."""
         self._newest = manifest
 
     def _ends_chain(self, base: WeightManifest, version: int, name: str) -> bool:

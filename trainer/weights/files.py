@@ -1,7 +1,7 @@
-"""Publishes versions as files, in shared memory for engines on this host or in a directory that hosts share.
+"""Publishes versions as files: in shared memory, in a directory that hosts share, or below a URL.
 
     DIRECTORY/owner.pid                          of `shm`, see `protocol/host/owned_directory.py`
-    DIRECTORY/v00000012-EPOCH/bucket_00000.bin   `location` of the manifest is the version's directory
+    DIRECTORY/v00000012-EPOCH/bucket_00000.bin   the version, at the manifest's `location`
     DIRECTORY/v00000012-EPOCH/manifest.json      the manifest, written last
 
 With `weights.delta` most directories have changes instead of buckets, see `deltas.py`.
@@ -11,44 +11,75 @@ shared memory end with the trainer. They are plain files rather than `multiproce
 the resource tracker of a reader would unlink the latter when the reader exits.
 """
 
-import mmap
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from protocol.errors import WeightError
 from protocol.host.owned_directory import OWNER, SHARED_MEMORY, claim, claim_shared
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
-from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buckets, make_manifest
+from trainer.weights.bucket_writer import Named, drain, make_manifest
 from trainer.weights.deltas import DeltaWriter
-from trainer.weights.version_directories import VersionDirectories, bucket_path, remove, write_manifest
+from trainer.weights.version_directories import (
+    VersionDirectories,
+    VersionRoot,
+    remove,
+    write_manifest,
+)
+from trainer.weights.version_writer import PartWriter, VersionWriter
 
 REMEDIES = {
     "disk": "free some, or lower weights.keep",
+    "http": "free some, or lower weights.keep",
     "shm": "enlarge it (docker: --shm-size), lower weights.keep, or set weights.directory",
 }
 """Transport -> what to do where its directory is full."""
 
 
-def disk_sender(config: WeightConfig, run_dir: Path) -> "FileSender":
+def disk_sender(config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None) -> "FileSender":
     """Make the directory, and take over the versions that an earlier trainer of the run published there.
+
+    Args:
+        config: section `[weights]`.
+        run_dir: directory of the run.
+        blank: as for `FileSender`.
 
     Raises:
         WeightError: the directory cannot be made or read.
     """
+    return _lasting("disk", config, run_dir, blank, lambda config, directory: VersionRoot(str(directory)))
+
+
+def http_sender(config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None) -> "FileSender":
+    """As `disk_sender`, for engines that read the directory, or a copy of it, by URL.
+
+    Raises:
+        SettingsError: fsspec does not know the kind of URL.
+        WeightError: the directory cannot be made, read or served.
+    """
+    from trainer.weights.version_roots import url_root  # imports a web server
+
+    return _lasting("http", config, run_dir, blank, url_root)
+
+
+def _lasting(
+    transport: str,
+    config: WeightConfig,
+    run_dir: Path,
+    blank: WeightManifest | None,
+    make_root: Callable[[WeightConfig, Path], VersionRoot],
+) -> "FileSender":
     directory = Path(config.directory) if config.directory else run_dir / "weights"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return FileSender("disk", directory, config)
+        return FileSender(transport, directory, config, make_root(config, directory), blank)
     except OSError as error:
         raise WeightError(f"{directory}: {error}") from error
 
 
-def shm_sender(config: WeightConfig, run: str) -> "FileSender":
+def shm_sender(config: WeightConfig, run: str, blank: WeightManifest | None = None) -> "FileSender":
     """Make the directory, and remove the directories of dead trainers of the same run.
 
     Raises:
@@ -57,7 +88,7 @@ def shm_sender(config: WeightConfig, run: str) -> "FileSender":
     try:
         directory, owner = claim(Path(config.directory)) if config.directory else claim_shared(run)
         release = partial(_release, config, directory, owner)
-        sender = FileSender("shm", directory, config, release)
+        sender = FileSender("shm", directory, config, VersionRoot(str(directory)), blank, release)
         sender.versions.clear()
     except OSError as error:
         raise WeightError(f"{config.directory or SHARED_MEMORY}: {error}") from error
@@ -74,23 +105,25 @@ def _release(config: WeightConfig, directory: Path, owner: int) -> None:
 
 
 class FileSender:
-    """Copies each tensor into a mapped file and digests it there, in one pass over the bytes."""
-
-    in_parts = False
+    """Rank 0's sender: writes versions to directories, alone or together with the other ranks."""
 
     def __init__(
         self,
         transport: str,
         directory: Path,
         config: WeightConfig,
+        root: VersionRoot,
+        blank: WeightManifest | None,
         release: Callable[[], None] | None = None,
     ) -> None:
         """Take over the versions in a directory.
 
         Args:
-            transport: "disk" or "shm".
+            transport: "disk", "http" or "shm".
             directory: an existing directory, which holds the versions.
             config: section `[weights]`.
+            root: where engines find them.
+            blank: `blank_manifest` of versions that all ranks write; None: rank 0 alone writes.
             release: called by `close`, once all versions are removed. None: versions outlive the sender, and
                 each is synced to the disk.
 
@@ -98,14 +131,16 @@ class FileSender:
             OSError: the directory cannot be read.
         """
         self.directory = directory
-        self.versions = VersionDirectories(directory, config.keep, durable=release is None)
+        self.in_parts = blank is not None
+        self._root = root
+        self.versions = VersionDirectories(directory, root, config.keep, durable=release is None)
         self.versions.adopt()
         self._transport = transport
-        self._bucket_bytes = config.bucket_mb << 20
-        self._last_bytes = 0
-        self._deltas = DeltaWriter(config, self._require_space) if config.delta else None
-        """Writes the versions where the changes alone are written."""
         self._release = release
+        if blank is not None:
+            self._writer: VersionWriter = PartWriter(config, self._require_space, blank)
+        else:
+            self._writer = (DeltaWriter if config.delta else VersionWriter)(config, self._require_space)
 
     def provisional(self, epoch: str, version: int) -> None:
         """Return None: engines wait for the manifest."""
@@ -120,29 +155,22 @@ class FileSender:
         tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
         try:
-            if self._deltas is None:
-                self._require_space(self._last_bytes)
             with self.versions.written(epoch, version) as (aside, final):
-                if self._deltas:
-                    contents = self._deltas.write(tensors, version, aside, final.name)
-                else:
-                    contents = self._write(tensors, aside)
+                contents = self._writer.write(tensors, version, aside, final.name)
+                location = f"{self._root.location}/{final.name}"
                 manifest = make_manifest(
-                    self._transport, str(final), epoch, version, contents, base_model=base_model, tied=tied
+                    self._transport, location, epoch, version, contents, base_model=base_model, tied=tied
                 )
-                if self._deltas:
-                    manifest = self._deltas.completed(manifest, aside)
+                manifest = self._writer.completed(manifest, aside)
                 write_manifest(manifest, aside)
-        except OSError as error:
+        except (OSError, WeightError) as error:
+            self._writer.failed()
             drain(tensors)
+            if isinstance(error, WeightError):
+                raise
             raise WeightError(f"version {version} in {self.directory}: {error}") from error
-        except WeightError:
-            drain(tensors)
-            raise
-        self._last_bytes = sum(contents.buckets)
         self.versions.require(manifest)
-        if self._deltas:
-            self._deltas.published(manifest)
+        self._writer.published(manifest)
         return manifest
 
     def retire(self, in_use: frozenset[int]) -> None:
@@ -150,29 +178,11 @@ class FileSender:
 
     def close(self) -> None:
         """Remove all versions that do not outlive the run; idempotent."""
+        self._root.close()
         release, self._release = self._release, None
         if release is not None:
             self.versions.clear()
             release()
-
-    def _write(self, tensors: Named, aside: Path) -> BucketContents:
-        """Write all bytes of a version. Raises OSError or WeightError."""
-
-        def reserve(index: int, offset: int, nbytes: int) -> None:
-            self._reserve(bucket_path(aside, index), offset, nbytes)
-
-        contents = fill_buckets(
-            tensors, self._bucket_bytes, lambda i, size: _map(bucket_path(aside, i), size), reserve
-        )
-        for index, nbytes in enumerate(contents.buckets):
-            os.truncate(bucket_path(aside, index), nbytes)
-        return contents
-
-    def _reserve(self, bucket: Path, offset: int, nbytes: int) -> None:
-        """Allocate pages before they are written: writing to one that cannot be allocated raises SIGBUS."""
-        self._require_space(nbytes)
-        with bucket.open("rb+") as file:
-            os.posix_fallocate(file.fileno(), offset, nbytes)
 
     def _require_space(self, needed: int) -> None:
         found = os.statvfs(self.directory)
@@ -182,10 +192,3 @@ class FileSender:
                 f"{self.directory} has {free >> 20} MiB free, the weights need {needed >> 20} MiB more: "
                 + REMEDIES[self._transport]
             )
-
-
-def _map(bucket: Path, size: int) -> torch.Tensor:
-    """Create a sparse file of `size` bytes and return it as a uint8 tensor."""
-    with bucket.open("xb+") as file:
-        os.truncate(file.fileno(), size)
-        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)

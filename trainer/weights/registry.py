@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from protocol.choices import Entry, Registry, load
 from protocol.errors import SettingsError
 from protocol.host.key_proof import SenderKeys
+from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.base import WeightSender
 
@@ -25,16 +26,19 @@ class TransportEntry(Entry):
     """Class of a transport's sender, or the function that makes it."""
 
     listens: bool = False
-    """Whether the sender listens for engines on `weights.host`; versions stay on the trainer's ranks."""
+    """Whether the sender listens for engines on `weights.host`."""
+    files: bool = False
+    """Whether versions are files, which can be read repeatedly, by engines and by others."""
 
 
 TRANSPORTS = Registry(
     {
-        "disk": TransportEntry("trainer.weights.files:disk_sender"),
+        "disk": TransportEntry("trainer.weights.files:disk_sender", files=True),
+        "http": TransportEntry("trainer.weights.files:http_sender", listens=True, files=True),
         "ipc": TransportEntry("trainer.weights.served.sender:PartSender", listens=True),
         "nccl": TransportEntry("trainer.weights.served.sender:PartSender", listens=True),
         "shared": TransportEntry("trainer.weights.shared:SharedSender"),
-        "shm": TransportEntry("trainer.weights.files:shm_sender"),
+        "shm": TransportEntry("trainer.weights.files:shm_sender", files=True),
     }
 )
 
@@ -51,7 +55,8 @@ def make_sender(
 ) -> WeightSender | None:
     """Return a rank's sender; None for a rank other than 0 if rank 0 publishes all that the ranks gather.
 
-    With `ipc` and a trainer of several hosts the ranks gather: an engine can map the memory of one host only.
+    With a trainer of several hosts the ranks gather, but for `nccl`: engines map the memory of one host only,
+    and ranks of several hosts do not write into the same files. With `weights.delta` they gather, too.
 
     Args:
         config: section `[weights]`.
@@ -72,21 +77,36 @@ def make_sender(
             raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
     name, entry = config.transport, TRANSPORTS.find(config.transport, "setting weights.transport:")
     sender: Any = load(entry.path)
-    if entry.listens:
-        from trainer.weights.served.layout import blank_manifest  # imports torch
-
-        publication = backend.publication
-        if name == "ipc" and len(publication.parts) > 1 and not _on_one_host():
-            log.info("weights.gathered transport=ipc reason=several_hosts rank=%d", rank)
-            publication = publication.gathered()
-        blank = blank_manifest(publication, dtype, config.bucket_mb << 20, name)
+    if name == "shared":
+        return None if rank else sender(run_dir, backend.masters(), backend.master_parts)
+    blank = _blank(config, backend, dtype, rank)
+    if not entry.files:
         keys = SenderKeys(curve_dir) if curve_dir else None
         return sender(config, rank, blank, keys) if rank < len(blank.parts) else None
-    if rank:
-        return None
-    if name == "shared":
-        return sender(run_dir, backend.masters(), backend.master_parts)
-    return sender(config, run if name == "shm" else run_dir)
+    if rank and len(blank.parts) > 1:
+        from trainer.weights.version_writer import PartFollower
+
+        return PartFollower(rank, blank)
+    in_parts = blank if len(blank.parts) > 1 else None
+    return None if rank else sender(config, run if name == "shm" else run_dir, in_parts)
+
+
+def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> WeightManifest:
+    """Return the layout of versions, in the parts of the ranks or, where these gather, in one."""
+    from trainer.weights.served.layout import blank_manifest  # imports torch
+
+    publication = backend.publication
+    if len(publication.parts) > 1 and (reason := _why_gathered(config)):
+        log.info("weights.gathered transport=%s reason=%s rank=%d", config.transport, reason, rank)
+        publication = publication.gathered()
+    return blank_manifest(publication, dtype, config.bucket_mb << 20, config.transport)
+
+
+def _why_gathered(config: WeightConfig) -> str:
+    """Return why rank 0 has to publish what several ranks have; empty if each can publish its part."""
+    if config.delta:
+        return "delta"
+    return "" if config.transport == "nccl" or _on_one_host() else "several_hosts"
 
 
 def _on_one_host() -> bool:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.errors import WeightError
 from protocol.host.atomic_file import directory_written_aside
 from protocol.messages import WeightManifest
+from protocol.weights.buckets import bucket_name
 
 VERSION_NAME = re.compile(r"v(\d{8,})-([0-9a-zA-Z_-]+)")
 MANIFEST = "manifest.json"
@@ -18,7 +20,7 @@ MANIFEST = "manifest.json"
 
 def bucket_path(directory: Path, index: int) -> Path:
     """Return the file of a version's bucket."""
-    return directory / f"bucket_{index:05d}.bin"
+    return directory / bucket_name(index)
 
 
 def write_manifest(manifest: WeightManifest, directory: Path) -> None:
@@ -44,18 +46,37 @@ def read_manifests(directory: Path) -> list[WeightManifest]:
     return [manifest for _, _, manifest in sorted(found, key=lambda item: item[:2])]
 
 
+class VersionRoot:
+    """Place at which engines find the versions of a directory: its own path, or a URL."""
+
+    def __init__(self, location: str) -> None:
+        """Take its path or URL."""
+        self.location = location
+
+    def add(self, version: Path) -> None:
+        """Let engines read a version, which is complete. Raises WeightError if they cannot."""
+
+    def remove(self, name: str) -> None:
+        """Forget a version that was removed from the directory."""
+
+    def close(self) -> None:
+        """Let engines read no more. Idempotent."""
+
+
 class VersionDirectories:
     """The versions in one directory, `v00000012-EPOCH` each, in the order in which they were published."""
 
-    def __init__(self, directory: Path, keep: int, *, durable: bool) -> None:
+    def __init__(self, directory: Path, root: VersionRoot, keep: int, *, durable: bool) -> None:
         """Start without versions.
 
         Args:
             directory: holds the versions.
+            root: where engines find them.
             keep: how many of the newest versions `retire` keeps, at least 1.
             durable: sync each version to the disk before it becomes visible.
         """
         self.directory = directory
+        self._root = root
         self._keep = max(keep, 1)
         self._durable = durable
         self._published: list[tuple[int, Path]] = []
@@ -81,7 +102,7 @@ class VersionDirectories:
 
     @contextmanager
     def written(self, epoch: str, version: int) -> Iterator[tuple[Path, Path]]:
-        """Write a version within the block; it becomes visible when the block ends.
+        """Write a version within the block; engines can read it when the block ends.
 
         A version of the same name is replaced. If the block raises, what it wrote is removed.
 
@@ -90,10 +111,16 @@ class VersionDirectories:
 
         Raises:
             OSError: the directory cannot be made or renamed.
+            WeightError: it cannot be copied to where engines read it.
         """
         final = self.directory / f"v{version:08d}-{epoch}"
         with directory_written_aside(final, durable=self._durable) as aside:
             yield aside, final
+        try:
+            self._root.add(final)
+        except WeightError:
+            self._remove(final)
+            raise
         self._published = [entry for entry in self._published if entry[1] != final] + [(version, final)]
 
     def retire(self, in_use: frozenset[int]) -> None:
@@ -103,15 +130,19 @@ class VersionDirectories:
         kept |= {path for one in kept for path in self._needs.get(one, ())}
         for _, path in self._published:
             if path not in kept:
-                remove(path)
-                self._needs.pop(path, None)
+                self._remove(path)
         self._published = [entry for entry in self._published if entry[1] in kept]
 
     def clear(self) -> None:
         """Remove all versions."""
         for _, path in self._published:
-            remove(path)
-        self._published, self._needs = [], {}
+            self._remove(path)
+        self._published = []
+
+    def _remove(self, path: Path) -> None:
+        remove(path)
+        self._root.remove(path.name)
+        self._needs.pop(path, None)
 
 
 def remove(path: Path) -> None:

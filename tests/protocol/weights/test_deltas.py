@@ -1,7 +1,5 @@
 """Tests that coded changes give the new tensor again, bit for bit, and are refused where they leave it."""
 
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
@@ -123,19 +121,14 @@ BASE, LINK = WeightLink("v1", 11, 4), WeightLink("v2", 12, 4)
         (Delta(base=11, digest=12, changes=(TensorChange(1, 1, 0, 0),) * 2), "one twice"),
     ],
 )
-def test_delta_of_other_versions_or_tensors_is_refused(tmp_path: Path, delta: Delta, words: str) -> None:
-    (tmp_path / INDEX).write_bytes(msgspec.msgpack.encode(delta))
+def test_delta_of_other_versions_or_tensors_is_refused(delta: Delta, words: str) -> None:
     with pytest.raises(WeightError, match=words):
-        read_delta(tmp_path, BASE, LINK, 2)
+        read_delta(msgspec.msgpack.encode(delta), BASE, LINK, 2)
 
 
-def test_delta_that_is_missing_or_damaged_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightError, match=f"{INDEX}: No such file"):
-        read_delta(tmp_path, BASE, LINK, 2)
+def test_delta_that_is_cut_off_is_refused() -> None:
     whole = msgspec.msgpack.encode(Delta(base=11, digest=12, changes=(TensorChange(1, 1, 0, 0),)))
     for size in range(len(whole)):
-        (tmp_path / INDEX).write_bytes(whole[:size])
-        with pytest.raises(WeightError, match=INDEX):
-            read_delta(tmp_path, BASE, LINK, 2)
-    (tmp_path / INDEX).write_bytes(whole)
-    assert read_delta(tmp_path, BASE, LINK, 2).changes == (TensorChange(1, 1, 0, 0),)
+        with pytest.raises(WeightError, match=f"v2/{INDEX}: "):
+            read_delta(whole[:size], BASE, LINK, 2)
+    assert read_delta(whole, BASE, LINK, 2).changes == (TensorChange(1, 1, 0, 0),)

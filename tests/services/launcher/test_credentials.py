@@ -38,3 +38,9 @@ JUDGED = replace(
 )
 def test_a_credential_is_inherited_by_those_who_need_it(name: str, holders: set[Role]) -> None:
     assert {role for role in Role if name not in withheld_from(role, JUDGED, [name])} == holders
+
+
+def test_credentials_of_an_object_store_are_inherited_by_engines_that_read_it() -> None:
+    settings = replace(SETTINGS, weights=replace(SETTINGS.weights, transport="http", url="s3://bucket/run"))
+    found = {role for role in Role if not withheld_from(role, settings, ["AWS_SECRET_ACCESS_KEY"])}
+    assert found == {Role.TRAINER, Role.ROLLOUT, Role.EVALUATION}

@@ -250,7 +250,7 @@ def test_check_run_names_the_ports_keys_and_libraries_of_this_machine(tmp_path: 
     assert any("bus.curve_dir" in text for text in found(settings, local=True))
 
 
-@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+@pytest.mark.parametrize("transport", ["nccl", "ipc", "http"])
 def test_weights_that_other_machines_could_ask_for_want_keys(tmp_path: Path, transport: str) -> None:
     overrides = (f"weights.transport={transport}", 'weights.host="0.0.0.0"')
     with pytest.raises(SettingsError, match=r"weights\.host: '0\.0\.0\.0' .*`tether keys DIR`"):
@@ -268,8 +268,12 @@ def test_prompts_may_be_as_long_as_every_engine_of_a_pool_allows(tmp_path: Path)
 
 
 def test_a_package_that_copies_need_is_named(tmp_path: Path) -> None:
-    (problem,) = found(demo(tmp_path / "run", "run.remote=s3://bucket/run"))
-    assert problem.startswith("setting run.remote: s3://bucket/run: ImportError: Install s3fs")
+    url = "s3://bucket/run"
+    given = (f"run.remote={url}", "weights.transport=http", f"weights.url={url}")
+    for setting, problem in zip(
+        ("run.remote", "weights.url"), found(demo(tmp_path / "run", *given)), strict=True
+    ):
+        assert problem.startswith(f"setting {setting}: {url}: ImportError: Install s3fs")
 
 
 def test_a_tracking_library_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

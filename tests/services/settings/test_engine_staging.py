@@ -7,7 +7,7 @@ from services.rollout.service import _engine_config
 from services.settings.checks import settings_errors
 from services.settings.load import load_settings
 from trainer.config import WeightConfig
-from trainer.recipe import check_delta
+from trainer.recipe import check_files
 
 SHARED = ("engine.name=hf", "trainer.backend=reference", "weights.transport=shared")
 
@@ -26,7 +26,7 @@ def test_layers_are_refused_where_a_version_is_sent_once(transport: str) -> None
     (found, *_) = refusals("engine.staging=layers", *SHARED, f"weights.transport={transport}")
     assert found == (
         "setting engine.staging: 'layers' reads a version twice, and weights.transport "
-        f"{transport!r} sends it once; use 'host', or weights.transport disk or shm"
+        f"{transport!r} sends it once; use 'host', or weights.transport disk or http or shm"
     )
 
 
@@ -70,9 +70,12 @@ def test_engine_chooses_among_the_places_that_the_transport_allows(
 @pytest.mark.parametrize("transport", ["ipc", "nccl", "shared"])
 def test_changes_alone_need_a_transport_of_files(transport: str) -> None:
     with pytest.raises(SettingsError, match=rf"weights\.delta: weights\.transport '{transport}' sends whole"):
-        check_delta(WeightConfig(transport=transport, delta=True))
-    check_delta(WeightConfig(transport=transport))
-    check_delta(WeightConfig(transport="disk", delta=True))
+        check_files(WeightConfig(transport=transport, delta=True))
+    check_files(WeightConfig(transport=transport))
+    check_files(WeightConfig(transport="disk", delta=True))
+    check_files(WeightConfig(transport="http", delta=True, url="memory://run"))
+    with pytest.raises(SettingsError, match=rf"weights\.url: .*weights\.transport '{transport}'; use http"):
+        check_files(WeightConfig(transport=transport, url="memory://run"))
 
 
 @pytest.mark.parametrize(

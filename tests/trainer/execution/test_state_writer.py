@@ -1,4 +1,4 @@
-"""Tests that a part of a checkpoint is written beside other work, one after the other."""
+"""Tests that parts of checkpoints and exports are written beside other work, one after the other."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,6 +9,7 @@ import torch
 
 from tests.trainer.megatron.launch import launch
 from trainer.execution.state_writer import StateWriter
+from trainer.storage.hf_export import Shards
 from trainer.storage.host_state import HostState
 
 STATE = HostState({"part": {"x": torch.ones(2)}})
@@ -20,12 +21,11 @@ def writer() -> Iterator[StateWriter]:
         yield writer
 
 
-def test_part_is_there_when_it_is_finished(writer: StateWriter, tmp_path: Path) -> None:
+def test_parts_are_there_when_they_are_finished(writer: StateWriter, tmp_path: Path) -> None:
     writer.begin(STATE, tmp_path)
-    with pytest.raises(RuntimeError, match="before the last one is finished"):
-        writer.begin(STATE, tmp_path)
+    writer.begin(Shards({"x": torch.ones(2)}, rank=3), tmp_path)
     writer.wait()
-    assert (tmp_path / "part").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00003_00000.safetensors", "part"]
     assert writer.finish() == ""
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from protocol.weights.lora import NO_ADAPTERS
+from tests.trainer.exports import export_by_rank
 from tests.trainer.fsdp.sharing import write_results
 from tests.trainer.lora.oracle import LORA
 from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
@@ -160,7 +161,7 @@ def _adapters(ranks: int, model_dir: Path, out: Path) -> None:
         backend.train_step(part_of(backend, make_batch(ADAPTED, step))).loss for step in range(ADAPTER_STEPS)
     ]
     write(out / "after", backend.export())
-    write(out / "merged", backend.export_model())
+    export_by_rank(backend, out / "merged", model_dir)
     batch = replace(make_batch(ADAPTED, 0), temperature=1.0)
     write(out / "reference", [("first", whole(backend, batch, backend.reference_logprobs))])
     if ranks > 1:

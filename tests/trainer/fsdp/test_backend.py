@@ -10,6 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
+from tests.trainer.exports import read_export
 from tests.trainer.fsdp.ranks import (
     ADAPTED,
     BFLOAT16,
@@ -180,7 +181,7 @@ def test_adapters_train_what_the_merged_weights_say(results: Results, ranks: int
     found = load_file(directory / "after.safetensors")
     assert json.loads((directory / "losses.json").read_text()) == pytest.approx(losses, abs=2e-5)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    targets, whole = {t.weight: t for t in targets_of(ADAPTED)}, load_file(directory / "merged.safetensors")
+    targets, whole = {t.weight: t for t in targets_of(ADAPTED)}, read_export(directory / "merged")
     source = dict(make_model(ADAPTED).named_parameters())
     for name, tensor in whole.items():
         weight = source[name].detach()

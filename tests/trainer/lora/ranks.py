@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from protocol.weights.lora import LoraConfig
 from tests.trainer.checkpoints import save_part
+from tests.trainer.exports import export_by_rank
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import LAYOUTS
@@ -18,8 +19,6 @@ from tests.trainer.megatron.models import OPTIMIZER, make_batch
 from tests.trainer.megatron.ranks import part_of
 from trainer.config import TrainerConfig
 from trainer.megatron.backend import MegatronBackend
-from trainer.storage.hf_export import write_hf
-from trainer.storage.host_state import HostCopies
 
 
 def make_backend(name: str, model_dir: Path, layout: str, adapters: LoraConfig = LORA) -> MegatronBackend:
@@ -47,9 +46,7 @@ def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
             (out / "after-one").mkdir(exist_ok=True)
             save_part(backend, out / "after-one")
     after = dict(backend.export())
-    model = HostCopies().copy_all(backend.export_model())
-    if model:  # on rank 0
-        write_hf(iter(model.items()), out / "hf", model_dir)
+    export_by_rank(backend, out / "hf", model_dir)
     reference = backend.reference_logprobs(part_of(backend, make_batch(name, 0)))
     backend.restore(out / "after-one")
     for step in range(1, STEPS):

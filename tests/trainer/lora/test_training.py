@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from tests.trainer.checkpoints import save_part
+from tests.trainer.exports import read_export
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS, targets_of, trained_by_hand
 from tests.trainer.lora.ranks import make_backend, run
 from tests.trainer.megatron.launch import launch
@@ -84,12 +85,12 @@ def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp
     again = load_file(out / "again.safetensors")
     assert [key for key in found if not torch.equal(found[key], again[key])] == []
     torch.testing.assert_close(load_file(out / "moved.safetensors"), found, atol=1e-5, rtol=0)
-    check_merged_model(name, out / "hf" / "model.safetensors", found)
+    check_merged_model(name, out / "hf", found)
 
 
-def check_merged_model(name: str, path: Path, adapter: dict[str, torch.Tensor]) -> None:
+def check_merged_model(name: str, directory: Path, adapter: dict[str, torch.Tensor]) -> None:
     targets = {target.weight: target for target in targets_of(name)}
-    exported, source = load_file(path), dict(make_model(name).named_parameters())
+    exported, source = read_export(directory), dict(make_model(name).named_parameters())
     assert exported.keys() == source.keys()
     for key, weight in source.items():
         if key in targets:

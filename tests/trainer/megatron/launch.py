@@ -28,6 +28,7 @@ def launch(ranks: int, module: str, *arguments: str, logs: Path, deadline_s: flo
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "LOCAL_WORLD_SIZE": str(ranks),
         "WORLD_SIZE": str(ranks),
     }
     logs.mkdir(parents=True, exist_ok=True)

@@ -9,13 +9,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors.torch import save_file
 
+from protocol.errors import WeightError
 from rollout.staging.staging import digest_of
+from services.audit.versions import read_version
 from tests.trainer.checkpoints import save_part
+from tests.trainer.exports import export_by_rank
 from tests.trainer.measured import flat
 from tests.trainer.megatron.launch import DEADLINE_S
 from tests.trainer.megatron.layouts import (
@@ -48,9 +52,8 @@ from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.reference.shards import local_tensor
 from trainer.step.measures import StepMeasures
-from trainer.storage.hf_export import write_hf
-from trainer.storage.host_state import HostCopies
 from trainer.weights.publish import publish, published
+from trainer.weights.registry import make_sender
 from trainer.weights.served.layout import blank_manifest
 from trainer.weights.served.sender import PartSender
 
@@ -180,9 +183,7 @@ def train_and_restore(name: str, make: Callable[[], Backend], model_dir: Path, o
             ("now", whole(backend, before, backend.logprobs)),
         ],
     )
-    model = HostCopies().copy_all(backend.export_model())
-    if model:  # on rank 0
-        write_hf(iter(model.items()), out / "hf", model_dir, 50_000)
+    export_by_rank(backend, out / "hf", model_dir)
     if name in FRESH:
         backend.close()
         backend = make()
@@ -216,6 +217,40 @@ def publish_pieces(backend: Backend, out: Path) -> None:
         (out / "published.json").write_text(
             json.dumps({"tensors": len(exported), "parts": len(manifest.parts)})
         )
+    _publish_files(backend, out, exported)
+
+
+def _publish_files(backend: Backend, out: Path, exported: dict[str, torch.Tensor]) -> None:
+    """Publish to files that all ranks write, also after a version that could not be published."""
+    config, rank = WeightConfig(transport="disk", directory=str(out / "files"), bucket_mb=1), dist.get_rank()
+    sender = make_sender(config, backend, "float32", run="ranks", run_dir=out, rank=rank)
+    assert sender is not None
+    if rank == 0:
+        (out / "files").rename(out / "moved")
+        (out / "files").touch()
+        with pytest.raises(WeightError, match=r"version 1 in .*files"):
+            publish(backend, sender, "e1", 1, "float32")
+        (out / "files").unlink()
+        (out / "moved").rename(out / "files")
+    else:
+        publish(backend, sender, "e1", 1, "float32")
+    pieces = list(published(backend, "float32", in_parts=True))
+    if rank == 1:
+        sender.publish("e1", 2, pieces[1:])
+    elif rank == 0:
+        with pytest.raises(WeightError, match="version 2: rank 1: the export has"):
+            sender.publish("e1", 2, pieces)
+    else:
+        sender.publish("e1", 2, pieces)
+    manifest = publish(backend, sender, "e1", 3, "float32")
+    if rank == 0:
+        assert manifest is not None
+        assert manifest.digest == digest_of(exported)
+        assert [path.name for path in (out / "files").iterdir()] == ["v00000003-e1"]
+        found = read_version(manifest, DEADLINE_S)
+        assert found.keys() == exported.keys()
+        assert all(torch.equal(found[name], exported[name].float()) for name in found)
+    sender.close()
 
 
 def _go_on(backend: Backend, name: str, *, by_turns: bool = False) -> Iterable[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from rollout.weights.registry import make_receiver
 from trainer.config import WeightConfig
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import checked_dtype
-from trainer.weights.files import disk_sender, shm_sender
+from trainer.weights.files import disk_sender, http_sender, shm_sender
 from trainer.weights.served.sender import PartSender
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -62,6 +62,8 @@ def sender_of(
         return shm_sender(config, run)
     if config.transport == "disk":
         return disk_sender(config, directory)
+    if config.transport == "http":
+        return http_sender(config, directory)
     return part_sender(config, tensors)
 
 

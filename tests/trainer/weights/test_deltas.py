@@ -1,6 +1,7 @@
 """Versions as changes: what is written, read by engines that are current or late, and refused."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,9 @@ from protocol.weights.deltas import BYTES, INDEX, Delta
 from rollout.staging.layers import LayeredStaging
 from rollout.staging.staging import LiveAndStaged, Staging, digest_of, whole_source
 from rollout.weights.registry import make_receiver
-from tests.trainer.weights.senders import received
+from tests.trainer.weights.senders import received, sender_of
 from trainer.config import WeightConfig
-from trainer.weights.files import FileSender, disk_sender, shm_sender
+from trainer.weights.files import FileSender, disk_sender
 
 SHAPES = {"a": (300, 40), "b": (64,), "c": (40, 30)}
 DTYPES = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
@@ -43,12 +44,19 @@ def versions(count: int) -> Iterator[dict[str, torch.Tensor]]:
         tensors = changed(tensors, version)
 
 
-@pytest.fixture(params=["shm", "disk"])
+@pytest.fixture(params=["shm", "disk", "http"])
 def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileSender]:
-    config = WeightConfig(directory=str(tmp_path / "w"), bucket_mb=1, keep=1, delta=True, anchor_every=4)
-    made = shm_sender(config, "delta-test") if request.param == "shm" else disk_sender(config, tmp_path)
-    yield made
-    made.close()
+    config = WeightConfig(
+        transport=request.param,
+        directory=str(tmp_path / "w"),
+        bucket_mb=1,
+        keep=1,
+        delta=True,
+        anchor_every=4,
+    )
+    with closing(sender_of(config, (), tmp_path)) as made:
+        assert isinstance(made, FileSender)
+        yield made
 
 
 class Engine:
@@ -93,7 +101,7 @@ def test_changes_take_few_bytes_and_no_buckets(sender: FileSender) -> None:
     tensors = first()
     anchor = sender.publish("e1", 0, tensors.items())
     manifest = sender.publish("e1", 1, changed(tensors, 0).items())
-    directory = Path(manifest.location)
+    directory = sender.directory / Path(manifest.location).name
     assert sorted(path.name for path in directory.iterdir()) == [BYTES, INDEX, "manifest.json"]
     elements = sum(len(range(0, tensors[name].numel(), 97)) for name in "ac")
     assert (directory / BYTES).stat().st_size == manifest.chain[-1].nbytes == elements * 3
@@ -228,7 +236,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped gap": (lambda path: _flip(path / BYTES, 1), "tensor a: digest"),
     "truncated": (
         lambda path: (path / BYTES).write_bytes((path / BYTES).read_bytes()[:-1]),
-        "bytes, the manifest says",
+        "fewer bytes than the manifest says",
     ),
     "no changes": (lambda path: (path / BYTES).unlink(), f"{BYTES}: No such file"),
     "no index": (lambda path: (path / INDEX).unlink(), f"{INDEX}: No such file"),

@@ -44,9 +44,19 @@ def test_several_ranks_publish_their_own_parts(transport: str, tmp_path: Path) -
         assert sender.in_parts
 
 
-@pytest.mark.parametrize("transport", ["shm", "disk"])
-def test_versions_in_files_go_through_rank_0(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shm", "disk", "http"])
+def test_versions_in_files_are_written_by_the_ranks_of_one_host(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = TwoRanks(trainer=TrainerConfig(backend="scripted"))
+    for rank in (0, 1):
+        sender = made(transport, rank, backend, tmp_path)
+        assert sender is not None
+        assert sender.in_parts
+        sender.close()
+    config = WeightConfig(transport=transport, delta=True)
+    assert make_sender(config, backend, "float32", run="r", run_dir=tmp_path, rank=1) is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert made(transport, 1, backend, tmp_path) is None
 
 

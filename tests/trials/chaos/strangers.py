@@ -22,10 +22,9 @@ import msgspec
 
 from protocol.device.pair_group import BACKENDS
 from protocol.errors import WeightError
-from protocol.host.key_proof import ReceiverKeys
+from protocol.host.key_proof import ReceiverKeys, fetch_with_keys
 from protocol.messages import WeightManifest
 from protocol.weights.slices import all_of
-from rollout.weights.key_directory import fetch_with_keys
 from rollout.weights.registry import make_receiver
 from rollout.weights.sender_connection import parse_location
 from services.bus.curve import create_keys

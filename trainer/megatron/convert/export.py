@@ -1,12 +1,13 @@
-"""Exports a model's tensors by their Hugging Face names: gathered on rank 0, or piece by piece on each.
+"""Exports a model's tensors by their Hugging Face names: each gathered on one rank, or by pieces on all.
 
 Rows that several ranks have are published by the rank with the fewest bytes so far, so that the data-parallel
 copies of a model share the work.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -68,13 +69,16 @@ class Exporter:
             found = (rows[0] if len(rows) == 1 else torch.cat(rows, plan.dim)).detach()
             yield plan.name, found if piece.rows[0].matrix is None else found.unsqueeze(0)
 
-    def gathered(self, plans: Iterable[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors on rank 0; send this rank's part of each on the others."""
+    def gathered(
+        self, plans: Iterable[TensorPlan], owners: Mapping[str, int] = MappingProxyType({})
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor whole on its owner, rank 0 if it is not named; the others send it their parts."""
         for plan in plans:
-            if self._position.rank == 0:
+            owner = owners.get(plan.name, 0)
+            if self._position.rank == owner:
                 yield plan.name, self._receive(plan)
             else:
-                self._send(plan)
+                self._send(plan, owner)
 
     def ahead(
         self, plans: Sequence[TensorPlan], begin: Callable[[Tensors], None] | None, updates: int
@@ -97,13 +101,13 @@ class Exporter:
         return self._published[1]
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
-        """Assemble a tensor on rank 0: copy its own pieces, receive another rank's pieces in one message."""
+        """Assemble a tensor here: copy the pieces of this rank, receive another's in one message."""
         dtype = torch.float32 if plan.exact else self._dtype
         tensor = torch.empty(plan.shape, dtype=dtype, device=self._position.device)
         for number in sorted({piece.rank for piece in plan.pieces}):
             pieces = [piece for piece in plan.pieces if piece.rank == number]
             holder = self._layout.holder_of(plan.stage, number)
-            if holder == 0:
+            if holder == self._position.rank:
                 rows = self._rows(plan, pieces)
             else:
                 lengths = [piece.length for piece in pieces]
@@ -122,12 +126,12 @@ class Exporter:
             stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix) for piece in pieces
         ]
 
-    def _send(self, plan: TensorPlan) -> None:
+    def _send(self, plan: TensorPlan, owner: int) -> None:
         place = self._position.place
         number = self._layout.number_of(place, expert=plan.expert)
         pieces = [piece for piece in plan.pieces if piece.rank == number]
         if pieces and self._position.rank == self._layout.holder_of(plan.stage, number):
-            dist.send(torch.cat(self._rows(plan, pieces), plan.dim).contiguous(), 0)
+            dist.send(torch.cat(self._rows(plan, pieces), plan.dim).contiguous(), owner)
 
 
 def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple[PublishedPiece, ...], ...]:

@@ -1,21 +1,23 @@
-"""Describes a version that stays on the trainer's ranks: its manifest without digests and locations."""
+"""Describes a version that the trainer's ranks publish in parts: its manifest without digests and places."""
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, zip_longest
 
+import msgspec
 import numpy as np
+import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightManifest, WeightPart
-from protocol.weights.boxes import size_of, whole
+from protocol.messages import TensorEntry, WeightManifest, WeightPart, WeightPiece
+from protocol.weights.boxes import shape_of, size_of, whole
 from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
 from protocol.weights.digests import digests_of_sums, rows_of
 from protocol.weights.provisional import UNKNOWN, with_digests
 from protocol.weights.slices import sum_span
 from trainer.ranks.publication import Publication
-from trainer.weights.bucket_writer import published_dtype
+from trainer.weights.bucket_writer import Named, published_dtype
 
 
 def blank_manifest(
@@ -44,6 +46,34 @@ def blank_manifest(
         tensors=tuple(entries),
         parts=tuple(WeightPart("", pieces) for pieces in publication.parts),
     )
+
+
+class PartReport(msgspec.Struct, frozen=True):
+    """Report of a rank to rank 0 about its part of a version."""
+
+    location: str
+    error: str
+    """Why the part could not be made; empty if it was."""
+    sums: bytes
+    """Sums of its pieces, one after the other, int64."""
+
+
+def checked_pieces(
+    blank: WeightManifest, rank: int, tensors: Named
+) -> Iterator[tuple[WeightPiece, torch.Tensor]]:
+    """Yield a rank's pieces with their elements, as its export gives them.
+
+    Raises:
+        WeightError: the export has another tensor, or another shape of one; names it.
+    """
+    for piece, named in zip_longest(blank.parts[rank].pieces, tensors):
+        name = blank.tensors[piece.tensor].name if piece is not None else None
+        if piece is None or named is None or name != named[0]:
+            raise WeightError(f"the export has {named and named[0]} where the version has {name}")
+        shape = shape_of(piece.box)
+        if tuple(named[1].shape) != shape:
+            raise WeightError(f"{name}: a piece of {list(named[1].shape)}, not {list(shape)}")
+        yield piece, named[1]
 
 
 class PieceRows:

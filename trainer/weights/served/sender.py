@@ -5,7 +5,6 @@ for each 64 KiB, and makes the manifest of them. A trainer of one rank publishes
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
 
 import msgspec
 import numpy as np
@@ -17,24 +16,12 @@ from protocol.device.slice_digests import SliceSums
 from protocol.errors import WeightError
 from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
-from protocol.weights.boxes import shape_of
 from trainer.config import WeightConfig
 from trainer.ranks.collectives import agreed, gather_bytes
 from trainer.weights.bucket_writer import Named, drain
-from trainer.weights.served.layout import PieceRows, complete_manifest
+from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces, complete_manifest
 from trainer.weights.served.memory import MEMORIES
 from trainer.weights.served.version_server import ServedVersion, VersionServer
-
-
-class PartReport(msgspec.Struct, frozen=True):
-    """Report of a rank to rank 0 about its part of a version."""
-
-    location: str
-    error: str
-    """Why the part could not be made; empty if it was."""
-    sums: bytes
-    """Sums of its pieces, one after the other, int64."""
-
 
 _decoder = msgspec.msgpack.Decoder(PartReport)
 
@@ -181,16 +168,11 @@ class PartSender:
 
     def _copied(self, served: ServedVersion, tensors: Named) -> bytes:
         """Copy and digest all pieces in one pass; return their sums."""
-        spans, pieces = self._rows.pieces[self.rank], self._blank.parts[self.rank].pieces
+        spans = self._rows.pieces[self.rank]
         sums, position = SliceSums(sum(end - first for first, end in spans), self._memory.device), 0
         copies: list[torch.Tensor] = []
-        for number, (piece, named) in enumerate(zip_longest(pieces, tensors)):
-            name = self._blank.tensors[piece.tensor].name if piece is not None else None
-            if piece is None or named is None or name != named[0]:
-                raise WeightError(f"the export has {named and named[0]} where the version has {name}")
-            shape, entry, tensor = shape_of(piece.box), self._blank.tensors[piece.tensor], named[1]
-            if tuple(tensor.shape) != shape:
-                raise WeightError(f"{entry.name}: a piece of {list(tensor.shape)}, not {list(shape)}")
+        for number, (piece, tensor) in enumerate(checked_pieces(self._blank, self.rank, tensors)):
+            entry = self._blank.tensors[piece.tensor]
             first, end = spans[number]
             copies.append(self._memory.piece(served, number))
             sums.add(tensor.detach(), entry.shape, piece.box, position - first, copies[-1])

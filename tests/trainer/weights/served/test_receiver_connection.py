@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from protocol.errors import WeightError
-from protocol.host.key_proof import ReceiverKeys, SenderKeys
+from protocol.host.key_proof import KEYS, ReceiverKeys, SenderKeys, fetch_with_keys
 from protocol.messages import WeightManifest
-from rollout.weights.key_directory import KEYS, fetch_with_keys
 from rollout.weights.registry import make_receiver
 from services.bus.curve import create_keys
 from tests.trainer.weights.senders import part_sender, received

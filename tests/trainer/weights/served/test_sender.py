@@ -33,9 +33,9 @@ from tests.trainer.weights.served.trainer_ranks import (
     tensor_ranks,
     trainer_ranks,
 )
+from trainer.weights.served.layout import PartReport
 from trainer.weights.served.pairs import PairChannel
 from trainer.weights.served.receiver_connection import ReceiverConnection
-from trainer.weights.served.sender import PartReport
 
 SHAPES = {"embed": (131, 300), "q": (96, 400), "o": (400, 96), "norm": (400,), "scale": (), "none": (0, 3)}
 """Rows that share rows of the digest with others, columns, a replicated vector, a scalar, an empty one."""

@@ -12,8 +12,8 @@ from rollout.staging.placement import ExpectedTensor, Slice
 from rollout.staging.staging import Staging, contiguous_stride
 from trainer.config import WeightConfig
 from trainer.ranks.publication import Publication
-from trainer.weights.served.layout import blank_manifest
-from trainer.weights.served.sender import PartReport, PartSender
+from trainer.weights.served.layout import PartReport, blank_manifest
+from trainer.weights.served.sender import PartSender
 
 Tensors = Mapping[str, torch.Tensor]
 DEADLINE_S = 60.0

@@ -1,0 +1,114 @@
+"""Reads ranges of a version's files in parallel, from a directory or from any URL that fsspec knows.
+
+A range that cannot be read is tried again a few times, each time for half of the time that is left at most.
+So a link that loses connections delays a version, and one that is dead is refused within the deadline.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import fsspec
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.errors import WeightError
+from rollout.weights.verification import Deadline
+
+CONNECTIONS = 8
+"""Ranges that are read at once: one connection to a distant server does not fill its link."""
+RANGE_BYTES = (256 << 10, 4 << 20)
+"""Least and most bytes of a range."""
+TRIES = 4
+"""Attempts at a range."""
+PAUSE_S = 0.1
+"""Seconds before the second attempt; twice as many before each one after it."""
+T = TypeVar("T")
+
+
+class RangeReader:
+    """Reads files below a directory or URL until a deadline. Made by `range_reader`."""
+
+    def __init__(self, root: str, deadline: Deadline, pool: ThreadPoolExecutor) -> None:
+        """Open the file system, without a read. Raises WeightError if fsspec cannot."""
+        self._deadline, self._pool = deadline, pool
+        address = urlsplit(root)
+        # the path of a URL may be a secret
+        self._shown = f"{address.scheme}://{address.hostname}/..." if address.scheme else root
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(root)
+        except Exception as error:  # any error of the file system's own package
+            raise WeightError(f"{self._shown}: {error}") from error
+
+    def check_sizes(self, sizes: Iterable[tuple[str, int]]) -> None:
+        """Compare the sizes of files with the manifest's, by the range around each one's end.
+
+        Raises:
+            WeightError: one is missing, or has another size; names it.
+        """
+
+        def check(name: str, nbytes: int) -> None:
+            first = max(nbytes - 1, 0)
+            found = first + len(self._range(name, first, nbytes + 1))
+            if found != nbytes:
+                relation = "more" if found > nbytes else "fewer"
+                raise WeightError(f"{self._shown}/{name}: {relation} bytes than the manifest says, {nbytes}")
+
+        self._all(check, ((name, nbytes) for name, nbytes in sizes if nbytes))
+
+    def contents(self, names: Iterable[str]) -> list[bytes]:
+        """Return all bytes of each file. Raises WeightError, which names the file."""
+        return self._all(self._range, ((name, None, None) for name in names))
+
+    def read(self, name: str, target: NDArray[np.uint8]) -> None:
+        """Fill memory with a file of its size. Raises WeightError, which names the file."""
+        least, most = RANGE_BYTES
+        step = min(max(-(-len(target) // CONNECTIONS), least), most)
+
+        def fill(start: int, end: int) -> None:
+            data = self._range(name, start, end)
+            if len(data) != end - start:
+                raise WeightError(
+                    f"{self._shown}/{name}: {len(data)} bytes from byte {start} on, expected {end - start}"
+                )
+            target[start:end] = np.frombuffer(data, np.uint8)
+
+        starts = range(0, len(target), step)
+        self._all(fill, ((start, min(start + step, len(target))) for start in starts))
+
+    def _all(self, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> list[T]:
+        """Make calls in parallel, and return their results in order; the first error ends those to come."""
+        futures = [self._pool.submit(function, *call) for call in calls]
+        return [future.result() for future in futures]
+
+    def _range(self, name: str, start: int | None, end: int | None) -> bytes:
+        """Return bytes of a file, fewer at its end; the deadline counts, and so many attempts."""
+        doing, attempt = f"reading {self._shown}/{name}", 0
+        while True:
+            attempt += 1
+            left = self._deadline.remaining(doing)
+            limit = {"timeout": left / 2} if self._files.async_impl else {}  # reads of local files end
+            try:
+                found: bytes = self._files.cat_file(f"{self._root}/{name}", start=start, end=end, **limit)
+            except FileNotFoundError as error:
+                raise WeightError(f"{self._shown}/{name}: No such file") from error
+            except Exception as error:  # any error of the file system's own package
+                if attempt == TRIES:
+                    text = str(error).replace(self._root, self._shown) or type(error).__name__
+                    raise WeightError(f"{self._shown}/{name}: {text}, {TRIES} times") from error
+                time.sleep(min(PAUSE_S * 2 ** (attempt - 1), self._deadline.remaining(doing)))
+            else:
+                return found
+
+
+@contextmanager
+def range_reader(root: str, deadline: Deadline) -> Iterator[RangeReader]:
+    """Yield a reader of the files below a directory or URL. Raises WeightError."""
+    pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="ranges")
+    try:
+        yield RangeReader(root, deadline, pool)
+    finally:
+        pool.shutdown(cancel_futures=True)

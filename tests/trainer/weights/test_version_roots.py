@@ -1,0 +1,124 @@
+"""Versions by URL: of the trainer's own server, another web server, and a store that they are copied to."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from uuid import uuid4
+
+import aiohttp
+import fsspec
+import pytest
+import torch
+from msgspec.structs import replace
+
+from protocol.errors import SettingsError, WeightError
+from tests.trainer.weights.senders import receive
+from trainer.config import WeightConfig
+from trainer.weights.files import http_sender
+from trainer.weights.version_roots import ServedRoot
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((300_000,), value)), ("b", torch.full((3, 5), value, dtype=torch.bfloat16))]
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    found = f"memory://{uuid4().hex}/run" if request.param == "memory" else f"file://{tmp_path}/store"
+    yield found
+    fsspec.core.url_to_fs("memory://")[0].store.clear()
+
+
+def names(url: str) -> list[str]:
+    files, root = fsspec.core.url_to_fs(url)
+    return sorted(path.rsplit("/", 1)[1] for path in files.ls(root, detail=False))
+
+
+def test_versions_are_copied_to_a_store_and_removed_there(url: str, tmp_path: Path) -> None:
+    sender = http_sender(WeightConfig(bucket_mb=1, keep=1, delta=True, anchor_every=2, url=url), tmp_path)
+    for version in range(4):
+        manifest = sender.publish("e1", version, weights(version))
+        assert manifest.location == f"{url}/v{version:08d}-e1"
+        assert torch.equal(receive(manifest)["a"], weights(version)[0][1])
+        sender.retire(frozenset())
+        assert names(url) == [link.directory for link in manifest.chain]
+    sender.close()
+    assert torch.equal(receive(manifest)["b"], weights(3)[1][1])
+
+
+@pytest.mark.parametrize("fault", ["missing", "cut", "longer", "changed"])
+def test_object_that_is_not_as_it_was_published_is_named(url: str, tmp_path: Path, fault: str) -> None:
+    sender = http_sender(WeightConfig(bucket_mb=1, url=url), tmp_path)
+    manifest = sender.publish("e1", 1, weights(1))
+    files, root = fsspec.core.url_to_fs(url)
+    bucket = f"{root}/v00000001-e1/bucket_00000.bin"
+    data, words = files.cat_file(bucket), r"/v00000001-e1/bucket_00000\.bin: "
+    if fault == "missing":
+        files.rm_file(bucket)
+    else:
+        flipped = data[:999] + bytes([data[999] ^ 1]) + data[1000:]
+        files.pipe_file(bucket, {"cut": data[:-1], "longer": data + b"x", "changed": flipped}[fault])
+        words = {"cut": words + "fewer", "longer": words + "more", "changed": "tensor a: digest"}[fault]
+    with pytest.raises(WeightError, match=words):
+        receive(manifest)
+
+
+def test_version_that_cannot_be_copied_is_not_published(url: str, tmp_path: Path) -> None:
+    sender = http_sender(WeightConfig(bucket_mb=1, url=url), tmp_path)
+    sender.publish("e1", 0, weights(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(fsspec.core.url_to_fs(url)[0]), "put_file", _fails)
+        with pytest.raises(WeightError, match="cannot be written: OSError: no such bucket"):
+            sender.publish("e1", 1, weights(1))
+    assert [path.name for path in sender.directory.iterdir()] == ["v00000000-e1"]
+    assert torch.equal(receive(sender.publish("e1", 2, weights(2)))["a"], weights(2)[0][1])
+
+
+def _fails(*arguments: object, **options: object) -> None:
+    raise OSError("no such bucket")
+
+
+def test_engines_read_from_a_web_server_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    with closing(ServedRoot(tmp_path / "weights", "127.0.0.1")) as server:
+        sender = http_sender(WeightConfig(bucket_mb=1, url=f"{server.location}/"), tmp_path)
+        manifest = sender.publish("e1", 1, weights(1))
+        assert manifest.location == f"{server.location}/v00000001-e1"
+        assert torch.equal(receive(manifest)["a"], weights(1)[0][1])
+
+
+def test_server_of_the_trainer_serves_versions_to_who_knows_the_path(tmp_path: Path) -> None:
+    sender = http_sender(WeightConfig(bucket_mb=1), tmp_path)
+    manifest = sender.publish("e1", 1, weights(1))
+    host, secret = manifest.location.split("/")[2:4]
+    paths = [
+        f"{secret}/v00000001-e1/manifest.json",
+        "v00000001-e1/manifest.json",
+        f"{secret}/../../etc/passwd",
+    ]
+
+    async def answers() -> list[int]:
+        async with aiohttp.ClientSession() as session:
+            found = []
+            for path in paths:
+                async with session.get(f"http://{host}/{path}") as answer:
+                    found.append(answer.status)
+            return found
+
+    assert asyncio.run(answers()) == [200, 404, 404]
+    gone = replace(manifest, location=manifest.location.replace("v00000001", "v00000002"))
+    with pytest.raises(WeightError, match=r"^http://127\.0\.0\.1/\.\.\./v00000002-e1/bucket_00000\.bin: No"):
+        receive(gone)
+    sender.close()
+    sender.close()
+    with pytest.raises(WeightError, match=r"bucket_00000\.bin: .*4 times") as error:
+        receive(manifest)
+    assert secret not in str(error.value)
+
+
+def test_root_that_cannot_be_served_or_opened_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightError, match=r"weights\.host 192\.0\.2\.1: "):
+        http_sender(WeightConfig(host="192.0.2.1"), tmp_path)
+    with pytest.raises(SettingsError, match=r"setting weights\.url: nothing://run: "):
+        http_sender(WeightConfig(url="nothing://run"), tmp_path)
