@@ -25,8 +25,8 @@ from trainer.step.train_command import TrainCommand
 PARAMETERS = 1 << 22
 """Elements of the tensors whose updates are compared, at most, but for the first tensor."""
 LIMITS = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.1}
-"""The coarser data type, of trainer and engines -> allowed difference of loss, gradient norm and update, relative
-to the expected one.
+"""The coarser data type, of trainer and engines -> allowed difference of loss, gradient norm and update,
+relative to the expected one.
 
 Rounding changes the sign of Adam's first update of an element whose gradient is close to 0."""
 

@@ -145,7 +145,9 @@ def seed(world: World) -> None:
     engine.generate = seeded
 
 
-@fault("two experts of a router swapped", "logprob", sections={"model": EXPERTS}, only_hf=True, engine="engine.1")
+@fault(
+    "two experts of a router swapped", "logprob", sections={"model": EXPERTS}, only_hf=True, engine="engine.1"
+)
 def router(world: World) -> None:
     def swap(model: Any) -> None:
         gate = model.model.layers[0].mlp.gate.weight.data
