@@ -47,8 +47,8 @@ SHARED_FILES = ("vllm_dist_", "psm_")
 UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 """Arguments for `engine.batch_invariant`: a prefix from the cache was computed in another pass."""
 ALONE = {**UNCACHED, "max_num_seqs": 1}
-"""Arguments for it without vLLM's own mode: products of matrices round otherwise with other numbers of rows, also on
-a CPU."""
+"""Arguments for it without vLLM's own mode: products of matrices round otherwise with other numbers of rows,
+also on a CPU."""
 OWN_MODE = "VLLM_BATCH_INVARIANT"
 """Variable that gives vLLM's kernels on a GPU one order of sums, however many requests share a pass."""
 GRAPHS = 512
