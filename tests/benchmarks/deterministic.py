@@ -86,6 +86,7 @@ def main() -> int:
     parser.add_argument("--ways", default=",".join(WAYS), help="of these, in this order")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--limit-s", type=float, default=150.0, help="for one way, its start included")
+    parser.add_argument("--set", action="append", default=[], help="of the job: section.key=value")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     options = parser.parse_args()
     out: Path = options.out.absolute()
@@ -96,7 +97,7 @@ def main() -> int:
         "ways": {},
         "failed": {},
     }
-    machine = (f"run.steps={options.steps}", *(TINY if options.tiny else ON_ONE_GPU))
+    machine = (f"run.steps={options.steps}", *(TINY if options.tiny else ON_ONE_GPU), *options.set)
     for name in options.ways.split(","):
         try:
             facts["ways"][name] = made(name, out, options.limit_s, machine)

@@ -1,7 +1,8 @@
 """Makes a recorded run again (`tether rerun`): its event log is the schedule.
 
 The log and the records say which groups a step trained, and under which version each token was sampled. So
-tokens are sampled again under the same versions, with commits between the same tokens. A fork trains the recorded groups from a version on, under other settings.
+tokens are sampled again under the same versions, with commits between the same tokens. A fork trains the
+recorded groups from a version on, under other settings.
 """
 
 import asyncio
