@@ -181,7 +181,7 @@ class TrainLoop:
             warnings=(*self._checkpointer.warnings(), *(alarm.sentence() for alarm in alarms)),
         )
         status = await self._commit(step, digest, manifest, report)
-        self._audit_step(step, digest, manifest)
+        await self._audit_step(step, digest, manifest)
         self._model = ModelVersion(version, digest, manifest or self._model.published)
         await self._announce(manifest, report, status, peers)
         with self._clock.part("checkpoint"):
@@ -199,10 +199,15 @@ class TrainLoop:
         await self._act_on(alarms)
         return status
 
-    def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
+    async def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
         """Have a committed step audited, and the version that it made held."""
+        exported = 0
+        if manifest is not None and self._audit.is_due(step.plan):
+            with self._clock.part("publish"):
+                exported = await self._runner.digest()
         if step.command is not None:
-            self._audit.observe(step.command, step.plan, step.stats, (self._model.digest, digest))
+            digests = self._model.digest, digest
+            self._audit.observe(step.command, step.plan, step.stats, digests, exported)
         if manifest is not None:
             self._audit.hold(manifest)
 

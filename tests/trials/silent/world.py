@@ -28,8 +28,8 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from rollout.sample import Generate, Sample, SampleBuilder
 from services.audit.alarms import Alarm
-from services.audit.auditor import BETTER, AuditedStep, Auditor, Unchanged
-from services.audit.offline import check_evaluations
+from services.audit.auditor import BETTER, AuditedStep, Auditor, Unchanged, wrong_versions
+from services.audit.offline import shared_prompts
 from services.audit.recompute import Recomputer
 from services.audit.records import Again
 from services.audit.updates import Shadow
@@ -166,12 +166,9 @@ class World:
         await self._publish(self.step + 1)
         exported = self.executor.lead(DigestWeightsCommand(self.settings.engine.dtype))
         digests = before, self.digest
-        step = AuditedStep(command, plan, stats, digests, self.unchanged.after(stats, digests, learns=True))
+        unchanged = self.unchanged.after(stats, digests, learns=True)
+        step = AuditedStep(command, plan, stats, digests, unchanged, exported)
         alarms = await asyncio.to_thread(self.auditor.audit, step, dict(self.versions))
-        if exported != self.digest:
-            where = {"version": str(self.step + 1)}
-            detail = f"published version {self.step + 1} is not the trainer's"
-            alarms.append(Alarm("published", self.step, self.step, where, detail))
         self.step += 1
         return alarms + self._evaluated()
 
@@ -180,7 +177,8 @@ class World:
         line = Evaluation(version=self.step, set="held_out", digest=f"{self.scored(self):016x}")
         texts = [prompt.text for prompt in self.held_out(self)]
         trained = set(self.source.trained_texts())
-        return list(check_evaluations([line], {self.step: self.digest}, {"held_out": texts}, trained))
+        wrong = wrong_versions([line], {self.step: self.digest})
+        return [*wrong, *shared_prompts({"held_out": texts}, trained)]
 
     async def _generated(self, count: int) -> list[ScoredRollout]:
         numbers = range(self._groups, self._groups + count)
