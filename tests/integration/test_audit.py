@@ -28,19 +28,16 @@ class TurnedOnce(HFEngine):
         return loaded
 """
 VERIFIER = """
-import os
 from pathlib import Path
 
 def score(prompt, response):
-    mark = Path(__file__).with_name("first")
     try:
-        mark.touch(exist_ok=False)
-        mark.write_text(str(os.getpid()))
+        Path(__file__).with_name(f"{prompt}{response}.seen").touch(exist_ok=False)
     except FileExistsError:
-        pass
-    return len(set(response)) if mark.read_text() == str(os.getpid()) else 0.25
+        return 0.25
+    return len(set(response))
 """
-"""A verifier that answers otherwise in its second worker."""
+"""A verifier that answers otherwise when it is asked again."""
 COMMON = (
     "run.steps=6", "bound.groups_per_step=4", "sampling.max_tokens=6", "trainer.backend=reference",
     "monitor.enabled=false", "eval.at_end=false", "audit.share=1", "rollout.groups_in_flight=8",
@@ -86,7 +83,7 @@ def test_engine_that_computes_wrongly_halts_the_run_and_is_named(tmp_path: Path)
     assert "alarm: audit.logprob" in verified.stdout
 
 
-def test_verifier_whose_second_worker_scores_otherwise_halts_the_run_and_is_named(tmp_path: Path) -> None:
+def test_verifier_that_scores_otherwise_the_second_time_halts_the_run_and_is_named(tmp_path: Path) -> None:
     function = '[{name="function", options={path="stateful:score"}}]'
     code, said = up(
         tmp_path, "engine.name=hf", f"reward.verifiers={function}", "audit.action=stop", "run.steps=200"
