@@ -33,8 +33,6 @@ FALSE_ALARM_RATE = 1e-3
 """Bound on the probability that a run without a fault has an alarm of a sequential test."""
 LEARN_ROWS = 2
 """Rows of each version from which the noise floor is learnt."""
-BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Engine's data type -> the one that is computed beside float32, to measure rounding."""
 UNCHANGED = {"bfloat16": 8, "float16": 8}
 """Data type of versions -> steps in a row without a change that are one too many: small changes are rounded
 away there. In float32 it is one."""
@@ -152,6 +150,8 @@ class Auditor:
         ]
         found = [*self._contradictions(step)]
         for group in groups:
+            if self._stopped():
+                return found
             found += [
                 alarm for finding in check_group(group, self._again) if (alarm := self._of(finding, number))
             ]

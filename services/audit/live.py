@@ -9,25 +9,21 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
-from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import WeightError
-from protocol.host.memory import memory_available
 from protocol.messages import Rollout, WeightManifest
 from rollout.engines.base import KvPolicy
 from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.audit.alarms import Alarm
 from services.audit.auditor import (
-    BETTER,
     AuditedStep,
     Auditor,
     Tensors,
@@ -35,7 +31,7 @@ from services.audit.auditor import (
     is_audited,
     wrong_versions,
 )
-from services.audit.recompute import Recomputer
+from services.audit.recompute import recomputers, room_of
 from services.audit.records import Again
 from services.audit.second_worker import Rewards, second_worker
 from services.audit.versions import READ, read_version
@@ -53,12 +49,12 @@ FILE = "alarms.jsonl"
 """In the run directory, a line for each alarm."""
 MOST_WAITING = 2
 """Versions to read and steps to audit that may wait."""
-MEMORY_SHARE = 0.25
-"""Part of the host's free memory that the models of an audit may take."""
-MODEL_BYTES = 12
-"""Bytes of a parameter: float32, and the data type beside it, at most float64."""
-ADAPTED = 3
-"""Times that of a model of adapters: its initial tensors are kept, and a version is merged with them."""
+MOST_OPERATIONS = 1e12
+"""Floating-point operations of the pass of a row, ten seconds of a processor: the run's end waits for it."""
+BEGIN_S = 10.0
+"""Processor time in which an audit may begin."""
+TIME_SHARE = 2.0
+"""Processor time that audits may then take, of one processor, as a multiple of the share of the groups."""
 MOST_DIGESTS = 1024
 """Versions whose digests are kept, for evaluations that come later."""
 ONE_TURN = ("single_turn",)
@@ -97,29 +93,6 @@ def is_learning(settings: Settings, step: int) -> bool:
     return not warm and learning_rate(settings.optimizer, updates) > 0
 
 
-def recomputers(settings: Settings) -> tuple[Recomputer, Recomputer] | None:
-    """Load the models that recompute log-probabilities.
-
-    None if the host lacks the memory for them, or `engine.kv` = keep has tokens rest on older versions' KV.
-
-    Raises:
-        SettingsError: the model cannot be loaded.
-        EngineError: its files cannot be read.
-    """
-    if settings.engine.kv is KvPolicy.KEEP:
-        return None
-    free = memory_available()
-    parameters = sum(math.prod(shape) for shape in checkpoint_shapes(settings.model_dir).values())
-    needed = parameters * MODEL_BYTES * (ADAPTED if settings.lora.rank else 1)
-    room = MEMORY_SHARE * free - needed
-    if room < 0:
-        log.warning("audit.no_recompute parameters=%d free_mb=%d", parameters, free >> 20)
-        return None
-    kinds = torch.float32, BETTER[settings.engine.dtype]
-    first, second = (Recomputer(settings.model_dir, kind, settings.lora, room) for kind in kinds)
-    return first, second
-
-
 class LiveAudit:
     """The audit of a running trainer. `hold`, `observe` and `take_alarms` return at once."""
 
@@ -137,6 +110,9 @@ class LiveAudit:
         """Epoch and version that was queued last, and is held as soon as it is read."""
         self._held: dict[int, Tensors] = {}
         self._auditor: Auditor | None = None
+        self._began = time.monotonic()
+        self._spent_s = 0.0
+        """Processor time of the audits so far."""
         self._rewards: Rewards | None = None
         """None until a step is audited."""
         self._digests: dict[int, int] = {}
@@ -182,7 +158,7 @@ class LiveAudit:
         self._digests[plan.step + 1] = digests[1]
         self._digests.pop(plan.step + 1 - MOST_DIGESTS, None)
         unchanged = self._unchanged.after(stats, digests, learns=is_learning(self._settings, plan.step))
-        if (self.is_due(plan) or self._unchanged.is_fault) and not self._work.full():
+        if (self._unchanged.is_fault or (self.is_due(plan) and self._has_time)) and not self._work.full():
             self._work.put_nowait(AuditedStep(command, plan, stats, digests, unchanged, exported))
 
     def take_alarms(self) -> tuple[Alarm, ...]:
@@ -222,12 +198,25 @@ class LiveAudit:
     def _is_on(self) -> bool:
         return bool(self._share) and not self._over.is_set()
 
+    @property
+    def _has_time(self) -> bool:
+        return self._spent_s <= BEGIN_S + TIME_SHARE * self._share * (time.monotonic() - self._began)
+
     def _carry_out(self, work: AuditedStep | WeightManifest) -> list[Alarm]:
-        auditor = self._auditor or self._begun()
-        self._auditor = auditor
-        if isinstance(work, WeightManifest):
-            self._read(auditor, work)
+        began = time.thread_time()
+        try:
+            if isinstance(work, AuditedStep):
+                return self._audit(work)
+            self._read(work)
             return []
+        finally:
+            self._spent_s += time.thread_time() - began
+
+    def _audit(self, work: AuditedStep) -> list[Alarm]:
+        auditor = self._auditor = self._auditor or self._begun()
+        if self._reads and not auditor.recomputes:
+            auditor.recompute_with(recomputers(self._settings, MOST_OPERATIONS))
+            self._reads = auditor.recomputes
         found = auditor.audit(work, self._held)
         found += auditor.new(wrong_versions(read_evaluations(self._settings.run_dir), dict(self._digests)))
         append_alarms(self._path, found)
@@ -239,11 +228,10 @@ class LiveAudit:
         dtype, stopped = self._settings.engine.dtype, self._over.is_set
         return Auditor(None, share=self._share, dtype=dtype, again=again, stopped=stopped)
 
-    def _read(self, auditor: Auditor, manifest: WeightManifest) -> None:
-        """Hold a version in place of the one before, if there are models that can serve it."""
-        if self._reads and not auditor.recomputes:
-            auditor.recompute_with(recomputers(self._settings))
-            self._reads = auditor.recomputes
+    def _read(self, manifest: WeightManifest) -> None:
+        """Hold a version in place of the one before, if there is room for models that can serve it."""
+        if self._reads and (self._auditor is None or not self._auditor.recomputes):
+            self._reads = room_of(self._settings) is not None
         if not self._reads or self._over.is_set():
             return
         self._held = {}  # before the next one takes memory

@@ -17,7 +17,8 @@ from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from services.audit.alarms import Alarm
 from services.audit.auditor import AuditedStep, Auditor, Tensors, Unchanged, wrong_versions
-from services.audit.live import again_of, is_learning, line_of, recomputers
+from services.audit.live import again_of, is_learning, line_of
+from services.audit.recompute import recomputers
 from services.audit.second_worker import Rewards, second_worker
 from services.audit.updates import Shadow
 from services.ledger.event_log.reader import LoggedStep

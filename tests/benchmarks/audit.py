@@ -16,6 +16,7 @@ from typing import Any
 
 from services.audit.live import FILE, LiveAudit
 from tests.benchmarks.record import record_now
+from tests.contracts.sglang_environment import STAND_INS, sglang_python
 from tests.integration.loop import run_to_end, settings_for
 
 JOB = ("monitor.enabled=false", "eval.at_end=false", "trainer.checkpoint_every=1000")
@@ -30,6 +31,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.01)
     parser.add_argument("--set", action="append", default=[], help="of the run: section.key=value")
     given = parser.parse_args()
+    if given.engine == "sglang":
+        python, environment = sglang_python(), f'{{ PYTHONPATH = "{STAND_INS}" }}'
+        given.set += [f'engine.python="{python}"', f"engine.environment={environment}"]
     settings = (f"engine.name={given.engine}", f"engine.dtype={given.dtype}", f"audit.share={given.share}")
     facts = {"record": record_now(), **vars(given), **measured(*JOB, *settings, *given.set)}
     given.out.write_text(json.dumps({**facts, "out": given.out.name}, indent=1) + "\n")
@@ -47,7 +51,7 @@ def measured(*overrides: str) -> dict[str, Any]:
         finally:
             spent[0] += time.thread_time() - began
 
-    LiveAudit._carry_out = timed  # type: ignore[method-assign]
+    LiveAudit._carry_out = timed  # type: ignore[method-assign, assignment]
     with tempfile.TemporaryDirectory() as directory:
         began = processor_s()
         run = asyncio.run(run_to_end(settings_for(Path(directory), "demo.toml", *overrides), seconds=1000))

@@ -14,9 +14,10 @@ from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, KvPolicy
 from rollout.engines.contract.models import tiny_model
-from services.audit import live
+from services.audit import live, recompute
 from services.audit.auditor import AuditedStep, Auditor, Unchanged
-from services.audit.live import ADAPTED, FILE, MEMORY_SHARE, MODEL_BYTES, LiveAudit, recomputers
+from services.audit.live import FILE, LiveAudit
+from services.audit.recompute import ADAPTED, MEMORY_SHARE, MODEL_BYTES, recomputers
 from services.audit.records import Again
 from services.run_record.evaluations import Evaluation
 from services.settings.sections import AuditConfig, BoundConfig, ModelConfig, RunConfig, Settings
@@ -78,8 +79,7 @@ def test_no_version_is_read_where_none_is_recomputed(tmp_path: Path, monkeypatch
     kept.hold(version(0))
     assert taken(kept) == []
     poor = LiveAudit(settings_of(tmp_path))
-    monkeypatch.setattr(live, "recomputers", lambda settings: None)
-    poor._auditor = Auditor(None, share=1.0, dtype="float32", again=Again())
+    monkeypatch.setattr(live, "room_of", lambda settings: None)
     assert poor._carry_out(version(0)) == []  # reading it would fail: it has no files
     poor.hold(version(5))
     assert (taken(poor), poor._held) == ([], {})
@@ -89,7 +89,7 @@ def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit = LiveAudit(settings_of(tmp_path))
-    audit._auditor = Auditor((None, None), share=1.0, dtype="float32", again=Again())  # type: ignore[arg-type]
+    monkeypatch.setattr(live, "room_of", lambda settings: 1.0)
     held = []
 
     def read(manifest: WeightManifest, timeout_s: float) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
 
 
 def test_versions_and_evaluations_of_other_weights_are_named_once(tmp_path: Path) -> None:
-    audit = LiveAudit(settings_of(tmp_path))
+    audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
     audit._auditor = Auditor(None, share=1.0, dtype="float32", again=Again())
     assert audited(audit, (1, 2), exported=2) == []
     [said] = audited(audit, (1, 2), exported=3)
@@ -185,7 +185,7 @@ def test_memory_is_that_of_the_whole_model_where_versions_are_adapters(
     plain = settings_of(tmp_path, model=ModelConfig(path=str(tmp_path / "model")))
     adapted = settings_of(tmp_path, model=ModelConfig(path=str(tmp_path / "model")), lora=LoraConfig(rank=2))
     for settings, times in ((plain, 1), (adapted, ADAPTED)):
-        monkeypatch.setattr(live, "memory_available", lambda free=int(needed * times) - 8: free)
+        monkeypatch.setattr(recompute, "memory_available", lambda free=int(needed * times) - 8: free)
         assert recomputers(settings) is None
-        monkeypatch.setattr(live, "memory_available", lambda free=int(needed * times) + 8: free)
+        monkeypatch.setattr(recompute, "memory_available", lambda free=int(needed * times) + 8: free)
         assert recomputers(settings) is not None

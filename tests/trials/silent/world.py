@@ -28,9 +28,9 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from rollout.sample import Generate, Sample, SampleBuilder
 from services.audit.alarms import Alarm
-from services.audit.auditor import BETTER, AuditedStep, Auditor, Unchanged, wrong_versions
+from services.audit.auditor import AuditedStep, Auditor, Unchanged, wrong_versions
 from services.audit.offline import shared_prompts
-from services.audit.recompute import Recomputer
+from services.audit.recompute import BETTER, Recomputer
 from services.audit.records import Again
 from services.audit.updates import Shadow
 from services.audit.versions import read_version
