@@ -23,6 +23,8 @@ from tests.benchmarks.record import record_now
 from tests.benchmarks.versions import ROOT, versions_of
 
 CONFIG = ROOT / "deploy/configs/demo.toml"
+LAST = 1500
+"""Characters of each service's log that are told of a way that failed."""
 ENDS = (2, 1)
 """Steps at both ends that are not counted."""
 JOB = (
@@ -35,8 +37,8 @@ JOB = (
     "model.scratch.num_key_value_heads=8",
     "model.scratch.head_dim=64",
     "model.scratch.max_position_embeddings=256",
-    "sampling.samples_per_prompt=8",
-    "sampling.max_tokens=32",
+    "sampling.samples_per_prompt=4",
+    "sampling.max_tokens=16",
     "engine.dtype=bfloat16",
     "engine.max_model_len=256",
     "engine.memory_fraction=0.2",
@@ -45,6 +47,7 @@ JOB = (
     f'run.modules=["{ROOT}"]',
     "trainer.checkpoint_every=1000",
     "monitor.enabled=false",
+    "services.spares=false",
     "eval.at_end=false",
 )
 ON_ONE_GPU = ("services.trainer_gpus=0", "services.rollout_gpus=0", "weights.transport=shm")
@@ -123,7 +126,8 @@ def made(name: str, out: Path, limit_s: float, machine: tuple[str, ...]) -> dict
     os.environ.pop(OWN_MODE, None)
     os.environ.update(way.environment)
     if not run_within(command, limit_s)[1]:
-        raise RuntimeError(f"not done within {limit_s:g} s")
+        logs = [path.read_text()[-LAST:] for path in sorted((run_dir / "logs").glob("*.log"))]
+        raise RuntimeError("\n".join([f"not done within {limit_s:g} s", *logs]))
     before = directory_of(out, way.equal_to)
     compared = compare_runs(before, run_dir)["difference"] if way.equal_to and before.exists() else None
     measured = speed(steps_of(read_steps(run_dir / "metrics.jsonl")), first=ENDS[0], last=ENDS[1])
