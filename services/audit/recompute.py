@@ -33,7 +33,7 @@ log = logging.getLogger("tether.audit")
 POWERS = (0.5, 0.75, 0.9, 1.1, 1.35, 2.0)
 """Alternatives to the policy p that are proportional to p ** power: other temperatures, [G]."""
 BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Engine's data type -> the one that is computed beside float32, to measure rounding."""
+"""Engine's data type -> the one that is computed with float32, to measure rounding."""
 CHUNK = 64
 """Positions whose distributions over the vocabulary are held at a time, C."""
 MEMORY_SHARE = 0.25
@@ -163,7 +163,7 @@ class Recomputer:
 
 
 def room_of(settings: Settings) -> float | None:
-    """Return the bytes that the pass of a row may take beside the models that recompute log-probabilities.
+    """Return the bytes that the pass of a row may take, the models that recompute log-probabilities apart.
 
     None if the host lacks the memory for them, or `engine.kv` = keep has tokens rest on older versions' KV.
 

@@ -15,7 +15,7 @@ log = logging.getLogger("tether.audit")
 SCORE_S = 600.0
 """Limit of scoring one group again, seconds."""
 Rewards = Callable[[Rollout], Sequence[float] | None]
-"""Returns the rewards of a group's samples; None: it cannot be scored. Called in a thread beside the loop."""
+"""Returns the rewards of a group's samples; None: it cannot be scored. Called in a thread."""
 
 
 def can_score_again(config: RewardConfig) -> bool:

@@ -24,7 +24,7 @@ from tests.benchmarks.versions import ROOT, versions_of
 
 CONFIG = ROOT / "deploy/configs/demo.toml"
 LAST = 1500
-"""Characters of each service's log that are told of a way that failed."""
+"""Characters of each service's log that are reported of a way that failed."""
 ENDS = (2, 1)
 """Steps at both ends that are not counted."""
 JOB = (
