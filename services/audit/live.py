@@ -134,8 +134,9 @@ class LiveAudit:
             self._work.put_nowait(manifest)
 
     def is_due(self, plan: StepPlan) -> bool:
-        """Return whether a step has an audited group."""
-        return self._is_on and any(is_audited(group, self._share) for group in plan.trained_counts)
+        """Return whether a step will be audited: it has an audited group, and there is time for it."""
+        free = self._is_on and self._has_time and not self._work.full()
+        return free and any(is_audited(group, self._share) for group in plan.trained_counts)
 
     def observe(
         self,
@@ -158,7 +159,7 @@ class LiveAudit:
         self._digests[plan.step + 1] = digests[1]
         self._digests.pop(plan.step + 1 - MOST_DIGESTS, None)
         unchanged = self._unchanged.after(stats, digests, learns=is_learning(self._settings, plan.step))
-        if (self._unchanged.is_fault or (self.is_due(plan) and self._has_time)) and not self._work.full():
+        if self.is_due(plan) or (self._unchanged.is_fault and not self._work.full()):
             self._work.put_nowait(AuditedStep(command, plan, stats, digests, unchanged, exported))
 
     def take_alarms(self) -> tuple[Alarm, ...]:
@@ -214,7 +215,7 @@ class LiveAudit:
 
     def _audit(self, work: AuditedStep) -> list[Alarm]:
         auditor = self._auditor = self._auditor or self._begun()
-        if self._reads and not auditor.recomputes:
+        if self._held and not auditor.recomputes:
             auditor.recompute_with(recomputers(self._settings, MOST_OPERATIONS))
             self._reads = auditor.recomputes
         found = auditor.audit(work, self._held)
