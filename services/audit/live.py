@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class LiveAudit:
 
     def hold(self, manifest: WeightManifest) -> None:
         """Hold a version that was published, unless another one is held whose groups may still be trained."""
-        if not self._is_on or not self._reads or manifest.transport not in READ:
+        if not self._is_on or not self._reads or not self._has_time or manifest.transport not in READ:
             return
         if self._queued is not None and self._queued[0] == manifest.epoch:
             last = self._queued[1] + self._settings.bound.max_staleness
@@ -199,6 +200,10 @@ class LiveAudit:
     def _is_on(self) -> bool:
         return bool(self._share) and not self._over.is_set()
 
+    @cached_property
+    def _has_room(self) -> bool:
+        return room_of(self._settings) is not None
+
     @property
     def _has_time(self) -> bool:
         return self._spent_s <= BEGIN_S + TIME_SHARE * self._share * (time.monotonic() - self._began)
@@ -231,8 +236,7 @@ class LiveAudit:
 
     def _read(self, manifest: WeightManifest) -> None:
         """Hold a version in place of the one before, if there is room for models that can serve it."""
-        if self._reads and (self._auditor is None or not self._auditor.recomputes):
-            self._reads = room_of(self._settings) is not None
+        self._reads = self._reads and self._has_room
         if not self._reads or self._over.is_set():
             return
         self._held = {}  # before the next one takes memory
