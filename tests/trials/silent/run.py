@@ -22,6 +22,7 @@ from typing import Any
 from protocol.errors import TetherError
 from rollout.engines.base import Engine, EngineConfig
 from services.audit.alarms import Alarm
+from tests.benchmarks.record import record_now
 from tests.trials.silent import engine_faults, record_faults, trainer_faults
 from tests.trials.silent.faults import FAULTS, Fault
 from tests.trials.silent.world import SCRATCH, open_engines, open_world, settings_of
@@ -106,8 +107,17 @@ async def table(only: str, clean_runs: int, config: EngineConfig) -> dict[str, A
     print(f"{found} of {len(rows)} faults found and named; {len(false)} alarms in {clean_runs} clean runs")
     for sentence in false:
         print(f"        {sentence}")
-    named = {"engine": config.name, "dtype": config.dtype}
-    return {**named, "faults": rows, "clean_runs": clean_runs, "false_alarms": false}
+    return {
+        "record": record_now(),
+        "engine": config.name,
+        "dtype": config.dtype,
+        "faults": rows,
+        "clean_runs": clean_runs,
+        "false_alarms": false,
+        "found": found,
+        "trials": len(rows),
+        "alarms": len(false),
+    }
 
 
 def render(result: dict[str, Any]) -> str:
